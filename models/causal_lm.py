@@ -42,7 +42,8 @@ class CausalLM(Pretrained):
         dtype: dtype of the computation; norms, rotary embedding, logits and loss round from float32.
         param_dtype: dtype of the parameters.
         remat: what each layer keeps for the backward: `"none"` (all that takes long to make), `"dots"` (its products),
-            `"full"` (only its input) or `"offload"` (only its input, in the host's memory).
+            `"full"` (only its input), `"offload"` (only its input, in the host's memory) or `"offload_attention"` (its
+            input and attention's result, in the host's memory).
         scan_layers: stack the layers' parameters and scan over them, so that a layer is compiled once.
         rngs: `nnx.Rngs` with a stream `params`, or a default one.
 

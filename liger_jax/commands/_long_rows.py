@@ -9,6 +9,7 @@ from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
 from liger_jax.models import KernelOptions, stretched
 from liger_jax.models.core.memory import LayerMemory
+from liger_jax.models.core.remat import Remat, is_offloaded
 from liger_jax.models.core.stretched import kinds_for
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.planner import devices
@@ -94,20 +95,30 @@ def let_pool_grow(settings: Settings) -> str:
         FileNotFoundError: the model is not there.
     """
     rows = settings.batch // settings.num_parts
-    small = rows * settings.length < _FEWEST
-    if small or PINNED_LIMIT in os.environ or settings.remat not in (None, "offload"):
+    remat = settings.remat or "offload"
+    if rows * settings.length < _FEWEST or PINNED_LIMIT in os.environ or not is_offloaded(remat):
         return ""
     config = architecture_of(_adapters.found(settings)[1]).config
     described = devices.target(memory="2GiB").description
-    layer = LayerMemory(
-        config, KernelOptions(), "offload", settings.dtype or "bfloat16", rows, settings.length, described
-    )
+    layer = LayerMemory(config, KernelOptions(), remat, settings.dtype or "bfloat16", rows, settings.length, described)
     if (limit := devices.pinned_limit(layer.offloaded * config.num_hidden_layers)) is None:
         return ""
     if (there := devices.machine_memory()) is not None:
         limit = min(limit, max(PINNED_GIB, there // GIB))
     os.environ[PINNED_LIMIT] = str(limit)
     return f"XLA may pin {limit} GiB of the host's memory ({PINNED_LIMIT}; by itself it stops at {PINNED_GIB})"
+
+
+def in_words(remat: Remat) -> str:
+    """What of the layers lies in the host's memory.
+
+    Args:
+        remat: what layers keep for the backward.
+
+    Returns:
+        A phrase that is followed by "of the layers".
+    """
+    return "inputs and attention's results" if remat == "offload_attention" else "inputs"
 
 
 def places(run: Run) -> Iterator[str]:
@@ -129,4 +140,5 @@ def places(run: Run) -> Iterator[str]:
         yield f"device: weights, and one layer's work, whose wide arrays are made for {at_once:,} tokens at a time"
     if host := estimate(run).host * run.target.count_on_host:
         of = "" if run.host_memory is None else f" of {run.host_memory / GIB:.1f}"
-        yield f"host: the inputs of {run.model.config.num_hidden_layers} layers, {host / GIB:.1f}{of} GiB"
+        what = f"{in_words(run.layer.remat)} of {run.model.config.num_hidden_layers} layers"
+        yield f"host: the {what}, {host / GIB:.1f}{of} GiB"

@@ -8,8 +8,9 @@ from typing import Any
 
 from liger_jax.commands import _adapters
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._long_rows import places
+from liger_jax.commands._long_rows import in_words, places
 from liger_jax.commands._settings import Settings
+from liger_jax.models.core.remat import is_offloaded
 from liger_jax.planner import defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
@@ -93,9 +94,10 @@ def fitted(
     host = estimate(run).host * device.count_on_host
     if not has_host_memory(run, host):
         assert run.host_memory is not None
+        less = "--remat offload, " if run.remat == "offload_attention" else ""
         raise UserError(
-            f"Layers' inputs need {gib(host)} of the host's memory, which has {gib(run.host_memory)}. Pass a smaller "
-            "--length, or more --micro-batches of fewer rows."
+            f"Layers' {in_words(run.layer.remat)} need {gib(host)} of the host's memory, which has "
+            f"{gib(run.host_memory)}. Pass {less}a smaller --length, or more --micro-batches of fewer rows."
         )
     print(f"memory: the run needs {text}")
     for line in places(run):
@@ -199,7 +201,7 @@ def _changes(run: Run, frozen: str, whole: bool) -> Iterator[dict[str, Any]]:
     for parts in () if whole else range(run.micro_batches + 1, run.batch + 1):
         if run.batch % (parts * run.batch_devices) == 0:
             yield dict(micro_batches=parts)
-    if run.remat != "offload" and run.target.platform != "cpu":
+    if not is_offloaded(run.remat) and run.target.platform != "cpu":
         yield dict(remat="offload")
     if run.lora is None and run.param_dtype == "float32":
         yield dict(param_dtype="bfloat16")  # trained with stochastic rounding

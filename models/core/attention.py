@@ -16,7 +16,7 @@ from liger_jax.layers.mlp import is_plain_product
 from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.remat import ATTENTION_OUTPUT, Remat
+from liger_jax.models.core.remat import ATTENTION_INPUT, Remat
 from liger_jax.models.core.tensor_collectives import (
     all_tokens,
     axis_of_part,
@@ -128,7 +128,7 @@ class Attention(nnx.Module):
             specs = heads_lie, heads_lie, table_lies, table_lies
             q, k = layout.run(rope, (q, k, cos, sin), spec=specs, out=heads_lie)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
-            q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
+            q, k, v = checkpoint_name((q, k, v), ATTENTION_INPUT)
         options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
         sequence = layout.sequence_parts()
         sinks = None if self.sinks is None else self.sinks[...]

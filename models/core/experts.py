@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from liger_jax import ops
 from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.expert_parts import EXPERTS as EXPERTS
-from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.remat import Remat, keeps_products
 from liger_jax.models.core.tensor_collectives import all_tokens, summed_tokens
 from liger_jax.ops.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp
 from liger_jax.ops.block_quantized import BlockQuantized
@@ -215,7 +215,7 @@ class ExpertsFeedForward(nnx.Module):
             Values of the computation's dtype for each token.
         """
         rows = rows_of_token(config.experts, devices)
-        return 0 if remat in ("full", "offload") else 2 * rows * config.experts.width
+        return 2 * rows * config.experts.width if keeps_products(remat) else 0
 
     @staticmethod
     def values_in_backward(

@@ -16,7 +16,7 @@ from liger_jax.layers.mlp import are_plain_products, in_one_op
 from liger_jax.models.core import plain
 from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.remat import Remat, keeps_products
 from liger_jax.models.core.tensor_collectives import all_tokens, axis_of_part, product_of_parts
 from liger_jax.models.core.tiles import over_tokens
 
@@ -40,7 +40,7 @@ def may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
         False where the products and the gate stay separate.
     """
     kept_unstacked = remat == "none" and not scan
-    return kernels.glu and not kernels.mesh_layout.axes and (kept_unstacked or remat in ("full", "offload"))
+    return kernels.glu and not kernels.mesh_layout.axes and (kept_unstacked or not keeps_products(remat))
 
 
 class DenseFeedForward(nnx.Module):
@@ -80,7 +80,7 @@ class DenseFeedForward(nnx.Module):
         Returns:
             Values of the computation's dtype for each token.
         """
-        if remat in ("full", "offload"):
+        if not keeps_products(remat):
             return 0
         # The backward of a norm over the result needs the result.
         return 2 * config.intermediate_size + (config.hidden_size if config.norms_results else 0)

@@ -61,7 +61,7 @@ class LayerStack:
         scan: stack the parameters along a leading axis and scan over it.
         remat: what a layer keeps for the backward. `"none"` keeps all but norms, gates and sums, which take one pass
             over memory to compute again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its
-            input, in the host's memory.
+            input, in the host's memory; `"offload_attention"` attention's result there, too.
         kernels: the model's options, for their layout.
 
     Raises:

@@ -16,7 +16,7 @@ from liger_jax.models.core.experts import EXPERTS
 from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS, may_fuse
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.remat import Remat, is_offloaded
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops._place import Place
@@ -84,8 +84,10 @@ class LayerMemory:
 
     @property
     def offloaded(self) -> int:
-        """Bytes that the layer keeps for its backward in the host's memory: its inputs, with "offload"."""
-        return self._bytes(self.config.hidden_size) if self.remat == "offload" else 0
+        """Bytes that the layer keeps for its backward in the host's memory: its inputs, and attention's results."""
+        c = self.config
+        of_attention = c.num_attention_heads * c.head_dim + self._sums() if self.remat == "offload_attention" else 0
+        return self._bytes(c.hidden_size + of_attention) if is_offloaded(self.remat) else 0
 
     @property
     def worked_on(self) -> int:
@@ -125,6 +127,7 @@ class LayerMemory:
         inputs, of_attention = {
             "full": (d, 0),
             "offload": (0, 0),
+            "offload_attention": (0, 0),
             # the matrix products' results
             "dots": (d, q + 2 * kv + d),
             # with attention's queries and keys (rotated, or before their norms), values, result and sums

@@ -3,16 +3,34 @@
 from typing import Any, Literal
 
 import jax
+from jax import lax
 
 from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.gated_mlp import UP_PROJECTION
 from liger_jax.ops.moe_mlp import EXPERT_GATE_UP
 
-Remat = Literal["none", "full", "dots", "offload"]
+Remat = Literal["none", "full", "dots", "offload", "offload_attention"]
 
 INPUT = "layer_input"
+# Queries, keys and values as attention takes them.
+ATTENTION_INPUT = "attention_input"
 # The sum of a projection and its adapter. Where it is kept, neither of its terms is, which would be twice the memory.
 ADAPTED = "adapted_projection"
+
+
+def keeps_products(remat: Remat) -> bool:
+    """Whether a layer keeps results of its matrix products for the backward."""
+    return remat in ("none", "dots")
+
+
+def is_offloaded(remat: Remat) -> bool:
+    """Whether what a layer keeps for the backward lies in the host's memory."""
+    return remat in ("offload", "offload_attention")
+
+
+def _is_cudnn(primitive: Any) -> bool:
+    """Whether this is cuDNN's attention, to whose results we can give no name."""
+    return primitive.name.startswith("dot_product_attention")
 
 
 def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
@@ -22,9 +40,26 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     if primitive.name == "reduce_scatter":  # a sublayer's result, summed over devices: theirs is not kept, then
         return True
     if primitive.name == "name":
-        return params["name"] in (ADAPTED, ATTENTION_OUTPUT, EXPERT_GATE_UP, UP_PROJECTION)
-    is_cudnn = primitive.name.startswith("dot_product_attention")
-    return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
+        return params["name"] in (ADAPTED, ATTENTION_INPUT, ATTENTION_OUTPUT, EXPERT_GATE_UP, UP_PROJECTION)
+    is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
+    return _is_cudnn(primitive) or is_product
+
+
+def _to_host(*names: str) -> Any:
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=names, offload_src="device", offload_dst="pinned_host"
+    )
+
+
+_INPUT_AND_ATTENTION = _to_host(INPUT, ATTENTION_OUTPUT)
+# What a policy answers of an array that goes to the host has no public name. This one answers it of products.
+_OF_PRODUCTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+_TO_HOST = _OF_PRODUCTS(lax.dot_general_p, dimension_numbers=(((0,), (0,)), ((), ())))
+
+
+def _input_and_attention(primitive: Any, *shapes: Any, **params: Any) -> Any:
+    """A layer's input, and attention's result with its sums, go to the host."""
+    return _TO_HOST if _is_cudnn(primitive) else _INPUT_AND_ATTENTION(primitive, *shapes, **params)
 
 
 # What a layer keeps for the backward. "none" does not keep a norm's output, which takes one pass to compute again. It
@@ -40,10 +75,6 @@ POLICIES = {
         ),
         jax.checkpoint_policies.save_only_these_names(ADAPTED, EXPERT_GATE_UP),
     ),
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
+    "offload": _to_host(INPUT),
+    "offload_attention": _input_and_attention,
 }

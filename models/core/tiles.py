@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.remat import Remat, is_offloaded, keeps_products
 from liger_jax.ops.block_quantized import BlockQuantized
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096  # of a tile
@@ -88,8 +88,8 @@ def tokens_at_once(tokens: int, width: int, remat: Remat, tensor: int = 1) -> in
         [4096, 65536]
     """
     own = tokens // tensor
-    size = tile_tokens(own, width) if remat in ("full", "offload") else None
-    if size is None and remat == "offload" and own > LEAST_TILES_OF_OFFLOADED * LEAST_TOKENS:
+    size = None if keeps_products(remat) else tile_tokens(own, width)
+    if size is None and is_offloaded(remat) and own > LEAST_TILES_OF_OFFLOADED * LEAST_TOKENS:
         size = LEAST_TOKENS
     return tokens if size is None else size * tensor
 

@@ -76,9 +76,14 @@ def test_processes_whose_hosts_differ_take_the_same_choice(monkeypatch):
     assert fitted(monkeypatch, Settings(**QLORA, length=2048), 75).micro_batches == 8
 
 
-def test_a_host_that_is_too_small_is_named(monkeypatch):
+def test_a_host_that_is_too_small_is_named(monkeypatch, capsys):
     with pytest.raises(UserError, match=r"inputs need 64\.0 GiB of the host's memory, which has 32\.0 GiB"):
         fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="offload", batch=1), 75, host_gib=32)
+    found = Settings(**QLORA, length=262_144, remat="offload_attention", batch=1)
+    assert fitted(monkeypatch, found, 75, host_gib=150).remat == "offload_attention"
+    assert "host: the inputs and attention's results of 32 layers, 129.0 of 150.0 GiB\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"inputs and attention's results need 129\.0 GiB .* Pass --remat offload, a"):
+        fitted(monkeypatch, found, 75, host_gib=128)
 
 
 def test_longer_rows_are_refused_or_reached_by_the_option():
@@ -107,6 +112,7 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
 
     assert limit(length=131_072) is None  # 32 GiB
     assert limit(length=524_288) == "141"
+    assert limit(length=524_288, remat="offload_attention") == "284"  # twice as much, and attention's sums
     assert limit(length=524_288, remat="full") is None
     assert limit(length=524_288, batch=4, micro_batches=4) == "141"
     monkeypatch.setattr(devices, "machine_memory", lambda: 100 * GIB)

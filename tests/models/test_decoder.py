@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.model_step import SIZES, kept_by_a_layer
@@ -236,7 +237,10 @@ def test_a_layer_keeps_what_norms_attention_and_gate_take_and_attention_s_result
 
 
 @pytest.mark.parametrize("family", first(1, ["Llama", "Gemma"]))
-@pytest.mark.parametrize("remat, in_place", [("full", True), ("offload", True), ("dots", False), ("none", False)])
+@pytest.mark.parametrize(
+    "remat, in_place",
+    [("full", True), ("offload", True), ("offload_attention", True), ("dots", False), ("none", False)],
+)
 def test_gates_that_are_made_again_are_written_over(family, remat, in_place):
     config = getattr(models, f"{family}Config")(
         vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -301,3 +305,25 @@ def test_norms_of_layers_are_xlas_on_a_tpu():
         program = str(jax.make_jaxpr(jax.grad(loss))(params, tokens))
     kernels = re.findall(r"name=(\w*norm\w*_(?:forward|backward))", program)
     assert sorted(kernels) == ["rms_norm_backward"] * 2 + ["rms_norm_forward"] * 2  # each under a jit of its name
+
+
+@pytest.mark.parametrize(
+    "attention, call",
+    [("triton", r"jit\[\s+name=causal_attention_forward"), ("cudnn", "dot_product_attention_fwd_wrapper")],
+)
+def test_attention_runs_once_where_its_result_is_kept(attention, call, monkeypatch):
+    """Counted in programs for an H200, which need not be there; nor need cuDNN."""
+    monkeypatch.setattr(jax_cudnn, "check_cudnn_version", lambda: 91000)
+    config = models.LlamaConfig(
+        vocab_size=8, hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=64
+    )
+    options = dict(kernels=models.KernelOptions(attention=attention), scan_layers=False, dtype=jnp.bfloat16)
+
+    def runs(remat):
+        make = lambda: models.LlamaForCausalLM(config, remat=remat, **options, rngs=nnx.Rngs(0)).model
+        graph, params = nnx.split(nnx.eval_shape(make))
+        loss = lambda params: nnx.merge(graph, params)(jnp.zeros((1, 128), jnp.int32)).hidden.sum().astype(jnp.float32)
+        with described("NVIDIA H200", "gpu"):
+            return len(re.findall(call, str(jax.make_jaxpr(jax.grad(loss))(params))))
+
+    assert [runs(remat) for remat in ("offload", "offload_attention", "none")] == [2, 1, 1]

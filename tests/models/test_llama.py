@@ -91,7 +91,7 @@ def test_scanned_and_unrolled_layers_are_the_same_model(rng):
 
 
 @pytest.mark.parametrize("scan_layers", first(1, [True, False]), ids=["scan", "unrolled"])
-@pytest.mark.parametrize("remat", first(2, ["full", "offload", "dots"]))
+@pytest.mark.parametrize("remat", first(3, ["full", "offload", "offload_attention", "dots"]))
 def test_rematerialisation_changes_no_gradient(remat, scan_layers, rng):
     tokens = random_tokens(rng)
     models = (make_model(remat=r, scan_layers=scan_layers) for r in (remat, "none"))

@@ -94,6 +94,7 @@ CASES = {
     "unrolled, q and v beside the fused feed-forward": dict(scan_layers=False, targets=("q_proj", "v_proj")),
     "full": dict(remat="full", rslora=True),
     "offload": dict(remat="offload", scan_layers=False),
+    "offload, with attention": dict(remat="offload_attention"),
     "dots": dict(remat="dots"),
     "plain": dict(kernels=KernelOptions.off()),
 }

@@ -106,8 +106,9 @@ def assert_like_one_device(case, devices, rng, call=loss_of, trained=nnx.Param):
              kernels=dict(fused_linear_cross_entropy=False, cross_entropy=True)),
         full("llama-triton", "llama", kernels=dict(implementation="triton:interpret", attention="xla")),
         *(full(f"llama-{remat}", "llama", (2, 1, 2), kind, remat=remat)
-          for remat in ("full", "dots", "offload") for kind in AXIS_TYPES),
-        *(full(f"llama-tensor-{remat}", "llama", (1, 2, 2), remat=remat) for remat in ("full", "dots", "offload")),
+          for remat in ("full", "dots", "offload", "offload_attention") for kind in AXIS_TYPES),
+        *(full(f"llama-tensor-{remat}", "llama", (1, 2, 2), remat=remat)
+          for remat in ("full", "dots", "offload", "offload_attention")),
         *(full(family, family) for family in FAMILIES if family != "llama"),
     ],
 )  # fmt: skip

@@ -152,7 +152,7 @@ def assert_like_one_device(case, devices, rng, call=loss_of, trained=nnx.Param):
              kernels=dict(fused_linear_cross_entropy=False, cross_entropy=True)),
         full("llama-triton", "llama", kernels=dict(implementation="triton:interpret", attention="xla")),
         *(full(f"llama-{remat}", "llama", 2, kind, remat=remat)
-          for remat in ("full", "dots", "offload") for kind in AXIS_TYPES),
+          for remat in ("full", "dots", "offload", "offload_attention") for kind in AXIS_TYPES),
         *(full(family, family, 2, kind) for family in FAMILIES if family != "llama" for kind in AXIS_TYPES),
         full("gemma-one-key-head", "gemma", 4),
         full("olmo2-one-key-head", "olmo2", 4, config=dict(num_key_value_heads=1)),

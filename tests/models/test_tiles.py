@@ -90,6 +90,7 @@ CASES = [
     ("llama", "full", True),
     ("llama nf4 lora", "offload", True),
     ("llama lora", "full", False),
+    ("llama lora", "offload_attention", True),
     ("phi3 lora", "offload", False),
 ]
 
