@@ -80,7 +80,7 @@ def test_a_case_is_told_by_a_text():
             Case.of(text)
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 8))])
 def test_the_default_cases_run_or_say_why_not(count, capsys):
     cases = chosen(default_cases(count), count, "h100")
     printed = capsys.readouterr().out

@@ -53,7 +53,8 @@ def assert_like_one_device(
         return jax.jit(jax.value_and_grad(loss, has_aux=True)), state, rest
 
     single, state, rest = value_and_gradients(None)
-    state = jax.tree.map(lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), state)
+    noisy = lambda x: np.asarray(x) + (0.1 * rng.standard_normal(x.shape)).astype(x.dtype)
+    state = jax.tree.map(lambda x: jnp.asarray(noisy(x)), state)
     expected = single(state, rest, batch)
     axis_types = (getattr(AxisType, kind),) * len(NAMES)
     mesh = jax.make_mesh(sizes, NAMES, devices=devices[: int(np.prod(sizes))], axis_types=axis_types)

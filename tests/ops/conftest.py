@@ -84,7 +84,10 @@ def _is_shown_by_others(item) -> bool:
         if "mosaic_tpu" in item.name and (transformed or re.match(r"test_(every_shape|the_largest)", item.name)):
             return True
         if promises.__name__ == "TestFusedAddRMSNorm":  # its norm is rms_norm's
-            rows = re.match(r"test_(rows_of_zeros|a_row_of_nan|the_largest|float32_parameters|every_[co])", item.name)
+            rows = re.match(
+                r"test_(rows_of_zeros|a_row_of_nan|the_largest|the_smallest|more_rows|float32_parameters|every_[co])",
+                item.name,
+            )
             in_both = ":interpret" in item.name and rows
             return bool(in_both or re.search(r"casting_mode.*gemma|option.*(gemma|none)", item.name))
         return bool(transformed) or not about_values

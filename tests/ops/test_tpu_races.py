@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from liger_jax import fused_linear_cross_entropy
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu_tiles
 
-N, V = 40, 200  # 3 row tiles (one core gets 2, the other 1) and 2 weight tiles; the last ones are partial
+N, V = 33, 130  # 3 row tiles (one core gets 2, the other 1) and 2 weight tiles; the last ones are partial
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def agrees_with_xla(loss, inputs, races):
 @pytest.mark.parametrize(
     "dtype, d, d_block_size, mode",
     [
-        ("bfloat16", 100, 100, "lean"),
+        ("bfloat16", 20, 20, "lean"),
         pytest.param("bfloat16", 100, 100, "fast", marks=pytest.mark.full),  # by default, where all tiles are whole
         *(pytest.param("float32", 100, 100, mode, marks=pytest.mark.full) for mode in ("fast", "lean")),
         *(pytest.param("bfloat16", 256, 128, mode, marks=pytest.mark.full) for mode in ("fast", "lean")),
