@@ -86,7 +86,7 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     add("--rslora", action="store_true", help="scale the adapters by alpha/√rank")
     add("--dora", action="store_true", help="train the lengths of the weights' columns, too")
     add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
-    add("--remat", choices=REMATS, help="what layers keep for the backward (default: full; offload if it must)")
+    add("--remat", choices=REMATS, help="what layers keep for the backward (default: full; offload… if it must)")
     add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
     add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
 

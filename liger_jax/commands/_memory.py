@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_jax.commands import _adapters
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._long_rows import in_words, places
+from liger_jax.commands._long_rows import in_words, places, ways_to_offload
 from liger_jax.commands._settings import Settings
 from liger_jax.models.core.remat import is_offloaded
 from liger_jax.planner import defaults, devices
@@ -111,7 +111,7 @@ def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
     if settings.may_be_parted:
         counts = [n for n in range(1, run.batch + 1) if run.batch % (n * run.batch_devices) == 0]
     if settings.remat is None and run.target.platform != "cpu":
-        remats.append("offload")
+        remats += ways_to_offload(run.seq, packed=run.packed)
     choices = [
         dataclasses.replace(run, remat=remat, micro_batches=count) for remat, count in itertools.product(remats, counts)
     ]

@@ -36,14 +36,30 @@ def fitted(monkeypatch, settings, gib, host_gib=1000):
 
 
 def test_a_long_row_takes_all_that_it_needs_without_options(monkeypatch, capsys):
-    found = fitted(monkeypatch, Settings(**QLORA, length=262_144), 75, host_gib=128)
+    found = fitted(monkeypatch, Settings(**QLORA, length=262_144, pack=True), 75, host_gib=128)
     assert (found.remat, found.micro_batches) == ("offload", 4)
     said = capsys.readouterr().out
     assert "batch: 8 rows in 4 micro-batches\n" in said
     assert "wide arrays are made for 4,096 tokens at a time\n" in said
     assert "host: the inputs of 32 layers, 128.0 of 128.0 GiB\n" in said
-    smaller = fitted(monkeypatch, Settings(**QLORA, length=262_144), 75, host_gib=127)
+    smaller = fitted(monkeypatch, Settings(**QLORA, length=262_144, pack=True), 75, host_gib=127)
     assert smaller.micro_batches == 8
+
+
+@pytest.mark.parametrize(
+    "length, pack, gib, host_gib, expected",
+    [
+        (262_144, False, 75, 130, "offload_attention"),  # layers' inputs 64 GiB, attention's results 64, its sums 1
+        (262_144, False, 75, 128, "offload"),
+        (262_144, True, 75, 1000, "offload"),  # documents may be short
+        (32_767, False, 12, 1000, "offload"),
+    ],
+)
+def test_attention_s_results_go_to_the_host_where_rows_are_long_and_it_has_room(
+    length, pack, gib, host_gib, expected, monkeypatch
+):
+    found = fitted(monkeypatch, Settings(**QLORA, length=length, pack=pack, batch=1), gib, host_gib=host_gib)
+    assert found.remat == expected
 
 
 def test_what_fits_is_left_as_it_is(monkeypatch, capsys):
@@ -101,7 +117,7 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
     sizes = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, vocab_size=256)
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", intermediate_size=64) | sizes))
     monkeypatch.setattr(devices, "machine_memory", lambda: 2000 * GIB)
-    told = dict(model=str(tmp_path), data="d", batch=1)
+    told = dict(model=str(tmp_path), data="d", batch=1, pack=True)
 
     def limit(**options):
         monkeypatch.setenv(PINNED_LIMIT, "")  # so that it is gone after the test
@@ -113,6 +129,7 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
     assert limit(length=131_072) is None  # 32 GiB
     assert limit(length=524_288) == "141"
     assert limit(length=524_288, remat="offload_attention") == "284"  # twice as much, and attention's sums
+    assert limit(length=524_288, pack=False) == "284"  # which may be chosen
     assert limit(length=524_288, remat="full") is None
     assert limit(length=524_288, batch=4, micro_batches=4) == "141"
     monkeypatch.setattr(devices, "machine_memory", lambda: 100 * GIB)
