@@ -99,7 +99,7 @@ def let_pool_grow(settings: Settings) -> str:
         FileNotFoundError: the model is not there.
     """
     rows = settings.batch // settings.num_parts
-    remat: Any = settings.remat or ways_to_offload(settings.length, packed=settings.pack)[0]
+    remat: Any = settings.remat or ways_to_offload(settings.length, whole=not settings.pack)[0]
     if rows * settings.length < _FEWEST or PINNED_LIMIT in os.environ or not is_offloaded(remat):
         return ""
     config = architecture_of(_adapters.found(settings)[1]).config
@@ -113,17 +113,17 @@ def let_pool_grow(settings: Settings) -> str:
     return f"XLA may pin {limit} GiB of the host's memory ({PINNED_LIMIT}; by itself it stops at {PINNED_GIB})"
 
 
-def ways_to_offload(length: int, *, packed: bool) -> list[Remat]:
+def ways_to_offload(length: int, *, whole: bool) -> list[Remat]:
     """What layers may put into the host's memory.
 
     Args:
         length: tokens of a row.
-        packed: whether documents share rows, and attention ends at their borders.
+        whole: whether each token attends to all before it, and not to those of a window or a document alone.
 
     Returns:
         Values of `remat`, the fastest first.
     """
-    return ["offload_attention", "offload"] if length >= _LONG and not packed else ["offload"]
+    return ["offload_attention", "offload"] if length >= _LONG and whole else ["offload"]
 
 
 def in_words(remat: Remat) -> str:

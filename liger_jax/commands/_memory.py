@@ -111,7 +111,9 @@ def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
     if settings.may_be_parted:
         counts = [n for n in range(1, run.batch + 1) if run.batch % (n * run.batch_devices) == 0]
     if settings.remat is None and run.target.platform != "cpu":
-        remats += ways_to_offload(run.seq, packed=run.packed)
+        config = run.model.config
+        windows = any(config.window_of(kind) for kind in config.layer_types)
+        remats += ways_to_offload(run.seq, whole=not run.packed and not windows)
     choices = [
         dataclasses.replace(run, remat=remat, micro_batches=count) for remat, count in itertools.product(remats, counts)
     ]

@@ -26,12 +26,12 @@ QLORA = dict(model="m", data="d", lora=32, quantize="nf4")
 ONE = dict(data=1, fsdp=1, tensor=1, sequence=1)
 
 
-def fitted(monkeypatch, settings, gib, host_gib=1000):
+def fitted(monkeypatch, settings, gib, host_gib=1000, model=MODEL):
     size = int(gib * GIB)
     device = devices.Target("gpu", "gpu", "A card", 1, size, "", size, size)
     monkeypatch.setattr(devices, "here", lambda: device)
     monkeypatch.setattr(devices, "machine_memory", lambda: int(host_gib * GIB))
-    model = dataclasses.replace(MODEL, config=_long_rows.stretched(MODEL.config, settings.length, "llama3"))
+    model = dataclasses.replace(model, config=_long_rows.stretched(model.config, settings.length, "llama3"))
     return _memory.fitted(settings, model, "bfloat16", "bfloat16", "bfloat16", ONE)
 
 
@@ -60,6 +60,16 @@ def test_attention_s_results_go_to_the_host_where_rows_are_long_and_it_has_room(
 ):
     found = fitted(monkeypatch, Settings(**QLORA, length=length, pack=pack, batch=1), gib, host_gib=host_gib)
     assert found.remat == expected
+
+
+@pytest.mark.parametrize("has_windows, expected", [(True, "offload"), (False, "offload_attention")])
+def test_attention_s_results_are_made_again_where_layers_have_windows(has_windows, expected, monkeypatch):
+    model = architecture("qwen2-7b")
+    windows = dict(
+        use_sliding_window=has_windows, max_window_layers=14, layer_types=None, max_position_embeddings=262_144
+    )
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, **windows))
+    assert fitted(monkeypatch, Settings(**QLORA, length=262_144, batch=1), 60, model=model).remat == expected
 
 
 def test_what_fits_is_left_as_it_is(monkeypatch, capsys):
