@@ -133,7 +133,7 @@ def in_words(remat: Remat) -> str:
         remat: what layers keep for the backward.
 
     Returns:
-        A phrase that is followed by "of the layers".
+        The name of these arrays.
     """
     return "inputs and attention's results" if remat == "offload_attention" else "inputs"
 

@@ -69,8 +69,8 @@ class Settings:
         warmup: the share of the steps in which the rate rises, or from 1 on their number.
         weight_decay: the share of each weight that a step of rate 1 takes away.
         clip: a gradient with a larger norm is scaled down to it; 0 to leave all as they are.
-        remat: what layers keep for the backward; `None` for "full", or where that does not fit for what fits of
-            "offload_attention", if rows are long, and "offload".
+        remat: what layers keep for the backward; `None` for "full"; where that does not fit for "offload_attention",
+            if rows are long and the host has room for it, else for "offload".
         dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
         eval_share: the share of the data that is held out and scored; `None` for 0.02, or none beside `eval_data`.
