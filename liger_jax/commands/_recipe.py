@@ -4,9 +4,18 @@ from typing import Any
 
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
-from liger_jax.training import constant_schedule, cosine_schedule, linear_schedule, optimizer_named
+from liger_jax.training import (
+    constant_schedule_with_warmup,
+    cosine_schedule_with_warmup,
+    linear_schedule_with_warmup,
+    optimizer_named,
+)
 
-_SCHEDULES = {"cosine": cosine_schedule, "linear": linear_schedule, "constant": constant_schedule}
+_SCHEDULES = {
+    "cosine": cosine_schedule_with_warmup,
+    "linear": linear_schedule_with_warmup,
+    "constant": constant_schedule_with_warmup,
+}
 
 
 def schedule(settings: Settings, steps: int) -> Any:

@@ -23,10 +23,10 @@ from liger_jax.training.evaluation import score_sums as score_sums
 from liger_jax.training.evaluation import scoring as scoring
 from liger_jax.training.loop import Loop as Loop
 from liger_jax.training.optimizer import adamw as adamw
-from liger_jax.training.optimizer import constant_schedule as constant_schedule
-from liger_jax.training.optimizer import cosine_schedule as cosine_schedule
+from liger_jax.training.optimizer import constant_schedule_with_warmup as constant_schedule_with_warmup
+from liger_jax.training.optimizer import cosine_schedule_with_warmup as cosine_schedule_with_warmup
 from liger_jax.training.optimizer import held_in as held_in
-from liger_jax.training.optimizer import linear_schedule as linear_schedule
+from liger_jax.training.optimizer import linear_schedule_with_warmup as linear_schedule_with_warmup
 from liger_jax.training.optimizer import optimizer_named as optimizer_named
 from liger_jax.training.optimizer import sgd as sgd
 from liger_jax.training.packing import pack as pack

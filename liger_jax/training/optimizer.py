@@ -1,7 +1,7 @@
 """Optimizers for `make_step`, and the learning rates that they follow.
 
-`adamw` and `sgd` clip gradients, decay weights, hold their state in a dtype of one's choice, and train parameters in
-bfloat16. A schedule is a function of the step, from 0, as optax has them.
+`adamw` and `sgd` are optax's, and clip gradients, hold their state in a dtype of one's choice, and train parameters in
+bfloat16 where they are asked to. A schedule is a function of the step, from 0, as optax has them.
 """
 
 import math
@@ -20,7 +20,7 @@ OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 _NOT_DECAYED = ("scale", "bias")  # names of a norm's and a projection's parameters
 
 
-def cosine_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.1) -> Schedule:
+def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.1) -> Schedule:
     """A straight line up to the peak, and a cosine down from it over the steps that are left.
 
     Args:
@@ -36,16 +36,16 @@ def cosine_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: floa
         ValueError: a number is out of its range.
 
     Example:
-        >>> [round(float(cosine_schedule(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
+        >>> [round(float(cosine_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
         [0.33, 1.0, 0.56, 0.1]
     """
-    _check("cosine_schedule", steps, warm_up=warm_up, end=end)
+    _check("cosine_schedule_with_warmup", steps, warm_up=warm_up, end=end)
     rising, done = _phases(steps, warm_up)
     left = lambda step: 0.5 + 0.5 * jnp.cos(jnp.pi * done(step))
     return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * left(step))
 
 
-def linear_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.0) -> Schedule:
+def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.0) -> Schedule:
     """A straight line up to the peak, and a straight line down from it over the steps that are left.
 
     Args:
@@ -61,15 +61,15 @@ def linear_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: floa
         ValueError: a number is out of its range.
 
     Example:
-        >>> [round(float(linear_schedule(1.0, 100)(step)), 2) for step in (0, 50, 99)]
+        >>> [round(float(linear_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 50, 99)]
         [0.33, 0.5, 0.01]
     """
-    _check("linear_schedule", steps, warm_up=warm_up, end=end)
+    _check("linear_schedule_with_warmup", steps, warm_up=warm_up, end=end)
     rising, done = _phases(steps, warm_up)
     return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * (1 - done(step)))
 
 
-def constant_schedule(peak: float, steps: int, *, warm_up: float = 0.03) -> Schedule:
+def constant_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03) -> Schedule:
     """A straight line up to the peak, which then stays.
 
     Args:
@@ -84,47 +84,60 @@ def constant_schedule(peak: float, steps: int, *, warm_up: float = 0.03) -> Sche
         ValueError: a number is out of its range.
 
     Example:
-        >>> [round(float(constant_schedule(1.0, 100)(step)), 2) for step in (0, 2, 99)]
+        >>> [round(float(constant_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 2, 99)]
         [0.33, 1.0, 1.0]
     """
-    _check("constant_schedule", steps, warm_up=warm_up)
+    _check("constant_schedule_with_warmup", steps, warm_up=warm_up)
     rising, _ = _phases(steps, warm_up)
     return lambda step: peak * rising(step)
 
 
 def adamw(
-    rate: float | Schedule,
-    *,
+    learning_rate: float | Schedule,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    eps_root: float = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
     decays_all: bool = True,
-    max_norm: float | None = 1.0,
+    max_norm: float | None = None,
     state_dtype: Any = None,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with clipped gradients, for parameters in float32 and in bfloat16.
+    """`optax.adamw`, and what a training run of a language model puts around it.
 
-    It computes in float32. Parameters in bfloat16 are rounded as `stochastic_rounding` does.
+    Without the last four options it is `optax.adamw`, with the same parameters, defaults and updates. With `seed`, it
+    computes in float32 and rounds parameters in bfloat16 as `stochastic_rounding` does.
 
     Args:
-        rate: the learning rate, or a schedule.
+        learning_rate: a number, or a schedule.
         b1: the share of the first moment that a step keeps.
         b2: the share of the second moment that a step keeps.
-        eps: is added to the second moment's root.
+        eps: added to the second moment's root.
+        eps_root: added to the second moment under the root.
+        mu_dtype: dtype in which the first moment alone is held; `None` for the parameter's.
         weight_decay: the share of each weight that a step of rate 1 takes away.
+        mask: which parameters decay, as in `optax.adamw`: a tree of bools or a function of the parameters.
+        nesterov: whether the first moment has Nesterov's momentum.
         decays_all: whether norms and biases are decayed as well. Most recipes leave them out.
         max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
-        state_dtype: dtype in which the moments are held; `None` for float32.
-        seed: of the random bits that round parameters in bfloat16.
+        state_dtype: dtype in which both moments are held; `None` for the parameter's, or float32 with `seed`.
+        seed: of the random bits that round parameters in bfloat16; `None` rounds them to the nearest number.
 
     Returns:
-        The transformation. Its updates are float32, and it needs `params`.
+        The transformation. It needs `params`. With `seed` its updates are float32.
+
+    Raises:
+        ValueError: `mask` and `decays_all=False`, or `mu_dtype` and `state_dtype`, are given together.
 
     Example:
         >>> params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
-        >>> optimizer = adamw(cosine_schedule(1e-3, steps=100), weight_decay=0.1, decays_all=False)
+        >>> rate = cosine_schedule_with_warmup(1e-3, steps=100)
+        >>> optimizer = adamw(rate, weight_decay=0.1, decays_all=False, max_norm=1.0)
         >>> updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
         >>> {name: bool(jnp.any(update != 0)) for name, update in updates.items()}
         {'kernel': True, 'scale': False}
@@ -132,37 +145,57 @@ def adamw(
     References:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019 (arXiv:1711.05101).
     """
-    mask = None if decays_all else _is_decayed
-    return _finished(
-        optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask), max_norm, state_dtype, seed
-    )
+    if not decays_all:
+        if mask is not None:
+            raise ValueError("adamw: mask and decays_all=False both say which parameters decay. Pass one of them.")
+        mask = _is_decayed
+    if mu_dtype is not None and state_dtype is not None:
+        raise ValueError(
+            f"adamw: mu_dtype={mu_dtype!r} and state_dtype={state_dtype!r} both say how the first moment is held. "
+            "Pass one of them."
+        )
+    optimizer = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
+    return _finished(optimizer, max_norm, state_dtype, seed)
 
 
 def sgd(
-    rate: float | Schedule, *, max_norm: float | None = 1.0, seed: int = 0
+    learning_rate: float | Schedule,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    accumulator_dtype: Any = None,
+    *,
+    max_norm: float | None = None,
+    seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Plain gradient descent with clipped gradients, for parameters in float32 and in bfloat16. It has no moments.
+    """`optax.sgd`, and what a training run of a language model puts around it.
+
+    Without the last two options it is `optax.sgd`, with the same parameters, defaults and updates. With `seed`, it
+    computes in float32 and rounds parameters in bfloat16 as `stochastic_rounding` does.
 
     Args:
-        rate: the learning rate, or a schedule.
+        learning_rate: a number, or a schedule.
+        momentum: the share of the momentum that a step keeps; `None` for no momentum, and no state.
+        nesterov: whether the momentum is Nesterov's.
+        accumulator_dtype: dtype in which the momentum is held; `None` for the parameter's.
         max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
-        seed: of the random bits that round parameters in bfloat16.
+        seed: of the random bits that round parameters in bfloat16; `None` rounds them to the nearest number.
 
     Returns:
-        The transformation. Its updates are float32, and it needs `params`.
+        The transformation. With `seed` it needs `params`, and its updates are float32.
 
     Example:
         >>> params = {"kernel": jnp.ones((2, 2))}
-        >>> optimizer = sgd(0.5, max_norm=None)
+        >>> optimizer = sgd(0.5)
         >>> optimizer.update(params, optimizer.init(params), params)[0]["kernel"].tolist()
         [[-0.5, -0.5], [-0.5, -0.5]]
     """
-    return _finished(optax.sgd(rate), max_norm, None, seed)
+    optimizer = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
+    return _finished(optimizer, max_norm, None, seed)
 
 
 def optimizer_named(
     name: str,
-    rate: float | Schedule,
+    learning_rate: float | Schedule,
     *,
     b2: float = 0.999,
     weight_decay: float = 0.01,
@@ -174,7 +207,7 @@ def optimizer_named(
 
     Args:
         name: "adamw"; "adamw8bit", which is `adamw_8bit` with what `adamw` has around it; or "sgd".
-        rate: the learning rate, or a schedule.
+        learning_rate: a number, or a schedule.
         b2: the share of the second moment that a step keeps; "sgd" has none.
         weight_decay: the share of each weight that a step of rate 1 takes away, but in "sgd".
         max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
@@ -199,10 +232,11 @@ def optimizer_named(
     if state_dtype is not None and name != "adamw":
         raise ValueError(f"state_dtype={state_dtype!r} is for optimizer='adamw', and {name!r} has its own. Pass None.")
     if name == "sgd":
-        return sgd(rate, max_norm=max_norm, seed=seed)
+        return sgd(learning_rate, max_norm=max_norm, seed=seed)
+    decayed = dict(b2=b2, weight_decay=weight_decay)
     if name == "adamw8bit":
-        return _finished(adamw_8bit(rate, b2=b2, weight_decay=weight_decay), max_norm, None, seed)
-    return adamw(rate, b2=b2, weight_decay=weight_decay, max_norm=max_norm, state_dtype=state_dtype, seed=seed)
+        return _finished(adamw_8bit(learning_rate, **decayed), max_norm, None, seed)
+    return adamw(learning_rate, **decayed, max_norm=max_norm, state_dtype=state_dtype, seed=seed)
 
 
 def held_in(optimizer: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
@@ -233,10 +267,11 @@ def held_in(optimizer: optax.GradientTransformation, dtype: Any) -> optax.Gradie
 
 
 def _finished(optimizer, max_norm, state_dtype, seed):
-    """What every optimizer here gets around it, in this order: clipping, rounding, and the dtype of its state."""
+    """What is asked for around an optimizer, in this order: clipping, rounding, and the dtype of its state."""
     if max_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
-    optimizer = stochastic_rounding(optimizer, seed)
+    if seed is not None:
+        optimizer = stochastic_rounding(optimizer, seed)
     return optimizer if state_dtype is None else held_in(optimizer, state_dtype)
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from liger_jax.commands import _longer, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face import source
-from liger_jax.training import cosine_schedule, lock
+from liger_jax.training import cosine_schedule_with_warmup, lock
 from tests.commands import _tiny
 from tests.models._hugging_face import GOLDEN
 
@@ -115,7 +115,7 @@ def test_more_steps_or_epochs_go_on_from_a_finished_run(command, finished, capsy
     last, then = (float(line.split(",")[two[0].split(",").index("learning_rate")]) for line in log()[2:4])
     rule = "goes on from step 2 to 4, where it was to end at 2: the learning rate follows the schedule of 4 steps from"
     assert f"{rule} here on, with {then:.1e} after {last:.1e}" in said
-    assert then == pytest.approx(float(cosine_schedule(0.03, 4)(2))) and log()[:3] == two
+    assert then == pytest.approx(float(cosine_schedule_with_warmup(0.03, 4)(2))) and log()[:3] == two
     assert command(finished, "--steps=4") == 0 and "finished: " in capsys.readouterr().out
     assert "steps=4 became 3. Pass --fresh to start over" in command.error(capsys, finished, "--steps=3")
 

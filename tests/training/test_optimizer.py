@@ -12,15 +12,15 @@ from flax import nnx
 from liger_jax.models import Qwen2Config, Qwen2ForCausalLM
 from liger_jax.training import (
     adamw,
-    constant_schedule,
-    cosine_schedule,
+    constant_schedule_with_warmup,
+    cosine_schedule_with_warmup,
     held_in,
-    linear_schedule,
+    linear_schedule_with_warmup,
     sgd,
     stochastic_rounding,
 )
 
-SCHEDULES = (constant_schedule, cosine_schedule, linear_schedule)
+SCHEDULES = (constant_schedule_with_warmup, cosine_schedule_with_warmup, linear_schedule_with_warmup)
 
 
 def params_of(dtype=jnp.float32):
@@ -34,7 +34,7 @@ def program(optimizer, dtype):
     return str(jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params))
 
 
-RATE = cosine_schedule(1e-3, 50)
+RATE = cosine_schedule_with_warmup(1e-3, 50)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -42,18 +42,20 @@ RATE = cosine_schedule(1e-3, 50)
     ["ours", "optax_s"],
     [
         (
-            lambda: adamw(RATE, b2=0.95, seed=3),
+            lambda: adamw(RATE, b2=0.95, weight_decay=0.01, max_norm=1.0, seed=3),
             lambda: stochastic_rounding(
                 optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE, b2=0.95, weight_decay=0.01)), 3
             ),
         ),
         (
-            lambda: adamw(1e-4, weight_decay=1e-4, max_norm=None, state_dtype=jnp.bfloat16),
+            lambda: adamw(1e-4, state_dtype=jnp.bfloat16, seed=0),
             lambda: held_in(stochastic_rounding(optax.adamw(1e-4)), jnp.bfloat16),
         ),
-        (lambda: sgd(1e-4, max_norm=None), lambda: stochastic_rounding(optax.sgd(1e-4))),
+        (lambda: sgd(1e-4, seed=0), lambda: stochastic_rounding(optax.sgd(1e-4))),
+        (lambda: adamw(1e-4, mu_dtype=jnp.bfloat16), lambda: optax.adamw(1e-4, mu_dtype=jnp.bfloat16)),
+        (lambda: sgd(1e-4, 0.9, True, jnp.bfloat16), lambda: optax.sgd(1e-4, 0.9, True, jnp.bfloat16)),
     ],
-    ids=["clipped AdamW", "moments in bfloat16", "SGD"],
+    ids=["clipped AdamW", "moments in bfloat16", "SGD", "optax's AdamW", "optax's SGD"],
 )
 def test_an_update_is_the_program_that_is_written_by_hand(ours, optax_s, dtype):
     assert program(ours(), dtype) == program(optax_s(), dtype)
@@ -78,10 +80,19 @@ def test_norms_and_biases_are_decayed_unless_they_are_left_out():
         flat = nnx.to_flat_state(updates)
         return {(path[-1], bool(jnp.any(x[...] != 0))) for path, x in flat}
 
-    assert kinds(adamw(1.0)) == {(name, True) for name in ("embed_tokens", "lm_head", "kernel", "bias", "scale")}
+    assert kinds(adamw(1.0, weight_decay=0.01)) == {
+        (name, True) for name in ("embed_tokens", "lm_head", "kernel", "bias", "scale")
+    }
     assert kinds(adamw(1.0, decays_all=False)) == {
         ("embed_tokens", True), ("lm_head", True), ("kernel", True), ("bias", False), ("scale", False)
     }  # fmt: skip
+
+
+def test_two_options_for_one_thing_are_refused():
+    with pytest.raises(ValueError, match="mask and decays_all=False both say which parameters decay"):
+        adamw(1e-3, mask={"kernel": True, "scale": False}, decays_all=False)
+    with pytest.raises(ValueError, match="mu_dtype='bfloat16' and state_dtype='float16' both say how the first"):
+        adamw(1e-3, mu_dtype="bfloat16", state_dtype="float16")
 
 
 def test_state_that_is_held_in_few_bits_is_computed_with_in_float32():
@@ -113,12 +124,15 @@ def test_the_peak_is_reached_however_long_the_warm_up_is(make, steps, rising):
 def test_a_rate_goes_down_from_the_peak_over_the_steps_that_are_left():
     left = np.arange(9, 0, -1) / 9  # of 12 steps, the fourth has the peak
     rates = lambda make, **end: [float(make(1.0, 12, warm_up=4 / 12, **end)(step)) for step in range(3, 12)]
-    np.testing.assert_allclose(rates(linear_schedule), left, rtol=1e-6)
-    np.testing.assert_allclose(rates(linear_schedule, end=0.5), 0.5 + 0.5 * left, rtol=1e-6)
-    np.testing.assert_allclose(rates(cosine_schedule), 0.55 - 0.45 * np.cos(np.pi * left), rtol=1e-5)
+    np.testing.assert_allclose(rates(linear_schedule_with_warmup), left, rtol=1e-6)
+    np.testing.assert_allclose(rates(linear_schedule_with_warmup, end=0.5), 0.5 + 0.5 * left, rtol=1e-6)
+    np.testing.assert_allclose(rates(cosine_schedule_with_warmup), 0.55 - 0.45 * np.cos(np.pi * left), rtol=1e-5)
 
 
-@pytest.mark.parametrize(["make", "end"], [(constant_schedule, 1.0), (cosine_schedule, 0.1), (linear_schedule, 0.0)])
+@pytest.mark.parametrize(
+    ["make", "end"],
+    [(constant_schedule_with_warmup, 1.0), (cosine_schedule_with_warmup, 0.1), (linear_schedule_with_warmup, 0.0)],
+)
 def test_a_rate_ends_as_it_says_and_stays_there(make, end):
     schedule = make(1.0, 1000)
     np.testing.assert_allclose([schedule(1000)], end, atol=1e-6)
