@@ -1,7 +1,9 @@
 """The command `liger-jax`: `plan`, `data`, `finetune`, `dpo`, `grpo`, `distill`, `generate`, `chat` and `doctor`."""
 
 import argparse
+import contextlib
 import functools
+import sys
 
 from liger_jax._install import version
 from liger_jax.commands import _warnings, chat, data, distill, doctor, dpo, finetune, generate, grpo, plan
@@ -13,6 +15,7 @@ from liger_jax.commands._errors import writable_folder as writable_folder
 from liger_jax.commands._files import read_texts as read_texts
 from liger_jax.commands._hub import tries_told_once
 from liger_jax.commands._parser import Parser
+from liger_jax.training.listening import OutputError, output_needed
 
 _COMMANDS = {
     "plan": plan, "data": data, "finetune": finetune, "dpo": dpo, "grpo": grpo, "distill": distill,
@@ -27,11 +30,21 @@ def main(argv: list[str] | None = None) -> int:
         argv: its arguments; the command line's if none.
 
     Returns:
-        The exit code, which is 2 for whatever the user can mend.
+        The exit code, which is 2 for whatever the user can mend, and 1 if nobody reads the output any more.
     """
-    args = _parsers()[0].parse_args(argv)
-    with compiled_programs_kept(args.cache is not False), _warnings.in_one_line(), tries_told_once():
-        return args.run(args)
+    name = ""
+    try:
+        with output_needed():
+            args = _parsers()[0].parse_args(argv)
+            name = f" {args.command}"
+            with compiled_programs_kept(args.cache is not False), _warnings.in_one_line(), tries_told_once():
+                return args.run(args)
+    except OutputError as error:
+        if error.is_unread:  # who reads it, such as `head`, has enough
+            return 1
+        with contextlib.suppress(OSError):
+            print(f"liger-jax{name}: {error}", file=sys.stderr)
+        return 2
 
 
 @functools.cache
@@ -62,6 +75,6 @@ def _parsers() -> tuple[Parser, list[Parser]]:
         add = subparser.add_argument
         add("--config", metavar="FILE", help="a TOML file of these options; those of the command line come first")
         add("--cache", action="store_true", help="keep compiled programs for the next start (default: yes)")
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, command=name)
         parsers.append(subparser)
     return parser, parsers

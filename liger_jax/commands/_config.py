@@ -8,6 +8,7 @@ pack = true
 
 import argparse
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,17 @@ from typing import Any
 
 from liger_jax.commands._errors import UserError
 
+OF_A_RUN = "# The options of the run in this folder, for --config"  # the beginning of a file that a run writes
+_COMMAND = re.compile(re.escape(OF_A_RUN) + r" of liger-jax (\w+)\.")
 _NO_OPTIONS = ("help", "config")
+# Options of one name that mean different things, and the commands that agree on what each means.
+MEANINGS: Any = {
+    "beta": ({"dpo"}, {"grpo"}, {"distill"}),
+    "loss_type": ({"dpo", "data"}, {"grpo"}),
+    "samples": ({"finetune", "dpo", "distill"}, {"grpo"}),
+    "temperature": ({"distill"}, {"grpo", "generate", "chat"}),
+    "top_k": ({"distill"}, {"grpo", "generate", "chat"}),
+}
 _KINDS: Any = {int: "a whole number", float: "a number"}
 
 
@@ -29,8 +40,8 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
         actions: its arguments by their names in the parsed result.
 
     Returns:
-        The values by name, as parsing the command line would give them. Options that only other commands have are left
-        out, and a line says so.
+        The values by name, as parsing the command line would give them. Options that only other commands have, or that
+        mean something else in the command whose run has written the file, are left out, and a line says so.
 
     Raises:
         UserError: the file cannot be read, no command has an option of a name in it, or a value is not one of it.
@@ -42,12 +53,16 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
     known = {name: action for name, action in actions.items() if name not in _NO_OPTIONS}
     name_of = {_name(option): name for name, action in known.items() for option in action.option_strings}
     name_of |= {name: name for name in known}
-    found, others = {}, []
-    for key, value in _table(path).items():
+    found, others, different = {}, [], []
+    text = _text(path)
+    writer = written[1] if (written := _COMMAND.match(text)) else command
+    for key, value in _table(path, text).items():
         name = name_of.get(_name(key), _name(key))
         if name in found:
             raise UserError(f"--config {path}: {name} stands there twice, also as {key}. Keep one of them.")
-        if name in known:
+        if name in known and any(writer in group and command not in group for group in MEANINGS.get(name, ())):
+            different.append(key)
+        elif name in known:
             found[name] = _value(f"--config {path}: {key}", known[name], value)
         elif name in option_names():
             others.append(key)
@@ -57,21 +72,24 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
             raise UserError(f"--config {path}: {key} is no option of liger-jax {command}.{asked}")
     if others:
         print(f"{path}: not read, as options of other commands: {', '.join(others)}", file=sys.stderr)
+    if different:
+        means = f"as they mean something else in liger-jax {writer}, which has written the file"
+        print(f"{path}: not read, {means}: {', '.join(different)}", file=sys.stderr)
     return found
 
 
-def write(path: Path, options: Mapping[str, Any], heading: str) -> None:
+def write(path: Path, options: Mapping[str, Any], first: str) -> None:
     """Writes a file of options, in one rename.
 
     Args:
         path: the file.
         options: strings, numbers, booleans and sequences of strings by name; those that are `None` are left out.
-        heading: what a reader of the file should know.
+        first: the first line, as `heading` returns it.
 
     Raises:
         OSError: it cannot be written.
     """
-    lines = [f"# {heading}", *(f"{name} = {_toml(value)}" for name, value in options.items() if value is not None)]
+    lines = [first, *(f"{name} = {_toml(value)}" for name, value in options.items() if value is not None)]
     new = path.with_name(f".{path.name}.new")  # a process that is killed leaves the old file or the new one
     new.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
     new.replace(path)
@@ -81,13 +99,40 @@ def _name(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
 
 
-def _table(path: str) -> dict[str, Any]:
+def heading(command: str) -> str:
+    """The first line of the file that a run of a command writes.
+
+    Args:
+        command: its name.
+
+    Returns:
+        A comment.
+
+    Example:
+        >>> heading("dpo")
+        '# The options of the run in this folder, for --config of liger-jax dpo.'
+    """
+    return f"{OF_A_RUN} of liger-jax {command}."
+
+
+def _text(path: str) -> str:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a null in the name
-        raise UserError(f"--config {path} is no TOML: {error}. A line is such as: learning_rate = 1e-4") from error
+    except ValueError as error:  # no UTF-8, or a null in the name
+        raise _no_toml(path, error) from error
+
+
+def _table(path: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _no_toml(path, error) from error
+
+
+def _no_toml(path: str, error: Exception) -> UserError:
+    return UserError(f"--config {path} is no TOML: {error}. A line is such as: learning_rate = 1e-4")
 
 
 def _value(where: str, action: argparse.Action, value: Any) -> Any:

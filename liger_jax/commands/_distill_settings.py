@@ -41,6 +41,7 @@ class DistillSettings(Settings):
     tail: str | None = None
     out: str = "runs/distill"
 
+    command = "distill"
     is_alone = True
 
     def __post_init__(self):
@@ -81,6 +82,11 @@ class DistillSettings(Settings):
             )
         if self.stream:
             raise UserError("--top-k reads the data once before the first step, and --stream has no end. Leave it out.")
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """What the run keeps in OUT."""
+        return (*super().keeps, "teacher") if self.top_k is not None else super().keeps
 
     def divergence_options(self) -> dict[str, Any]:
         """Options of `fused_linear_distillation`, or with `top_k` of `fused_linear_topk_distillation`.

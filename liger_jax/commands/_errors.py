@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,16 +61,13 @@ def exit_code(command: str, work: Callable[[], int]) -> int:
         work: returns the exit code.
 
     Returns:
-        That code; 2 for an error, 130 for Ctrl-C, and 1 if nobody reads the output any more.
+        That code; 2 for an error, and 130 for Ctrl-C.
     """
     try:
         return work()
     except UserError as error:
         print(f"liger-jax {command}:", in_one_line(error), file=sys.stderr)
         return 2
-    except BrokenPipeError:  # who reads it, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

@@ -72,6 +72,7 @@ class GrpoSettings(Settings):
     eval_share: float | None = 0.0
     out: str = "runs/grpo"
 
+    command = "grpo"
     is_alone = True
     what_samples = "completions of each step that are written to OUT/completions.jsonl, with their rewards"
 
@@ -121,6 +122,11 @@ class GrpoSettings(Settings):
     def peak_rate(self) -> float:
         """The peak of the learning rate."""
         return self.learning_rate or (1e-6 if self.lora is None else 1e-5)
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """What the run keeps in OUT: its prompts are tokenised at each start."""
+        return ("completions",) if self.samples else ()
 
     def loss_options(self) -> dict[str, Any]:
         """Options of `losses.policy_loss`.

@@ -28,7 +28,12 @@ from liger_jax.training.steps import holds_a_run
 CHECKPOINTS = "checkpoints"
 MODEL, ADAPTERS = "model", "adapters"
 SETTINGS = "settings.toml"
-_HEADING = "The options of the run in this folder, for --config."
+BESIDE = {  # what a run of some commands keeps beside its checkpoints, by what it is
+    "tokens": ("tokens",),
+    "completions": ("completions.jsonl",),
+    "references": ("references.f32", "references.json", "references.new"),
+    "teacher": ("teacher.bin", "teacher.json", "teacher.new"),
+}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors calls them
 
 
@@ -46,7 +51,7 @@ def check(settings: Settings, source: Path) -> None:
     if "csv" in settings.log:
         _log.check_table(out / _log.TABLE)
     written = out / SETTINGS
-    if written.exists() and not (written.is_file() and written.read_text(errors="replace").startswith(f"# {_HEADING}")):
+    if written.exists() and not _is_of_a_run(written):
         raise UserError(f"{written} is of no run, whose options would replace it. Move it, or pass another --out.")
     if not target.exists():
         return
@@ -68,7 +73,12 @@ def write_settings(settings: Settings) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    _config.write(Path(settings.out) / SETTINGS, settings.to_write(), _HEADING)
+    _config.write(Path(settings.out) / SETTINGS, settings.to_write(), _config.heading(settings.command))
+
+
+def _is_of_a_run(written: Path) -> bool:
+    """Whether a file of options is a run's own."""
+    return written.is_file() and written.read_text(errors="replace").startswith(_config.OF_A_RUN)
 
 
 def _share_weights(target: Path, source: Path) -> bool:
@@ -151,12 +161,13 @@ def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
         Names of files and folders in OUT; none if no run was there.
     """
     out = Path(settings.out)
-    if not holds_a_run(out / CHECKPOINTS):
-        return []
+    beside = [name for names in BESIDE.values() for name in names if (out / name).exists()]
+    if not holds_a_run(out / CHECKPOINTS):  # it may have been killed before its first checkpoint
+        return beside if _is_of_a_run(out / SETTINGS) else []
     names = [name for name in (MODEL, ADAPTERS, _log.TABLE, _log.EVENTS, _log.WANDB) if (out / name).exists()]
     names += sorted(path.name for path in out.iterdir() if re.fullmatch(rf"({MODEL}|{ADAPTERS})-\d+", path.name))
     tuned = source.resolve()
-    return [name for name in names if not any((out / name).samefile(path) for path in (tuned, *tuned.parents))]
+    return beside + [name for name in names if not any((out / name).samefile(path) for path in (tuned, *tuned.parents))]
 
 
 def clear(settings: Settings, earlier: Sequence[str]) -> None:
@@ -170,6 +181,7 @@ def clear(settings: Settings, earlier: Sequence[str]) -> None:
         UserError: something cannot be removed.
     """
     own = {folder(settings).name} | {_log.PLACES[kind] for kind in settings.log}
+    own |= {name for kind in settings.keeps for name in BESIDE[kind]}
     for name in earlier:
         path = Path(settings.out) / name
         if name in own or not path.exists():

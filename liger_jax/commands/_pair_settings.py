@@ -42,6 +42,7 @@ class PairSettings(Settings):
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
 
+    command = "dpo"
     is_alone = True
 
     def __post_init__(self):
@@ -101,6 +102,12 @@ class PairSettings(Settings):
     def switches_adapters_off(self) -> bool:
         """Whether the reference is the model with its adapters off: they are new, and so began without an effect."""
         return self.lora is not None and self.adapters is None
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """What the run keeps in OUT."""
+        is_computed = self.needs_reference and not self.switches_adapters_off
+        return (*super().keeps, "references") if is_computed else super().keeps
 
     def to_write(self) -> dict[str, Any]:
         """The settings as a file of options has them.

@@ -143,6 +143,7 @@ class Settings:
     verify: bool = False
     risk_memory: bool = False
 
+    command = "finetune"
     is_alone = False  # whether the command trains in one process
     what_samples = "held-out rows that are continued at each evaluation"
 
@@ -267,6 +268,11 @@ class Settings:
     def epochs_to_train(self) -> float | None:
         """How often each row is trained on, or `None` where the number of steps is given."""
         return None if self.steps is not None else self.epochs or 1.0
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """What the run keeps in OUT beside checkpoints, logs and the result, by the names of `_output.BESIDE`."""
+        return ("tokens",)
 
     def to_write(self) -> dict[str, Any]:
         """The settings as a file of options has them.

@@ -1,7 +1,6 @@
 """Rows for a reader: their text with the scored tokens marked, where each piece is from, and what would be refused."""
 
 import dataclasses
-import io
 import os
 import re
 import sys
@@ -174,8 +173,8 @@ def underlined(some: Sequence[Stretch]) -> str:
 
 
 def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a text may have what the terminal's encoding has not
+    if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
+        reconfigure(errors="replace")  # a text may have what the terminal's encoding has not
     with user_errors():
         found = source.find(settings.model, weights=False)
         model = architecture_of(found)

@@ -26,14 +26,15 @@ def trained(
     Returns:
         The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
     """
-    try:
-        code = _trained(name, args, task, settings_type)
-    except Exception:
-        if not processes.are_several():
-            raise
-        traceback.print_exc()
-        code = 1
-    return processes.end(code)
+    with listened_or_not():
+        try:
+            code = _trained(name, args, task, settings_type)
+        except Exception:
+            if not processes.are_several():
+                raise
+            traceback.print_exc()
+            code = 1
+        return processes.end(code)
 
 
 def _trained(name, args, task, settings_type) -> int:
@@ -55,8 +56,7 @@ def _trained(name, args, task, settings_type) -> int:
                 processes.begin(settings.distributed)
         if processes.is_first():
             print("".join(f"{line}\n" for line in lines), end="")
-        with listened_or_not():
-            return _run.train(settings, task())
+        return _run.train(settings, task())
     except UserError as error:
         print(f"liger-jax {name}:", in_one_line(error), file=sys.stderr)
         return 2

@@ -10,12 +10,11 @@ The model's weights are not needed. Scored tokens are green, or underlined where
 
 import argparse
 import os
-import sys
 
 import jax
 
 from liger_jax.commands._arguments import add_data_arguments
-from liger_jax.commands._errors import UserError, in_one_line, needed_packages
+from liger_jax.commands._errors import UserError, exit_code, needed_packages
 from liger_jax.commands._settings import Settings, settings_of
 
 SUMMARY = "show your text or conversations as they would be trained on"
@@ -49,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if "JAX_PLATFORMS" not in os.environ:  # nothing is trained, and looking for an accelerator takes seconds
         jax.config.update("jax_platforms", "cpu")
-    try:
+
+    def work():
         if args.rows < 1:
             raise UserError(f"--rows={args.rows} must be at least 1.")
         args.data = [*args.files, *(args.data or [])]
@@ -62,12 +62,8 @@ def run(args: argparse.Namespace) -> int:
             return _show.check(settings, shorten=args.length is None)
         _show.show(settings, args.rows, shorten=args.length is None)
         return 0
-    except BrokenPipeError:  # who reads it, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return 1
-    except UserError as error:
-        print("liger-jax data:", in_one_line(error), file=sys.stderr)
-        return 2
+
+    return exit_code("data", work)
 
 
 def _of_pairs(args: argparse.Namespace) -> Settings:

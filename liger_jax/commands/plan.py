@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from liger_jax.commands import _adapters
+from liger_jax.commands._errors import exit_code, user_errors
 from liger_jax.models.core.stretched import ROPE_SCALINGS
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
@@ -45,37 +46,40 @@ def run(args: argparse.Namespace) -> int:
     if "JAX_PLATFORMS" not in os.environ:  # nothing is run, and looking for an accelerator takes seconds
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
+
+    def work():
+        with user_errors():
+            return _planned(args)
+
+    return exit_code("plan", work)
+
+
+def _planned(args: argparse.Namespace) -> int:
     names = "memory optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches".split()
     names += ["packed", "lora", "lora_experts", "dora", "quantize", "host_memory", "rope_scaling"]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.lora_targets is not None:
         options["lora_targets"] = _adapters.targets(args.lora_targets)
-    try:
-        where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh and parse_mesh(args.mesh))
-        if args.device is None and args.memory is None:
-            raise ValueError("--device is needed, such as --device rtx4090; or a GPU's memory, such as --memory 24GiB.")
-        if args.picture:
-            report.check_picture(args.picture)
-        level, why = _level(args)
-        answers = _search(args, where, options, level, why) if args.search else []
-        found = planning.plan(args.model, **where, level=level, **options)
-        known = where["batch"] if args.search == "batch" else None
-        lines = [
-            report.text(found, known, details=bool(args.details)),
-            *answers,
-            *report.notes(found),
-            *_notes(found, args),
-        ]
-        print(*lines, sep="\n", flush=True)
-        if args.picture:
-            report.picture(found, args.picture)
-            print(f"picture: {args.picture}")
-    except BrokenPipeError:  # who reads it, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return 1
-    except (ValueError, OSError, ImportError) as error:
-        print("liger-jax plan:", *str(error).split(), file=sys.stderr)  # on one line, whoever raised it
-        return 2
+    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=mesh)
+    if args.device is None and args.memory is None:
+        raise ValueError("--device is needed, such as --device rtx4090; or a GPU's memory, such as --memory 24GiB.")
+    if args.picture:
+        report.check_picture(args.picture)
+    level, why = _level(args)
+    answers = _search(args, where, options, level, why) if args.search else []
+    found = planning.plan(args.model, **where, level=level, **options)
+    known = where["batch"] if args.search == "batch" else None
+    lines = [
+        report.text(found, known, details=bool(args.details)),
+        *answers,
+        *report.notes(found),
+        *_notes(found, args),
+    ]
+    print(*lines, sep="\n", flush=True)
+    if args.picture:
+        report.picture(found, args.picture)
+        print(f"picture: {args.picture}")
     return 0 if found.fits else 1
 
 

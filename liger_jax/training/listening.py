@@ -1,17 +1,33 @@
-"""A run whose output nobody reads any more, as after `| head -1` or in a terminal that was closed, goes on."""
+"""What becomes of output that cannot be written, as after `| head -1`, in a closed terminal or on a full disk.
+
+A training run goes on without it. For a command whose output is all that it does, it is an error.
+"""
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 
-class _Stream:
-    """A stream that drops what it cannot write."""
+class OutputError(Exception):
+    """The standard output cannot be written. It is no `OSError`, which would be one of the file that is worked on.
 
-    def __init__(self, stream: Any):
-        self._stream = stream
+    Attributes:
+        is_unread: whether nobody reads it any more, rather than that the disk is full.
+    """
+
+    def __init__(self, error: OSError):
+        super().__init__(f"The standard output cannot be written: {error.strerror or error}.")
+        self.is_unread = error.errno == errno.EPIPE
+
+
+class _Stream:
+    """A stream that drops what it cannot write; or raises `OutputError` then, the first time, if it is `needed`."""
+
+    def __init__(self, stream: Any, needed: bool = False):
+        self._stream, self._needed = stream, needed
 
     def write(self, text: str) -> int:
         try:
@@ -19,25 +35,31 @@ class _Stream:
         except UnicodeEncodeError:  # such as a file's name that is no text
             encoding = getattr(self._stream, "encoding", None) or "ascii"
             self.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        except OSError:
-            self._close()
+        except OSError as error:
+            self._lost(error)
+        except OutputError:
+            pass
         return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:
-            self._close()
+        except OSError as error:
+            self._lost(error)
+        except OutputError:
+            pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _close(self) -> None:
+    def _lost(self, error: OSError) -> None:
         """Lets the rest go nowhere, also what Python writes at the end of the process."""
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+        if self._needed:
+            raise OutputError(error) from error
 
 
 @contextlib.contextmanager
@@ -49,13 +71,36 @@ def listened_or_not() -> Iterator[None]:
         ...     print("loss 1.0")
         loss 1.0
     """
+    with _streams(needed=False):
+        yield
+
+
+@contextlib.contextmanager
+def output_needed() -> Iterator[None]:
+    """A context in which printing to the standard output fails with `OutputError`, and to the standard error never.
+
+    Raises:
+        OutputError: something that was printed cannot be written.
+
+    Example:
+        >>> with output_needed():
+        ...     print("loss 1.0")
+        loss 1.0
+    """
+    with _streams(needed=True):
+        yield
+
+
+@contextlib.contextmanager
+def _streams(needed: bool) -> Iterator[None]:
+    """A context with standard streams of ours, which are flushed at its end. One that was closed is a null device."""
     before = sys.stdout, sys.stderr
-    ours = tuple(stream if stream is None or isinstance(stream, _Stream) else _Stream(stream) for stream in before)
-    sys.stdout, sys.stderr = ours
+    out, err = (open(os.devnull, "w") if stream is None else stream for stream in before)  # noqa: SIM115  as long as the process
+    sys.stdout, sys.stderr = _Stream(out, needed), _Stream(err)
+    ours = sys.stderr, sys.stdout
     try:
         yield
     finally:
-        for stream in ours:
-            if stream is not None:
-                stream.flush()
         sys.stdout, sys.stderr = before
+        for stream in ours:
+            stream.flush()

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from liger_jax.commands import _log, _output
+from liger_jax.commands import _config, _log, _output
+from liger_jax.commands._distill_settings import DistillSettings
 from liger_jax.commands._errors import UserError, training_errors
+from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._output import CHECKPOINTS
+from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._settings import Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.source import Source
@@ -103,6 +106,8 @@ def test_fresh_removes_checkpoints_and_nothing_else(tmp_path):
 def test_a_run_that_starts_over_takes_the_place_of_all_that_the_other_left(tmp_path, capsys):
     out = tmp_path / "out"
     run_in(out, "model", "tensorboard")
+    for name in (name for names in _output.BESIDE.values() for name in names):
+        (out / name).write_text("")
     (out / "model-7").mkdir()  # by --result-of
     options = dict(lora=4, log=())
     run_in(out, fresh=True, **options)  # it is stopped, and goes on
@@ -110,10 +115,31 @@ def test_a_run_that_starts_over_takes_the_place_of_all_that_the_other_left(tmp_p
     checkpoints = run_in(out, "adapters", **options)
     _output.clear(settings(out, **options), checkpoints.earlier)
     assert [path.name for path in out.iterdir() if "model" in path.name or path.name == "tensorboard"] == []
-    assert (out / "adapters").exists()
+    assert (out / "adapters").exists() and (out / "tokens").exists()
+    assert not any((out / name).exists() for name in ("completions.jsonl", "references.f32", "teacher.bin"))
     assert f"removed {out / 'model'}: an earlier run had left it\n" in capsys.readouterr().out
     checkpoints.forget_earlier()
     assert run_in(out, "model", lora=4, merge=True).earlier == []  # merged by the same command: its own
+
+
+def test_each_command_keeps_its_own_files_when_it_starts_over(tmp_path):
+    (tmp_path / "settings.toml").write_text(_config.heading("grpo"))  # of a run that was killed before a checkpoint
+    names = [name for names in _output.BESIDE.values() for name in names]
+    common = dict(model="m", data="d", out=str(tmp_path))
+    runs = {
+        ("tokens",): Settings(**common),
+        ("tokens", "teacher"): DistillSettings(**common, teacher="t", top_k=4),
+        ("tokens", "references"): PairSettings(**common),
+        ("completions",): GrpoSettings(**common, reward="r:f", samples=2),
+        (): GrpoSettings(**common, reward="r:f"),
+    }
+    for own, run in runs.items():
+        for name in names:
+            (tmp_path / name).write_text("")
+        earlier = _output.of_earlier_runs(run, tmp_path)
+        _output.clear(run, earlier)
+        kept = {name for name in names if (tmp_path / name).exists()}
+        assert kept == {name for kind in own for name in _output.BESIDE[kind]}
 
 
 def test_what_is_tuned_stays_beside_its_adapters(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_jax.commands import _config, _other_words, _parser, _settings, main
+from liger_jax.commands import _config, _other_words, _parser, _parsers, _settings, main
 from liger_jax.commands.finetune import add_arguments
 from tests.commands import _tiny
 
@@ -162,7 +162,7 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
         model='a "quoted"\\ name\x7f\t☃', data="y", pack=True, lora=4, learning_rate=1e-5, log=("csv", "wandb"), seed=7,
         schedule="linear", warmup=20.0, clip=0.0, weight_decay=0.0, samples=2, patience=3, out=str(tmp_path),
     )  # fmt: skip
-    _config.write(path, told.to_write(), "heading")
+    _config.write(path, told.to_write(), _config.heading("finetune"))
     assert settings_of(capsys, "--config", path) == told
     of_the_run = _settings.Settings(model="x", data="y", lora=4).of_the_run()
     assert of_the_run["learning_rate"] == 2e-4  # another rate is told beside the default's value, and not beside None
@@ -189,6 +189,45 @@ def test_a_file_that_is_wrong_is_one_sentence(capsys, options, text, sentence):
     printed, code = said(capsys, "finetune", *options(text))
     assert code == 2 and printed.startswith("liger-jax finetune: --config ") and printed.count("\n") == 1
     assert sentence in printed
+
+
+def test_an_option_that_means_something_else_in_the_run_that_wrote_the_file_is_not_read(capsys, options):
+    text = "seed = 3\ntemperature = 2.0\nsamples = 4\n"
+    for writer, samples in (("distill", 4), ("grpo", 0)):
+        file = options(f"{_config.heading(writer)}\n{text}")
+        found = settings_of(capsys, *file, "--model=x", "--data=y")
+        assert (found.seed, found.samples) == (3, samples)
+    assert capsys.readouterr().err.endswith(
+        f"{file[1]}: not read, as they mean something else in liger-jax grpo, which has written the file: samples\n"
+    )
+    args = _parsers()[0].parse_args(["generate", *options(f"{_config.heading('distill')}\n{text}"), "--model=x"])
+    assert (args.seed, args.temperature) == (3, None)
+    args = _parsers()[0].parse_args(["generate", *options(text), "--model=x"])
+    assert args.temperature == 2.0  # a file of one's own
+
+
+def test_options_of_one_name_and_different_meanings_are_known():
+    """A name whose help differs between commands that train or generate means the same, or stands in the table."""
+    same = {
+        "data",
+        "dtype",
+        "learning_rate",
+        "length",
+        "log",
+        "model",
+        "out",
+        "quantize",
+        "seed",
+        "stream",
+        "distributed",
+    }
+    helps = {}
+    for parser in _parsers()[1]:
+        if (name := parser.prog.split()[-1]) not in ("plan", "data", "doctor"):
+            for action in parser._actions:
+                helps.setdefault(action.dest, {}).setdefault(action.help, set()).add(name)
+    differ = {name for name, texts in helps.items() if len(texts) > 1} - same
+    assert differ == set(_config.MEANINGS)
 
 
 def test_a_file_must_be_there_and_be_one(capsys, options):
