@@ -16,7 +16,7 @@ from liger_jax.models.hugging_face import adapter_files
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.adapter_targets import ALL_LINEAR
 from liger_jax.models.hugging_face.source import Source, find
-from liger_jax.models.lora import EXPERT_PARAMETERS, TARGETS, add_lora, load_adapters, with_dropout
+from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, load_adapters, with_dropout
 from liger_jax.training.rows import Rows
 
 _NUMBERS = "dropout_numbers"  # in a batch, a number for each row
@@ -95,7 +95,7 @@ def add(model: Any, settings: Settings) -> None:
     )
 
 
-def targets(text: str | None) -> tuple[str, ...] | str:
+def targets(text: str | None) -> tuple[str, ...] | str | None:
     """What `--lora-targets` means: names with commas between them, "all-linear", or a regular expression.
 
     Args:
@@ -109,7 +109,7 @@ def targets(text: str | None) -> tuple[str, ...] | str:
         (('q_proj', 'v_proj'), '.*[02]\\\\.mlp\\\\..*')
     """
     if text is None:
-        return TARGETS
+        return None
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     is_names = all(re.fullmatch(r"[\w.-]+", name) for name in names)
     return names if is_names and names != (ALL_LINEAR,) else text

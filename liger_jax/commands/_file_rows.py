@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _files, _formats
+from liger_jax.commands import _files, _formats, _json
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages
 
@@ -57,7 +57,7 @@ def of_line(where: str, line: str) -> Any:
         UserError: the line is no JSON.
     """
     try:
-        return json.loads(line)
+        return _json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}, {why_no_json(error)}. Each line must be an object of its own.") from error
 
@@ -151,7 +151,7 @@ def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Foun
 def _of_json(path: Path, text: str) -> Iterator[Found]:
     """The elements of an array over the whole file, or one object over many lines."""
     try:
-        found = json.loads(text)
+        found = _json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}, line {getattr(error, 'lineno', 1)}, {why_no_json(error)}. The file must be an array of objects, "
@@ -166,7 +166,7 @@ def _of_long_array(path: Path, text: str, file: io.TextIOWrapper) -> Iterator[Fo
     text = text.lstrip()
     if not text.startswith("["):
         raise UserError(f"{path} is one value of more than {MOST_AT_ONCE:,} characters. Write its rows as JSON lines.")
-    decode, at, end, wanted = json.JSONDecoder().raw_decode, 1, 0, _CHUNK
+    decode, at, end, wanted = _json.DECODER.raw_decode, 1, 0, _CHUNK
     for number in itertools.count(1):
         where = f"{path}, element {number}"
         while True:
@@ -181,7 +181,7 @@ def _of_long_array(path: Path, text: str, file: io.TextIOWrapper) -> Iterator[Fo
                 error: Exception = json.JSONDecodeError("the array does not end", text[at : at + 100], 0)
             except (ValueError, RecursionError) as failed:
                 error = failed
-            if not (more := file.read(wanted)) or isinstance(error, RecursionError):
+            if not (more := file.read(wanted)) or isinstance(error, RecursionError | _json.RepeatedNameError):
                 raise UserError(f"{where}, {why_no_json(error)}. The file must be an array of objects.") from error
             _files.check_text(path, more)
             text, at, wanted = text[at:] + more, 0, 2 * wanted  # twice as much each time, so that it ends soon

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from jinja2 import ext, filters, nodes, sandbox, visitor
 
-from liger_jax.commands import _budget, _traced
+from liger_jax.commands import _budget, _json, _traced
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._traced import NOBODY, Event, Part, Traced
 
@@ -223,7 +223,9 @@ def parsed_arguments(text: str) -> dict[str, Any]:
         UserError: the text is no JSON object.
     """
     try:
-        found = json.loads(text or "{}")
+        found = _json.loads(text or "{}")
+    except _json.RepeatedNameError as error:
+        raise UserError(f"the arguments of a tool call cannot be read: {error}.") from error
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -1,10 +1,10 @@
 """The messages and tools of a conversation, checked and in the form that chat templates take."""
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from liger_jax.commands import _json
 from liger_jax.commands._errors import UserError
 
 IS_TRAINED = ("weight", "train", "training")  # fields of a message that say whether it is trained on
@@ -176,7 +176,7 @@ def _of_json(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return _json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is a text that is no JSON: {str(error)[:200]}.") from error
 

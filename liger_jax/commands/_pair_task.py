@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from liger_jax import losses
 from liger_jax.commands import _references, _unpaired_task
+from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._pair_tokenizer import PairTokenizer
 from liger_jax.commands._preference import Pairs, Preference
@@ -129,4 +131,44 @@ def of_run(settings: PairSettings, *model: Any) -> Task:
     Returns:
         The task.
     """
+    _check_trains(settings)
     return TASK if settings.unpaired is None else _unpaired_task.task_of(settings)
+
+
+def _check_trains(settings: PairSettings) -> None:
+    """Refuses a loss whose gradient at the first step has no square above 0 in float32.
+
+    The optimizer and the clipping of gradients take squares: 0 and infinity both leave the model as it is. At the first
+    step the policy is the reference.
+
+    Raises:
+        UserError: the run could not change the model.
+    """
+    chosen, unpaired, tokens = jnp.array([-20.0, -21.0, -22.0, -23.0]), settings.unpaired, jnp.full(4, 10.0)
+    rejected = chosen[::-1]
+
+    def of_pairs(chosen: jax.Array, rejected: jax.Array) -> jax.Array:
+        references = jax.lax.stop_gradient((chosen, rejected))
+        pairs = Pairs(chosen, rejected, tokens, tokens, jnp.ones(4, bool), -chosen / tokens, references)
+        return jnp.sum(settings.preference.losses(pairs, jnp.float32(10)).losses)
+
+    def of_answers(good: jax.Array, bad: jax.Array) -> jax.Array:
+        assert unpaired is not None
+        log_probs = jnp.concatenate([good, bad])
+        references = jax.lax.stop_gradient(log_probs)
+        return jnp.sum(unpaired.losses(log_probs, references, jnp.arange(8) < 4, jnp.float32(0)).losses)
+
+    gradients = jax.jit(jax.grad(of_pairs if unpaired is None else of_answers, (0, 1)))(chosen, rejected)
+    size, limits = np.abs(jax.device_get(gradients)).max(), jnp.finfo(jnp.float32)
+    if not limits.tiny**0.5 <= size <= limits.max**0.5:
+        names = ("loss_weights", "beta", "desirable_weight", "undesirable_weight")
+        given = [
+            f"--{name.replace('_', '-')}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for name in names
+            if (value := getattr(settings, name)) is not None
+        ]
+        raise UserError(
+            f"--loss={settings.loss_type} with {' and '.join(given)} cannot change the model: at the first step "
+            f"the loss has the gradient {size:.3g}, and its square must be above 0 and finite in float32. Pass other "
+            "values, or leave them out."
+        )

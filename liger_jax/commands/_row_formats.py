@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from liger_jax.commands import _messages
+from liger_jax.commands import _json, _messages
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._messages import VALUES
@@ -134,7 +134,7 @@ def _of_alpaca(where: str, values: Row) -> Document:
 
 def _of_completion(where: str, values: Row) -> Document:
     prompt, completion = (parsed(values[name]) for name in ("prompt", "completion"))
-    if str(values.get("label")).lower() in ("true", "false", "1", "0"):  # as tables write them
+    if str(values.get("label")).strip().lower() in ("true", "false", "1", "0", "1.0", "0.0"):  # as tables write them
         raise UserError(
             "label says whether the completion is wanted, and finetune would train on those that are not, too. Leave "
             "out their rows, and then the field; or train on both by liger-jax dpo --loss kto."
@@ -207,7 +207,9 @@ def parsed(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
-        found = json.loads(value)
+        found = _json.loads(value)
+    except _json.RepeatedNameError as error:
+        raise UserError(f"a cell with JSON cannot be read: {error}.") from error
     except (ValueError, RecursionError):
         return value
     return found if found and isinstance(found, list) and all(isinstance(each, dict) for each in found) else value

@@ -1,13 +1,12 @@
 """Texts and conversations of a model in a terminal."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _files, _prompt_lines
+from liger_jax.commands import _file_rows, _files, _json, _prompt_lines
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError, in_one_line
 from liger_jax.commands._generation import Generation
@@ -90,9 +89,9 @@ def _prompts(path: Path) -> Iterator[Document]:
 
 def _prompt(where: str, line: str) -> Document:
     try:
-        values = json.loads(line)
+        values = _json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}, is no JSON: {error}.") from error
+        raise UserError(f"{where}, {_file_rows.why_no_json(error)}.") from error
     return _prompt_lines.document(where, values)
 
 

@@ -1,6 +1,7 @@
 """A row that is one answer with a label, good or bad, as datasets for KTO write it: `prompt`, `completion`, `label`."""
 
 import dataclasses
+from typing import Any
 
 from liger_jax.commands import _pair_rows, _row_formats
 from liger_jax.commands._document import Document
@@ -8,6 +9,7 @@ from liger_jax.commands._errors import UserError
 from liger_jax.commands._row_formats import Row, parsed
 from liger_jax.models.core.config_fields import short
 
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 FORM, FORM_WITH_OTHERS = "unpaired", "unpaired with others"  # what the settings call such rows
 
 
@@ -40,15 +42,21 @@ def _labelled(where: str, values: Row) -> Document:
             f"there is no {missing[0]!r} among {sorted(map(str, values))}. A row must have completion, a text or a "
             "list of messages, and label, true or false, and may have a prompt."
         )
-    label = parsed(values["label"])
-    if not isinstance(label, bool | int) or label not in (0, 1):
-        raise UserError(f"label holds {short(label)}, and must be true for a good answer, or false.")
+    label = _label(values["label"])
     prompt, completion = (parsed(values[name]) if name in values else None for name in ("prompt", "completion"))
     if isinstance(completion, str) and not isinstance(prompt, list):
         if str(values.get("system") or "").strip():
             raise UserError("the row has a system message beside a completion that is text. Write it into the prompt.")
         if not isinstance(prompt, str | None):
             raise UserError(f"prompt holds a {type(prompt).__name__}, and must hold a text or a list of messages.")
-        return Document(where, completion, prompt=prompt or "", desirable=bool(label))
+        return Document(where, completion, prompt=prompt or "", desirable=label)
     found = _pair_rows.answered(where, values, prompt, completion)
-    return dataclasses.replace(found, desirable=bool(label))
+    return dataclasses.replace(found, desirable=label)
+
+
+def _label(value: Any) -> bool:
+    """Whether an answer is good: true or 1, or such a word, as a table without types writes it."""
+    known = _LABELS.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(known, bool | int | float) or known not in (0, 1):
+        raise UserError(f"label holds {short(value)}, and must be true for a good answer, or false.")
+    return bool(known)

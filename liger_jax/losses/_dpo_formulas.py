@@ -100,5 +100,7 @@ def pair_losses(loss_type: str, p: Pairs, beta: float, label_smoothing: float, d
             share = sigmoid(logits / discopop_tau)
             exponential = jnp.exp(clamp_exponent(-logits))
             return -(1.0 - share) * log_sigmoid(logits) + share * exponential
-        case _:  # sft
+        case "sft":
             return p.sft
+        case _:  # a name in LOSS_TYPES without a formula must not train on another one's
+            return jnp.full_like(p.chosen, jnp.nan)

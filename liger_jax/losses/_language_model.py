@@ -54,7 +54,8 @@ def causal_lm_loss(
     Raises:
         ValueError: there is no axis of positions, `labels` or `segment_ids` have another shape than the positions,
             Explicit axes of a mesh split the labels' rows, or an option is refused.
-        TypeError: an option is unknown, or an array of another dtype.
+        TypeError: an option is unknown, or an array of another dtype, or something else is given in its place, such as
+            a model's whole output.
 
     Example:
         >>> model = jax.random.normal(jax.random.key(0), (5, 8)), jnp.zeros((8, 5))  # an embedding and a Flax kernel
@@ -64,6 +65,8 @@ def causal_lm_loss(
     """
     for name in options:
         _check_option(name)
+    _checks.check_array("causal_lm_loss", "hidden", hidden, _checks.HIDDEN)
+    _checks.check_array("causal_lm_loss", "head", head, _checks.HEAD)
     hidden, head = _checks.floating("causal_lm_loss", hidden=hidden, head=head)
     labels, segment_ids = as_arrays(labels, segment_ids)
     if hidden.ndim < 2:

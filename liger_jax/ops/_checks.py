@@ -17,12 +17,32 @@ class HoldsArray(Protocol):
     def __jax_array__(self) -> jax.Array: ...
 
 
+# What the linear losses want, where they are given something else.
+HIDDEN = (
+    "the hidden states after the last norm, (..., D), and not a model's whole output: model.hidden_states(tokens) of a "
+    "model here, or an attribute such as last_hidden_state of another library's output"
+)
+HEAD = (
+    "the head's matrix, (V, D) or (D, V). The head of a model that ties it to its embedding is the embedding, (V, D); "
+    "model.head is that of a model here"
+)
 ArrayLike = jax.Array | np.ndarray | HoldsArray  # which public functions take as arrays
 
 
 def as_array(x: Any) -> Any:
     """x as JAX's array; None stays None."""
     return x if x is None else jnp.asarray(x)
+
+
+def check_array(op: str, name: str, x: Any, wanted: str) -> None:
+    """Raises a TypeError that says what is `wanted` unless x is an array, or something that JAX takes for one."""
+    try:
+        is_array = x is not None and jnp.asarray(x) is not None
+    except (TypeError, ValueError):
+        is_array = False
+    if not is_array:
+        given = "None" if x is None else f"a {type(x).__name__}"
+        raise TypeError(f"{op}: {name} is {given}, but must be {wanted}.")
 
 
 def floating(op: str, **arrays: Any) -> Iterator[jax.Array]:
@@ -110,6 +130,8 @@ def linear_head(
     The arguments' names begin with `prefix`. With a `HeadSplit`, the weight is this device's part. Raises a TypeError
     or ValueError unless they fit.
     """
+    check_array(op, f"{prefix}hidden", hidden, HIDDEN)
+    check_array(op, f"{prefix}weight", weight, HEAD)
     arrays = {"hidden": hidden, "weight": weight, "bias": bias}
     hidden, weight, bias = floating(op, **{f"{prefix}{name}": x for name, x in arrays.items()})
     check_layout(op, weight_layout, prefix)

@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from liger_jax.models.core.parameters import parameter
-from liger_jax.models.hugging_face.adapter_targets import Targets
-from liger_jax.models.lora import TARGETS
+from liger_jax.models.hugging_face.adapter_targets import Targets, split
 from liger_jax.ops.adapted_moe_mlp import experts_at_once
 from liger_jax.ops.layout import names
 from liger_jax.planner.step import Run
@@ -249,13 +248,10 @@ def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:
             axes = names(run.layout.spec(parameter(tuple(f"{info.name}_{end}".split(".")), own), own, run.mesh))
             found += math.prod(own) // math.prod(run.mesh[axis] for axis in axes)
         return found
-    if run.lora_targets is TARGETS:  # all projections of a layer, whatever their names are
-        is_adapted = info.kind == "kernel"
-    else:
-        modules = [name.removesuffix(".weight") for name in info.tensor_names]
-        is_adapted = info.kind in ("kernel", "embedding", "head") and any(
-            map(Targets(run.lora_targets).adapts, modules)
-        )
+    is_whole, named = split(run.lora_targets)
+    modules = [name.removesuffix(".weight") for name in info.tensor_names]
+    is_named = info.kind in ("kernel", "embedding", "head") and any(map(Targets(named).adapts, modules))
+    is_adapted = is_named or is_whole and info.kind == "kernel"
     if not is_adapted:
         return 0
     widths = shape[info.in_axis], shape[info.out_axis]

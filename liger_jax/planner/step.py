@@ -16,7 +16,7 @@ from liger_jax.models import lora as adapters
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.hugging_face.adapter_targets import Targets
+from liger_jax.models.hugging_face.adapter_targets import Targets, split
 from liger_jax.models.lora.vocabulary import columns
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
@@ -76,7 +76,7 @@ class Run:
     state_memory: str = "device"
     packed: bool = False
     lora: int | None = None
-    lora_targets: tuple[str, ...] | str = adapters.TARGETS
+    lora_targets: tuple[str, ...] | str | None = None
     lora_experts: bool = False
     dora: bool = False
     quantize: str | None = None
@@ -118,7 +118,7 @@ class Run:
         if self.lora is not None and self.lora < 1:
             raise ValueError(f"lora={self.lora} must be a rank of at least 1, or None.")
         given = dict(dora=self.dora, lora_experts=self.lora_experts)
-        given |= dict(lora_targets=self.lora_targets is not adapters.TARGETS and self.lora_targets)
+        given |= dict(lora_targets=self.lora_targets)
         if self.lora is None and (named := [name for name, value in given.items() if value]):
             value = given[named[0]]
             raise ValueError(f"{named[0]}={value!r} is for adapters, and none are trained. Train some: lora=16.")
@@ -134,7 +134,7 @@ class Run:
     @property
     def adapts_head(self) -> bool:
         """Whether the head has an adapter. It is then copied, and has a gradient, as in `lora.vocabulary`."""
-        return self.lora is not None and Targets(self.lora_targets).adapts("lm_head")
+        return self.lora is not None and Targets(split(self.lora_targets)[1]).adapts("lm_head")
 
     @property
     def layout(self) -> Layout:

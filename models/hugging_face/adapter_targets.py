@@ -9,6 +9,8 @@ from liger_jax.models.core.config_fields import short
 from liger_jax.models.hugging_face import expressions
 
 ALL_LINEAR = "all-linear"
+# A layer's projections in Llama and most other families. Phi-3 has qkv_proj and gate_up_proj in place of five of them.
+LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OUTSIDE = ("embed_tokens", "lm_head")  # what PEFT adapts beside the projections of layers
 Value = TypeVar("Value")
 
@@ -58,6 +60,26 @@ class Targets:
         patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         found = next((found for each in patterns if (found := re.match(each, name))), None)
         return None if found is None else int(found[1])
+
+
+def split(names: Sequence[str] | str | None) -> tuple[bool, Sequence[str] | str]:
+    """Whether names are those of all projections of layers, as `None` is and all of `LAYER` are; and the other names.
+
+    Args:
+        names: what has adapters, as `add_lora` takes `targets`.
+
+    Returns:
+        Whether a layer's projections are all meant, whatever they are called; and what is named beside them.
+
+    Example:
+        >>> split(None), split([*LAYER, "lm_head"]), split(["q_proj"])
+        ((True, ()), (True, ['lm_head']), (False, ['q_proj']))
+    """
+    if names is None:
+        return True, ()
+    if isinstance(names, str) or not {*LAYER} <= {*names}:
+        return False, names
+    return True, [name for name in names if name not in LAYER]
 
 
 def saves(modules: Sequence[str], name: str) -> bool:

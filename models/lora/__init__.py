@@ -7,7 +7,6 @@ the layers that they belong to.
 """
 
 from liger_jax.models.lora.adapters import EXPERT_PARAMETERS as EXPERT_PARAMETERS
-from liger_jax.models.lora.adapters import TARGETS as TARGETS
 from liger_jax.models.lora.adapters import add_lora as add_lora
 from liger_jax.models.lora.adapters import trainable as trainable
 from liger_jax.models.lora.adapters import with_adapters as with_adapters

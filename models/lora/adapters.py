@@ -17,14 +17,13 @@ from liger_jax.models.lora.adding import (
     check_options,
     check_targets,
     keys_of,
+    of_all_layers,
     problems_of_patterns,
 )
-from liger_jax.models.lora.linear import DropoutKey, LoRALinear, become, with_adapters_on, without_adapters
+from liger_jax.models.lora.linear import DropoutKey, LoRALinear, become, names, with_adapters_on, without_adapters
 from liger_jax.models.lora.outside import parts
 from liger_jax.models.lora.vocabulary import key_of
 
-# All projections of most families. Phi-3 has qkv_proj and gate_up_proj in place of five of them.
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The weights of experts, as `add_lora` takes `parameters`.
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -36,7 +35,7 @@ def add_lora(
     rank: int,
     *,
     alpha: float | int,
-    targets: Sequence[str] | str = TARGETS,
+    targets: Sequence[str] | str | None = None,
     parameters: Sequence[str] = (),
     exclude: Sequence[str] | str = (),
     layers: Sequence[int] = (),
@@ -61,7 +60,10 @@ def add_lora(
         rank: at least 1. More than a projection's smaller width adds nothing, and PEFT allows it.
         alpha: numerator of the scale, more than 0.
         targets: names of projections, or ends of their names, such as "q_proj" or "1.self_attn.q_proj"; or a regular
-            expression for whole names; or "all-linear".
+            expression for whole names; or "all-linear". `None` means all projections of the layers, whatever a family
+            calls them, and neither the head nor the embedding. Llama's seven names ("q_proj", "k_proj", "v_proj",
+            "o_proj", "gate_proj", "up_proj" and "down_proj") mean the same when they are given together, so that they
+            serve Phi-3, too. In an NNX model of another library, layers are stacked or numbered modules.
         parameters: PEFT's `target_parameters`: weights of a mixture's experts, by their names or ends of these:
             "gate_up_proj" and "down_proj", whatever a checkpoint calls them. Each expert gets an A and a B.
         exclude: projections without an adapter, in the same forms.
@@ -77,8 +79,9 @@ def add_lora(
         The same model.
 
     Raises:
-        ValueError: a name matches no projection, an argument is out of its range, the model has adapters already, or
-            experts are to have dropout, DoRA, or adapters that differ between the layers of a stack.
+        ValueError: a name matches no projection, nothing tells layers from the head where `targets` is `None`, an
+            argument is out of its range, the model has adapters already, or experts are to have dropout, DoRA, or
+            adapters that differ between the layers of a stack.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -99,10 +102,14 @@ def add_lora(
     if wrong:
         raise ValueError(f"add_lora: {'; '.join(wrong)}.")
     found = without_adapters("add_lora", model)
-    if targets is TARGETS:  # all, whatever their names are
-        targets = sorted({path[-1] for path, _ in found})
-    chosen = Targets(targets, exclude, layers)
-    if len(targets) > 0 or not parameters:
+    is_whole, named = adapter_targets.split(targets)
+    if is_whole:
+        inside = of_all_layers("add_lora", found)
+        more = Targets(named)
+        found = [(path, each) for path, each in found if path in inside or any(map(more.adapts, names(path, each)))]
+        named = [*sorted({str(path[-1]) for path in inside}), *named]
+    chosen = Targets(named, exclude, layers)
+    if len(named) > 0 or not parameters:
         check_targets("add_lora", found, chosen, [part.name for part in parts(model)])
     experts.check_parameters("add_lora", model, parameters)
     if parameters and (dropout or dora):

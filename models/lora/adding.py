@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
 
+from liger_jax.models.core.parameters import FUSED
 from liger_jax.models.hugging_face import adapter_targets
 from liger_jax.models.hugging_face.adapter_targets import Targets
 from liger_jax.models.lora.linear import LoRALinear, LoRAScale, become, names, scale_of
@@ -43,6 +44,28 @@ def problems_of_patterns(ranks: Any, alphas: Any) -> list[str]:
     return adapter_targets.problems_of_pattern("rank_pattern", ranks, is_rank, "an int of at least 1") + (
         adapter_targets.problems_of_pattern("alpha_pattern", alphas, is_alpha, "a finite float32 above 0")
     )
+
+
+def of_all_layers(caller: str, found: Sequence[Found]) -> set[tuple[Any, ...]]:
+    """The paths of the projections that stacked or numbered layers hold, or else of those with usual names.
+
+    Raises:
+        ValueError: there are neither, so that nothing tells a layer's projection from the head.
+    """
+    known = (*adapter_targets.LAYER, *FUSED)
+    is_outside = lambda path: path[-1] in adapter_targets.OUTSIDE
+    inside = {path for path, each in found if _is_in_layer(path, each) and not is_outside(path)}
+    inside = inside or {path for path, _ in found if path[-1] in known}
+    if found and not inside:
+        raise ValueError(
+            f"{caller}: targets=None means the projections of all layers, and the model has neither stacked nor "
+            f"numbered layers. Name what is adapted, of {sorted({str(path[-1]) for path, _ in found})}."
+        )
+    return inside
+
+
+def _is_in_layer(path: tuple[Any, ...], projection: Any) -> bool:
+    return projection.kernel.ndim > 2 or any(isinstance(name, int) or str(name).isdigit() for name in path)
 
 
 def check_targets(caller: str, found: Sequence[Found], targets: Targets, outside: Sequence[str]) -> None:

@@ -65,6 +65,9 @@ def answers(plain, piece):
         ("a.png", b"\x89PNG\xff", "a.png is no text file: byte 0x89 at 0 is no UTF-8"),
         ("a.txt", b"one\0two", "a.txt is no text file: character 3 is a null"),
         ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2, is no JSON: Expecting value"),
+        ("a.jsonl", b'{"text": "one", "text": "two"}', "line 1, cannot be read: the name 'text' occurs twice"),
+        ("a.json", b'[{"messages": [{"role": "user", "role": "tool"}]}]', "the name 'role' occurs twice in one object"),
+        ("a.csv", b'messages\n"[{""role"":""user"",""role"":""tool""}]"', "line 2: a cell with JSON cannot be read"),
         ("a.jsonl", b'{"text": "one"}\n\n[1]', "a.jsonl, line 3, holds a list, and must hold an object"),
         (
             "a.jsonl",

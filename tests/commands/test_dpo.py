@@ -337,6 +337,22 @@ def test_options_that_do_not_go_together_are_one_sentence(options, message, sour
     assert not (tmp_path / "out").exists()
 
 
+def test_a_loss_that_cannot_change_the_model_is_refused():
+    """0 changes nothing, and neither does what float32 cannot square: clipping divides by infinity."""
+    run = lambda **options: _pair_task.of_run(PairSettings(model="m", data=("a.jsonl",), **options))
+    for options in (
+        dict(loss_type="sigmoid,sft", loss_weights=(0.0, 0.0)),
+        dict(beta=1e38),
+        dict(loss_type="ipo", beta=1e38),  # its target is 0, which the first step has already
+        dict(beta=1e-30),
+        dict(loss_type="kto", desirable_weight=0.0, undesirable_weight=0.0),
+    ):
+        with pytest.raises(UserError, match="cannot change the model: at the first step the loss has the gradient"):
+            run(**options)
+    for options in (dict(), dict(loss_type="kto", desirable_weight=0.0), dict(loss_type="simpo", beta=10.0)):
+        run(**options)
+
+
 def test_a_text_is_no_pair(source, tmp_path, capsys):
     (source.parent / "prose.txt").write_text("one two three")
     assert run(source, tmp_path / "out", data="prose.txt") == 2

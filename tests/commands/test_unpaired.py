@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from liger_jax.commands import _references, _training_rows, _unpaired_task, main
+from liger_jax.commands import _data, _references, _training_rows, _unpaired_rows, _unpaired_task, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._unpaired import Unpaired
@@ -155,6 +155,7 @@ ASKED = [{"role": "user", "content": "a?"}]
         ({"prompt": "a", "completion": "b"}, "there is no 'label' among ['completion', 'prompt']"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "label holds 'good', and must be true"),
         ({"prompt": "a", "completion": "b", "label": 3}, "label holds 3, and must be true"),
+        ({"prompt": "a", "completion": "b", "label": ""}, "label holds '', and must be true"),
         ({"prompt": 3, "completion": "b", "label": True}, "prompt holds a int"),
         ({"prompt": "a", "system": "s", "completion": "b", "label": True}, "Write it into the prompt"),
         ({"prompt": "a", "completion": ASKED, "label": True}, "completion holds no message of the assistant's"),
@@ -172,6 +173,14 @@ def test_answers_are_texts_or_messages():
     for completion in ("b", answer, [answer]):
         found = document("here", {"prompt": ASKED, "completion": completion, "label": True})
         assert found.messages == [*ASKED, answer] and found.desirable is True
+
+
+def test_labels_of_a_table_are_words(tmp_path):
+    words = [("true", True), ("False", False), ("1", True), ("0", False), (" TRUE ", True), ("0.0", False)]
+    path = tmp_path / "answers.csv"
+    path.write_text("prompt,completion,label\n" + "".join(f"a, b,{word}\n" for word, _ in words))
+    found = _data.read(str(path), form=_unpaired_rows.FORM)
+    assert [each.desirable for each in found] == [is_good for _, is_good in words]
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -12,8 +12,9 @@ from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax import cross_entropy, fused_linear_cross_entropy
+from liger_jax import cross_entropy, fused_linear_cross_entropy, fused_linear_log_probs
 from liger_jax.losses import causal_lm_loss
+from liger_jax.models.causal_lm import CausalLMOutput
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
 V, D = 53, 16
@@ -154,6 +155,17 @@ def test_hidden_states_of_one_position_are_refused(arrays, unchecked_types):
 def test_sentences_begin_with_the_name_that_was_called(options, error, sentence):
     with pytest.raises(error, match=f"^causal_lm_loss: {sentence}"):
         causal_lm_loss(jnp.ones((1, 3, 4)), jnp.ones((8, 4)), jnp.zeros((1, 3), jnp.int32), **options)
+
+
+def test_what_is_no_array_is_named_with_what_is_wanted(unchecked_types):
+    hidden, head, labels = jnp.ones((1, 3, 4)), jnp.ones((8, 4)), jnp.zeros((1, 3), jnp.int32)
+    output = CausalLMOutput(loss=None, logits=hidden @ head.T, metrics=None, cache=None)
+    for loss in (causal_lm_loss, fused_linear_cross_entropy, fused_linear_log_probs):
+        with pytest.raises(TypeError, match="(head|weight) is None, but must be the head's matrix.* is the embedding"):
+            loss(hidden, None, labels)
+        for wrong in (output, (hidden, None)):
+            with pytest.raises(TypeError, match=r"hidden is a \w+, but must be the hidden states after the last norm"):
+                loss(wrong, head, labels)
 
 
 def test_what_is_taken_for_something_else_is_named(unchecked_types):

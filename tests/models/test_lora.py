@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.hugging_face import expressions
+from liger_jax.models.hugging_face.adapter_targets import LAYER
 from liger_jax.models.lora import (
-    TARGETS,
     add_lora,
     load_adapters,
     merge_lora,
@@ -40,7 +40,7 @@ SMALL = dataclasses.replace(CONFIG, num_hidden_layers=1)
 HAS_PEFT = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft"))
 
 
-def adapted(config=CONFIG, *, targets=TARGETS, seed=1, rslora=False, dora=False, dropout=0.0, **options):
+def adapted(config=CONFIG, *, targets=None, seed=1, rslora=False, dora=False, dropout=0.0, **options):
     """A model with adapters that have been trained: B is no longer zero, nor DoRA's lengths those of the weights."""
     model = make_model(config, **options)
     settings = dict(alpha=ALPHA, targets=targets, rslora=rslora, dora=dora, dropout=dropout)
@@ -115,7 +115,7 @@ def test_gradients_of_adapters_follow_from_those_of_the_merged_weights(options, 
     close(value, truth)
     parts = by_path(adapters)
     scale = ALPHA / (np.sqrt(RANK) if options.get("rslora") else RANK)
-    assert len(parts) == 2 * len(options.get("targets", TARGETS)) * (2 if options.get("scan_layers") is False else 1)
+    assert len(parts) == 2 * len(options.get("targets", LAYER)) * (2 if options.get("scan_layers") is False else 1)
     for (*path, part), gradient in by_path(found).items():
         dw = scale * of_weights[(*path, "kernel")]
         a, b = (parts[(*path, name)] for name in ("lora_a", "lora_b"))

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from liger_jax.models import AutoModelForCausalLM
-from liger_jax.models.hugging_face.adapter_targets import Targets, patterns_of, value_of
+from liger_jax.models import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+from liger_jax.models.hugging_face.adapter_targets import LAYER, Targets, patterns_of, value_of
 from liger_jax.models.lora import add_lora, load_adapters, merge_lora, save_adapters, trainable, with_adapters
 from tests.models import _hugging_face as hugging_face
 from tests.models._llama import make_model, random_tokens
@@ -176,3 +176,30 @@ def test_peft_s_patterns_are_ours_both_ways(options, tmp_path):
         save_adapters(ours, tmp_path / "ours")
         back = peft.PeftModel.from_pretrained(load(), tmp_path / "ours").eval()
         close(logits(back), logits(theirs), 1e-6)
+
+
+class Foreign(nnx.Module):
+    """A model of another library: layers in a list, and a head that is a projection, too."""
+
+    def __init__(self, name, rngs):
+        self.blocks = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)]) if name is None else nnx.List([])
+        if name is not None:
+            setattr(self, name, nnx.Linear(4, 4, rngs=rngs))
+        self.unembed = nnx.Linear(4, 8, rngs=rngs)
+
+
+def test_the_default_is_every_projection_of_the_layers_whatever_they_are_called():
+    phi = Phi3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1)
+    adapted = lambda model, targets=None: {
+        ".".join(map(str, path[:-1]))
+        for path, _ in nnx.to_flat_state(trainable(add_lora(model, 2, alpha=2, targets=targets, rngs=nnx.Rngs(1)))[1])
+    }
+    make = lambda: Phi3ForCausalLM(phi, rngs=nnx.Rngs(0))
+    default = adapted(make())
+    assert {name.rpartition(".")[2] for name in default} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert adapted(make(), [*LAYER]) == default
+    assert adapted(make(), [*LAYER[::-1], "lm_head"]) - default and adapted(make(), ["o_proj"]) < default
+    assert adapted(Foreign(None, nnx.Rngs(0))) == {"blocks.0", "blocks.1"}
+    assert adapted(Foreign("o_proj", nnx.Rngs(0))) == {"o_proj"}
+    with pytest.raises(ValueError, match=r"neither stacked nor numbered layers.* \['dense', 'u"):
+        adapted(Foreign("dense", nnx.Rngs(0)))
