@@ -102,7 +102,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--mesh", help="such as fsdp=4,tensor=2 (or data=…, expert=…, sequence=…); default: all devices along fsdp"
     )
     command.add_argument("--optimizer", choices=OPTIMIZERS, help=f"(default: {defaults.OPTIMIZER})")
-    command.add_argument("--state-dtype", choices=_DTYPES, help="of adamw's moments (default: float32)")
+    command.add_argument("--state-dtype", choices=_DTYPES[:2], help="of adamw's moments (default: float32)")
     command.add_argument(
         "--param-dtype", choices=_DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)"
     )

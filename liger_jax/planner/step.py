@@ -45,7 +45,7 @@ class Run:
         target: the devices.
         mesh: sizes of "data" and "fsdp", and of "expert", "sequence" and "tensor" if they have several devices.
         optimizer: "adamw", "adamw8bit", whose moments have 8 bits, or "sgd", which has none.
-        state_dtype: dtype of "adamw"'s moments.
+        state_dtype: dtype of "adamw"'s moments, "float32" or "bfloat16".
         param_dtype: dtype of parameters and gradients.
         dtype: dtype of the computation.
         remat: as the models take it.
@@ -93,6 +93,10 @@ class Run:
         for name in ("state_dtype", "param_dtype", "dtype"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 'float32', 'bfloat16' or 'float16'.")
+        if self.state_dtype == "float16":
+            raise ValueError(
+                "state_dtype='float16' must be 'float32' or 'bfloat16': second moments of small gradients would be 0."
+            )
         self._check_adapters()
         unit = self.batch_unit
         if self.batch % unit:

@@ -25,7 +25,6 @@ from liger_jax.training.loop import Loop as Loop
 from liger_jax.training.optimizer import adamw as adamw
 from liger_jax.training.optimizer import constant_schedule_with_warmup as constant_schedule_with_warmup
 from liger_jax.training.optimizer import cosine_schedule_with_warmup as cosine_schedule_with_warmup
-from liger_jax.training.optimizer import held_in as held_in
 from liger_jax.training.optimizer import linear_schedule_with_warmup as linear_schedule_with_warmup
 from liger_jax.training.optimizer import optimizer_named as optimizer_named
 from liger_jax.training.optimizer import sgd as sgd
@@ -34,7 +33,9 @@ from liger_jax.training.packing import pack_completions as pack_completions
 from liger_jax.training.packing import pack_pairs as pack_pairs
 from liger_jax.training.packing import pad as pad
 from liger_jax.training.packing import share_of_padding as share_of_padding
+from liger_jax.training.rounding import HeldState as HeldState
 from liger_jax.training.rounding import StochasticRoundingState as StochasticRoundingState
+from liger_jax.training.rounding import held_in as held_in
 from liger_jax.training.rounding import stochastic_rounding as stochastic_rounding
 from liger_jax.training.step import language_model_loss as language_model_loss
 from liger_jax.training.step import make_step as make_step

@@ -12,13 +12,16 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.models.core.parameters import is_matrix
 from liger_jax.ops._place import place_of
 from liger_jax.training import dynamic_code as code
+from liger_jax.training.rounding import check_numbers
 
 MIN_SIZE = 4096  # bitsandbytes' too: smaller arrays are no memory, and some of them are delicate
 MIN_WIDTH = 16  # of the last axis: narrower ones would have a scale for hardly any numbers
 BLOCK_SIZE = 256  # bitsandbytes' too
-FLOAT32_NAMES = ("scale", "bias")
+_LARGEST = 2.0**62  # of a gradient: its square's reciprocal, by which a block is scaled, is a normal float32 number
+_LEAST_SHARE = 1e-30  # of a block's largest second moment: what is less may be 0 in float32, and must not
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +74,7 @@ def adamw_8bit(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     block_size: int | None = None,
-    float32_names: Sequence[str] = FLOAT32_NAMES,
+    float32_names: Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 8 bits: about 2.03 bytes a parameter in place of 8.
 
@@ -81,7 +84,8 @@ def adamw_8bit(
     whole array of moments in float32 exists. On a TPU it keeps a parameter's moments in float32 for the while.
 
     Some parameters keep moments in float32: those of fewer than 4,096 numbers, those whose last axis has fewer than
-    16, and those that `float32_names` name.
+    16, norms, biases and other vectors, stacked ones included, and those that `float32_names` name. A gradient above
+    2^62, whose square would overflow, counts as 2^62; one that is not finite makes its block NaN.
 
     For parameters in bfloat16, put `stochastic_rounding` around it. The state then takes 2.03 bytes beside the
     parameter's 2, and a run goes on from a saved state as if it had not stopped. Codes have the parameter's shape, so
@@ -90,15 +94,15 @@ def adamw_8bit(
 
     Args:
         learning_rate: a number or an optax schedule. `optax.inject_hyperparams` may hand this number, and the next
-            four, over as arrays.
+            four, over as arrays. Where they are traced, b1, b2 or eps out of its range makes NaN.
         b1: the decay of first moments, in [0, 1).
         b2: the decay of second moments, in [0, 1).
         eps: is added to √v̂; above 0.
         weight_decay: times parameter and learning rate, as in `optax.adamw`.
         mask: which parameters decay, as in `optax.adamw`.
         block_size: how many numbers share a scale; None for 256. The last block of a row may be shorter.
-        float32_names: a parameter keeps float32 moments if one of these is a part of its path. Norms' scales and biases
-            do by default; `("scale", "bias", "embed_tokens")` adds a model's embedding.
+        float32_names: a parameter keeps float32 moments if one of these is a part of its path, as with
+            `("embed_tokens",)` a model's embedding.
 
     Returns:
         The transformation; its updates are float32.
@@ -106,7 +110,8 @@ def adamw_8bit(
     Raises:
         ValueError: `b1`, `b2`, `eps` or `block_size` is out of range; from `init`, that no path has a name of
             `float32_names`, or that a mesh splits a block; from `update`, that the state has other blocks.
-        TypeError: `block_size` is an array; from `init`, that a parameter is not of real floating-point numbers.
+        TypeError: `block_size` is an array, or `b1` or `b2` is one of 16 bits; from `init`, that a parameter is not of
+            real floating-point numbers.
 
     Example:
         >>> params = {"kernel": jnp.ones((64, 512), jnp.float32)}
@@ -131,7 +136,7 @@ def scale_by_adam_8bit(
     eps: float | jax.Array = 1e-8,
     *,
     block_size: int | None = None,
-    float32_names: Sequence[str] = FLOAT32_NAMES,
+    float32_names: Sequence[str] = (),
 ) -> optax.GradientTransformation:
     """`optax.scale_by_adam` with moments in 8 bits, for chains of one's own: `adamw_8bit` tells the rest.
 
@@ -183,12 +188,16 @@ def scale_by_adam_8bit(
 
 def _checked(b1, b2, eps):
     """The numbers, in float32 if they are arrays, such as those of `optax.inject_hyperparams`. Tracers are not read."""
+    check_numbers("adamw_8bit", b1=b1, b2=b2)
     for name, value in (("b1", b1), ("b2", b2)):
         if not isinstance(value, Tracer) and not 0 <= value < 1:
             raise ValueError(f"adamw_8bit: {name}={value} must be at least 0 and less than 1, such as 0.9.")
     if not isinstance(eps, Tracer) and not eps > 0:
         raise ValueError(f"adamw_8bit: eps={eps} must be above 0, such as 1e-8.")
-    return [jnp.asarray(x, jnp.float32) if isinstance(x, jax.Array) else x for x in (b1, b2, eps)]
+    # Out of its range, what cannot be read makes NaN.
+    valid = [lambda x: (x >= 0) & (x < 1)] * 2 + [lambda x: x > 0]
+    checked = lambda x, valid: jnp.where(valid(x), x, jnp.nan).astype(jnp.float32) if isinstance(x, jax.Array) else x
+    return [checked(x, valid) for x, valid in zip((b1, b2, eps), valid, strict=True)]
 
 
 def _checked_block_size(block_size):
@@ -272,12 +281,14 @@ def _updated_codes(arrays, corrections, settings, block_size):
     zeros = jax.lax.optimization_barrier((jnp.uint8(0),) * 3)
     (mu, _), (_, nu) = moments(zeros[0]), moments(zeros[1])
     new_mu = code.encode_signed(mu * spread(code.reciprocals(mu_max)))
-    new_nu = code.encode_unsigned(nu * spread(code.reciprocals(nu_max)))
+    shares = nu * spread(code.reciprocals(nu_max))
+    new_nu = code.encode_unsigned(jnp.where(nu > 0, jnp.maximum(shares, _LEAST_SHARE), shares))
     return _direction(*moments(zeros[2]), corrections, eps), new_mu, mu_max, new_nu, nu_max
 
 
 def _next_moments(grad, mu, nu, b1, b2):
     grad = grad.astype(jnp.float32)
+    grad = jnp.where(jnp.isfinite(grad), jnp.clip(grad, -_LARGEST, _LARGEST), grad)
     return b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * (grad * grad)
 
 
@@ -301,7 +312,7 @@ def _check_names(params, float32_names):
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     found = {name for path in paths for name in _names(path)}
     for name in float32_names if paths else ():
-        if name not in found and name not in FLOAT32_NAMES:
+        if name not in found and name not in ("scale", "bias"):  # which are no matrices, named or not
             raise ValueError(
                 f"adamw_8bit: float32_names has {name!r}, which is no part of a parameter's path. Name one of "
                 f"{sorted(found)}."
@@ -320,8 +331,9 @@ def _is_explicit(sharding):
 
 
 def _is_in_8_bits(path, param, float32_names):
-    small = param.size < MIN_SIZE or param.shape[-1] < MIN_WIDTH
-    return not small and set(_names(path)).isdisjoint(float32_names)
+    if param.size < MIN_SIZE or param.shape[-1] < MIN_WIDTH or not set(_names(path)).isdisjoint(float32_names):
+        return False
+    return is_matrix(path, param)
 
 
 def _check_splits(params, block_size, those="all parameters"):

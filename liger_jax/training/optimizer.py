@@ -8,16 +8,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
+from liger_jax.models.core.parameters import matrices
 from liger_jax.training.eight_bit import adamw_8bit
-from liger_jax.training.rounding import stochastic_rounding
+from liger_jax.training.rounding import check_numbers, held_in, stochastic_rounding
 
 Schedule = Callable[[Any], Any]
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
-_NOT_DECAYED = ("scale", "bias")  # names of a norm's and a projection's parameters
 
 
 def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.1) -> Schedule:
@@ -123,16 +122,19 @@ def adamw(
         weight_decay: the share of each weight that a step of rate 1 takes away.
         mask: which parameters decay, as in `optax.adamw`: a tree of bools or a function of the parameters.
         nesterov: whether the first moment has Nesterov's momentum.
-        decays_all: whether norms and biases are decayed as well. Most recipes leave them out.
+        decays_all: whether norms, biases and other vectors are decayed as well. Most recipes leave them out.
         max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
-        state_dtype: dtype in which both moments are held; `None` for the parameter's, or float32 with `seed`.
+        state_dtype: dtype in which both moments are held, as `held_in` does, with the seed or else 0; `None` for the
+            parameter's, or float32 with `seed`.
         seed: of the random bits that round parameters in bfloat16; `None` rounds them to the nearest number.
 
     Returns:
         The transformation. It needs `params`. With `seed` its updates are float32.
 
     Raises:
-        ValueError: `mask` and `decays_all=False`, or `mu_dtype` and `state_dtype`, are given together.
+        ValueError: `mask` and `decays_all=False`, or `mu_dtype` and `state_dtype`, are given together; or `state_dtype`
+            is neither float32 nor bfloat16.
+        TypeError: `b1` or `b2` is an array of 16 bits.
 
     Example:
         >>> params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
@@ -145,10 +147,11 @@ def adamw(
     References:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019 (arXiv:1711.05101).
     """
+    check_numbers("adamw", b1=b1, b2=b2)
     if not decays_all:
         if mask is not None:
             raise ValueError("adamw: mask and decays_all=False both say which parameters decay. Pass one of them.")
-        mask = _is_decayed
+        mask = matrices
     if mu_dtype is not None and state_dtype is not None:
         raise ValueError(
             f"adamw: mu_dtype={mu_dtype!r} and state_dtype={state_dtype!r} both say how the first moment is held. "
@@ -239,50 +242,13 @@ def optimizer_named(
     return adamw(learning_rate, **decayed, max_norm=max_norm, state_dtype=state_dtype, seed=seed)
 
 
-def held_in(optimizer: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose state is held in a dtype, and computed with in float32.
-
-    Args:
-        optimizer: any optax transformation, around which `stochastic_rounding` may be.
-        dtype: of the state's floats between steps. Counters stay integers.
-
-    Returns:
-        The transformation.
-
-    Example:
-        >>> optimizer = held_in(optax.adam(1e-3), jnp.bfloat16)
-        >>> optimizer.init(jnp.ones(3))[0].mu.dtype
-        dtype(bfloat16)
-    """
-    inner = optax.with_extra_args_support(optimizer)
-
-    def cast(tree, dtype):
-        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-    def update(grads, state, params=None, **extra):
-        updates, state = inner.update(grads, cast(state, jnp.float32), params, **extra)
-        return updates, cast(state, dtype)
-
-    return optax.GradientTransformationExtraArgs(lambda params: cast(inner.init(params), dtype), update)
-
-
 def _finished(optimizer, max_norm, state_dtype, seed):
     """What is asked for around an optimizer, in this order: clipping, rounding, and the dtype of its state."""
     if max_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
     if seed is not None:
         optimizer = stochastic_rounding(optimizer, seed)
-    return optimizer if state_dtype is None else held_in(optimizer, state_dtype)
-
-
-def _is_decayed(params: Any) -> Any:
-    """For each parameter, whether its weights are decayed: all but the scales of norms, biases and single numbers."""
-
-    def of(path, x):
-        names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
-        return jnp.ndim(x) > 1 and not names.intersection(_NOT_DECAYED)
-
-    return jax.tree_util.tree_map_with_path(of, params)
+    return optimizer if state_dtype is None else held_in(optimizer, state_dtype, seed or 0)
 
 
 def _phases(steps: int, warm_up: float) -> tuple[Schedule, Schedule]:

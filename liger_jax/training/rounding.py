@@ -1,4 +1,4 @@
-"""Stochastic rounding: an optimizer that trains bfloat16 parameters."""
+"""Stochastic rounding: an optimizer that trains bfloat16 parameters, and one whose moments are held in bfloat16."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
+
+_MOMENTS = 2**32 - 1  # folded into the seed: a step that no run has, so that moments and parameters have other bits
 
 
 @contextlib.contextmanager
@@ -41,10 +43,11 @@ def stochastic_rounding(
 
     Random bits follow from the seed, the number of updates in the state, and a parameter's place in the tree. So a run
     that goes on from a saved state has the same bits, and so has every sharding. Parameters in float32 are updated as
-    without it.
+    without it. The optimizer is initialised with a float32 copy of the parameters, which `jax.jit` of `init` leaves out
+    where only shapes are needed.
 
     Args:
-        optimizer: any optax transformation.
+        optimizer: any optax transformation. `optax.inject_hyperparams` may be inside, and holds its numbers in float32.
         seed: of the random bits.
 
     Returns:
@@ -69,34 +72,116 @@ def stochastic_rounding(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params):
-        as_float32 = lambda x: jax.ShapeDtypeStruct(x.shape, _at_least_float32(x.dtype))
         _check_dtypes(params)
-        wanted = jax.tree.leaves(jax.eval_shape(inner.init, jax.tree.map(as_float32, params)))
-        leaves, structure = jax.tree.flatten(inner.init(params))
-        for i, like in enumerate(wanted):  # one by one: the moments of 16 bits are freed as those of 32 are made
-            leaves[i] = leaves[i] if leaves[i].dtype == like.dtype else leaves[i].astype(like.dtype)
-        return StochasticRoundingState(jnp.zeros((), jnp.int32), jax.tree.unflatten(structure, leaves))
+        with promotions():
+            return StochasticRoundingState(jnp.zeros((), jnp.int32), inner.init(_widened(params)))
 
     def update(grads, state, params=None, **extra):
         if params is None:
             raise ValueError("stochastic_rounding: params=None. Pass them: optimizer.update(grads, state, params).")
         _check_dtypes(params)
-        wide = lambda tree: jax.tree.map(lambda x: x.astype(_at_least_float32(x.dtype)), tree)
         with promotions():
-            updates, inner_state = inner.update(wide(grads), state.inner_state, wide(params), **extra)
+            updates, inner_state = inner.update(_widened(grads), state.inner_state, _widened(params), **extra)
             count = optax.safe_increment(state.step)
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
-        structure = jax.tree.structure(params)
-        keys = jax.tree.unflatten(structure, [jax.random.fold_in(key, i) for i in range(structure.num_leaves)])
+        keys = _keys(jax.random.key(seed, impl="threefry2x32"), state.step, params)
         updates = jax.tree.map(_to_a_neighbour, params, updates, keys)
         return updates, StochasticRoundingState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _at_least_float32(dtype):
-    is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
-    return jnp.dtype(jnp.float32) if is_small else dtype
+class HeldState(NamedTuple):
+    """The state of `held_in`.
+
+    Attributes:
+        step: how many updates there were. It and the seed make the next update's random bits.
+        inner_state: the optimizer's own state, whose arrays of parameters' shapes are in the dtype.
+    """
+
+    step: jax.Array
+    inner_state: Any
+
+
+def held_in(
+    optimizer: optax.GradientTransformation, dtype: Any, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that computes in float32, and whose moments are held in bfloat16 between steps.
+
+    A step of b2 = 0.999 changes a second moment by a thousandth, and a bfloat16 number has 8 bits: rounded to nearest,
+    it never falls. So each moment becomes one of its two neighbours at random, as in `stochastic_rounding`, and is
+    exact on average. Random bits follow from the seed, the number of updates, and a moment's place in the state.
+
+    Args:
+        optimizer: any optax transformation, around which `stochastic_rounding` may be.
+        dtype: bfloat16; or float32, which changes nothing. Floating-point arrays of a parameter's shape are held in it.
+            Numbers, such as those of `optax.inject_hyperparams`, and arrays of other shapes keep their own.
+        seed: of the random bits.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        ValueError: another dtype. In float16 the second moments of small gradients would be 0.
+
+    Example:
+        >>> optimizer = held_in(optax.adam(1e-3), jnp.bfloat16)
+        >>> optimizer.init(jnp.ones(3)).inner_state[0].mu.dtype
+        dtype(bfloat16)
+
+    References:
+        Zamirai et al., "Revisiting BFloat16 Training", 2020 (arXiv:2010.06192).
+    """
+    if (dtype := jnp.dtype(dtype)) not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(
+            f"held_in: dtype={dtype.name} must be bfloat16 or float32. Moments in other dtypes would be lost where "
+            "gradients are small."
+        )
+    inner = optax.with_extra_args_support(optimizer)
+
+    def held(state, step, params):
+        shapes = {x.shape for x in jax.tree.leaves(params) if x.ndim}
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _MOMENTS)
+
+        def of(x, key):
+            if x.shape not in shapes or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == dtype:
+                return x
+            return (_at_random(x.astype(jnp.float32), key) if dtype == jnp.bfloat16 else x).astype(dtype)
+
+        return jax.tree.map(of, state, _keys(key, step, state))
+
+    def init(params):
+        step = jnp.zeros((), jnp.int32)
+        return HeldState(step, held(inner.init(_widened(params)), step, params))
+
+    def update(grads, state, params=None, **extra):
+        updates, inner_state = inner.update(_widened(grads), _widened(state.inner_state), params, **extra)
+        count = optax.safe_increment(state.step)
+        return updates, HeldState(count, held(inner_state, count, grads))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_numbers(function: str, **numbers: Any) -> None:
+    """Refuses numbers that are arrays of 16 bits or less, in which 0.999 is 1."""
+    for name, x in numbers.items():
+        dtype = getattr(x, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+            raise TypeError(
+                f"{function}: {name} is an array of {dtype}, which has no 0.999, and must be float32. With "
+                "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32, or put stochastic_rounding around it."
+            )
+
+
+def _widened(tree):
+    """The tree with float32 in place of shorter floats."""
+    is_short = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_short(x) else x, tree)
+
+
+def _keys(key, step, tree):
+    """A key for each leaf of a tree, in this step."""
+    key, structure = jax.random.fold_in(key, step), jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, [jax.random.fold_in(key, i) for i in range(structure.num_leaves)])
 
 
 def _check_dtypes(params):
@@ -114,10 +199,15 @@ def _to_a_neighbour(param, update, key):
         return update
     start = param.astype(jnp.float32)
     total = start + update
-    # bfloat16 is float32's upper half. Random lower bits carry into it as often as its own lower bits say.
-    place = jax.typeof(total).sharding  # on Explicit axes each device makes the bits of its own part if told to
-    place = place if AxisType.Explicit in place.mesh.axis_types else None
-    noise = jax.random.bits(key, total.shape, jnp.uint16, out_sharding=place)
-    bits = (jax.lax.bitcast_convert_type(total, jnp.uint32) + noise.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
     # The difference is rounded to float32, which is too little to lead param + difference elsewhere in bfloat16.
-    return jnp.where(jnp.isfinite(total), jax.lax.bitcast_convert_type(bits, jnp.float32) - start, update)
+    return jnp.where(jnp.isfinite(total), _at_random(total, key) - start, update)
+
+
+def _at_random(x, key):
+    """One of the two neighbours in bfloat16 of each float32 number, in float32. What is not finite stays so."""
+    # bfloat16 is float32's upper half. Random lower bits carry into it as often as its own lower bits say.
+    place = jax.typeof(x).sharding  # on Explicit axes each device makes the bits of its own part if told to
+    place = place if AxisType.Explicit in place.mesh.axis_types else None
+    noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=place)
+    bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
+    return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(bits, jnp.float32), x)

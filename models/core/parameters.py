@@ -5,6 +5,7 @@ have Hugging Face's names, so a parameter's names in a checkpoint follow from it
 transposed weight. A parameter that is stacked for a scan has one tensor for each layer.
 """
 
+import contextlib
 import dataclasses
 from typing import Any, Literal
 
@@ -57,6 +58,11 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "dropout_key": ("dropout_key", ()),
     "rows": ("token_rows", ("tokens", "out")),
 }
+_MATRICES = (
+    "embedding", "head", "kernel", "router", "experts", "experts_lora_a", "experts_lora_b", "lora_a", "lora_b",
+    "token_rows",
+)  # fmt: skip
+_VECTORS = ("scale", "bias")  # names in Flax's layers, whichever number of axes they have
 KEPT = "_kept"  # ends the name of a trained weight's original, or of a trained weight that is switched off
 # Projections by what tensor parallelism splits: their outputs, which are heads or the feed-forward's width, or their
 # inputs, which are the same.
@@ -217,6 +223,37 @@ def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
         tensors_of_expert=len(_of_each_expert(modules, last)),
         interleaved=last in _INTERLEAVED,
     )
+
+
+def matrices(tree: Any) -> Any:
+    """Which parameters multiply something, in place of being added or scaling it: those that most recipes decay.
+
+    Embeddings, kernels, experts and adapters do. Norms, biases, sinks and DoRA's lengths do not, however many layers or
+    experts are stacked in one array. Of what is no parameter of a model of ours, arrays with two axes or more do,
+    unless a part of the path is "scale" or "bias" or ends in "_bias".
+
+    Args:
+        tree: a model's state, or any tree of arrays or their types.
+
+    Returns:
+        A tree of booleans with its structure.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> matrices(dict(kernel=jnp.ones((2, 3)), sinks=jnp.ones(3)))
+        {'kernel': True, 'sinks': False}
+    """
+    return jax.tree_util.tree_map_with_path(is_matrix, tree)
+
+
+def is_matrix(keys: tuple[Any, ...], x: Any) -> bool:
+    """Whether the array at these keys of a tree is one of `matrices`."""
+    path, shape = path_of(keys), tuple(getattr(x, "shape", ()))  # a state may hold Python numbers
+    names = [str(name) for name in path]
+    if names and names[-1].removesuffix(KEPT) in _KINDS:
+        with contextlib.suppress(ValueError):  # of another number of axes, and so of another model
+            return parameter(path, shape).kind in _MATRICES
+    return len(shape) > 1 and not any(name in _VECTORS or name.endswith("_bias") for name in names)
 
 
 def path_of(keys: tuple[Any, ...]) -> Path:

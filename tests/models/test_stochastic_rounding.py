@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import LlamaConfig, LlamaForCausalLM
-from liger_jax.training import language_model_loss, make_step, stochastic_rounding
+from liger_jax.training import adamw_8bit, language_model_loss, make_step, stochastic_rounding
 
 ADAMW = optax.adamw(1e-3, weight_decay=0.01)
 
@@ -65,8 +65,13 @@ def test_what_is_not_finite_or_not_bfloat16_is_added_as_ever():
 def test_moments_are_those_of_float32_parameters(rng):
     params = jnp.asarray(rng.normal(size=(8, 4)), jnp.bfloat16)
     grads = jnp.asarray(rng.normal(size=(8, 4)), jnp.bfloat16)
-    for options in ({}, dict(mu_dtype=jnp.bfloat16)):
-        optimizer = optax.adamw(1e-3, **options)
+    for optimizer in (
+        optax.adamw(1e-3),
+        optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
+        optax.adagrad(1e-3),  # begins with 0.1
+        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+        optax.inject_hyperparams(adamw_8bit)(learning_rate=1e-3),
+    ):
         wide = optimizer.init(params.astype(jnp.float32))
         half: Any = stochastic_rounding(optimizer).init(params)
         for _ in range(2):

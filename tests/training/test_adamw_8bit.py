@@ -116,12 +116,11 @@ def test_the_update_is_that_of_float64_adam_on_quantised_moments(way, rng, reque
 
 
 def test_small_narrow_and_named_parameters_have_float32_moments_and_optax_s_update(rng):
-    shapes = dict(
-        small=(15, 273), narrow=(512, 15), norm=dict(scale=(2, 4096)), embed_tokens=(64, 64), kernel=(16, 256)
-    )
+    vectors = dict(scale=(2, 4096), gate_up_proj_bias=(16, 512))
+    shapes = dict(small=(15, 273), narrow=(512, 15), vectors=vectors, embed_tokens=(64, 64), kernel=(16, 256))
     params = jax.tree.map(lambda shape: jnp.ones(shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
     grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
-    optimizer = adamw_8bit(1e-3, weight_decay=0.1, float32_names=("scale", "embed_tokens"))
+    optimizer = adamw_8bit(1e-3, weight_decay=0.1, float32_names=("embed_tokens",))
     known = optax.adamw(1e-3, weight_decay=0.1)
     state: Any = optimizer.init(params)
     other: Any = known.init(params)
@@ -132,7 +131,7 @@ def test_small_narrow_and_named_parameters_have_float32_moments_and_optax_s_upda
         (found, state), (expected, other) = update(grads, state, params), known_update(grads, other, params)
     moments = state[0]
     dtypes = jax.tree.map(lambda x: str(x.dtype), moments.mu)
-    named = dict(small="float32", narrow="float32", norm=dict(scale="float32"), embed_tokens="float32", kernel="uint8")
+    named = jax.tree.map(lambda x: "float32", params) | dict(kernel="uint8")
     assert dtypes == jax.tree.map(lambda x: str(x.dtype), moments.nu) == named
     ours, theirs = dict(found), dict(expected)
     # The second update of codes is not AdamW's, since moments were rounded after the first; but close.
@@ -148,6 +147,31 @@ def test_a_block_of_zeros_stays_zero_and_what_is_not_finite_is_not_hidden():
         found, state = update(grad, state)
         assert not jnp.any(found[1, :256]) and jnp.all(jnp.isfinite(found[:2])) and jnp.all(found[0] > 0.9)
         assert not jnp.any(jnp.isfinite(found[2:, 3])) and jnp.all(jnp.isfinite(found[2:, 256:]))
+
+
+@pytest.mark.parametrize("large", [1e20, 3e38])
+def test_a_gradient_whose_square_overflows_makes_no_nan_and_no_large_update(large):
+    """Nor does its block's least second moment become 0, by which a first moment would be divided later."""
+    grad = jnp.full((16, 256), 1e-3).at[0, 0].set(large).at[1, 0].set(-large)
+    optimizer = scale_by_adam_8bit()
+    update = jax.jit(optimizer.update)
+    found, state = update(grad, optimizer.init(grad))
+    np.testing.assert_allclose(found[:2, 0], [1, -1], rtol=1e-4)
+    np.testing.assert_allclose(found[2:], 1, rtol=1e-3)
+    for small in (*[1e-3] * 8, 0.0):
+        found, state = update(jnp.full((16, 256), small), state)
+        assert float(jnp.max(jnp.abs(found))) < 10
+
+
+def test_a_traced_number_out_of_its_range_makes_nan():
+    grad = jnp.ones((16, 256))
+
+    @jax.jit
+    def update(b2):
+        optimizer = scale_by_adam_8bit(b2=b2)
+        return optimizer.update(grad, optimizer.init(grad))[0]
+
+    assert jnp.all(jnp.isnan(update(jnp.float32(1.0)))) and jnp.all(jnp.isfinite(update(jnp.float32(0.9))))
 
 
 def test_a_tiny_second_moment_does_not_become_0():

@@ -1,6 +1,7 @@
 """Optimizers and schedules: they are optax's, in one order, and each option does what it says."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from liger_jax.models import Qwen2Config, Qwen2ForCausalLM
+from liger_jax.models import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from liger_jax.models.core.parameters import matrices, path_of
+from liger_jax.models.lora import add_lora
 from liger_jax.training import (
     adamw,
+    adamw_8bit,
     constant_schedule_with_warmup,
     cosine_schedule_with_warmup,
     held_in,
@@ -69,23 +75,45 @@ def test_gradients_are_clipped_to_the_norm_that_is_given():
     assert math.isclose(optax.tree.norm(updates), 2.0, rel_tol=1e-5)
 
 
-def test_norms_and_biases_are_decayed_unless_they_are_left_out():
-    config = Qwen2Config(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
-    model = nnx.eval_shape(lambda: Qwen2ForCausalLM(config, rngs=nnx.Rngs(0)))  # its layers are stacked
-    params = jax.tree.map(lambda x: jnp.ones(x.shape), nnx.state(model))
+SMALL: Any = dict(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+)
+GPT_OSS = GptOssConfig(**SMALL, head_dim=4, num_local_experts=2, num_experts_per_tok=1, rope_scaling=None)
+MODELS = {
+    "Qwen2": lambda scan: Qwen2ForCausalLM(Qwen2Config(**SMALL), scan_layers=scan, rngs=nnx.Rngs(0)),
+    "gpt-oss": lambda scan: GptOssForCausalLM(GPT_OSS, scan_layers=scan, rngs=nnx.Rngs(0)),
+    "DoRA": lambda scan: add_lora(MODELS["Qwen2"](scan), 2, alpha=4, dora=True, rngs=nnx.Rngs(0)),
+}
+VECTORS = {"bias", "scale", "sinks", "gate_up_proj_bias", "down_proj_bias", "magnitude"}
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("name", MODELS)
+def test_vectors_are_known_however_many_layers_or_experts_are_in_one_array(name, scan):
+    params = nnx.state(nnx.eval_shape(lambda: MODELS[name](scan)), (nnx.Param, nnx.LoRAParam))
+    found = {path_of(keys)[-1]: x for keys, x in jax.tree.leaves_with_path(matrices(params))}
+    assert VECTORS & {*found} and {*found} - VECTORS
+    assert found == {name: name not in VECTORS for name in found}
+
+
+def test_vectors_are_decayed_unless_they_are_left_out():
+    shapes = dict(layers=dict(q_proj=dict(kernel=(2, 4, 4), bias=(2, 4)), sinks=(2, 3)))
+    params = jax.tree.map(lambda shape: jnp.ones(shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
     zeros = jax.tree.map(jnp.zeros_like, params)
 
-    def kinds(optimizer):
+    def decayed(optimizer):
         updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-        flat = nnx.to_flat_state(updates)
-        return {(path[-1], bool(jnp.any(x[...] != 0))) for path, x in flat}
+        return [bool(np.any(np.asarray(x))) for x in jax.tree.leaves(updates)]
 
-    assert kinds(adamw(1.0, weight_decay=0.01)) == {
-        (name, True) for name in ("embed_tokens", "lm_head", "kernel", "bias", "scale")
-    }
-    assert kinds(adamw(1.0, decays_all=False)) == {
-        ("embed_tokens", True), ("lm_head", True), ("kernel", True), ("bias", False), ("scale", False)
-    }  # fmt: skip
+    assert decayed(adamw(1.0, weight_decay=0.01)) == [True, True, True]
+    assert decayed(adamw(1.0, decays_all=False)) == [False, True, False]  # of bias, kernel and sinks
+
+
+def test_vectors_of_other_models_are_known_by_their_axes_and_names():
+    shapes = dict(a=dict(kernel=(3, 3, 4, 4), bias=(2, 4)), norms=dict(scale=(2, 4)), embedding=(8, 4), weight=(4,))
+    tree = jax.tree.map(lambda shape: jnp.zeros(shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    expected = dict(a=dict(kernel=True, bias=False), norms=dict(scale=False), embedding=True, weight=False)
+    assert matrices(tree) == expected and matrices(jnp.zeros((2, 2)))
 
 
 def test_two_options_for_one_thing_are_refused():
@@ -104,6 +132,64 @@ def test_state_that_is_held_in_few_bits_is_computed_with_in_float32():
     wide = adamw(1e-2)
     expected, _ = wide.update(grads, wide.init(params), params)  # the first state is zeros, which both hold
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_moments_held_in_bfloat16_rise_and_fall_as_in_float32(dtype, rng):
+    """Rounded to nearest, a second moment would never fall: a step takes a thousandth of it."""
+    params, steps, late = {"kernel": jnp.zeros((32, 32), dtype)}, 600, 50
+    sizes = np.where(np.arange(steps) < late, 1.0, 0.1)[:, None, None]
+    grads = np.float32(sizes * rng.normal(size=(steps, 32, 32)))
+    optimizer = adamw(1e-3, weight_decay=0.0, max_norm=None, state_dtype="bfloat16", seed=7)
+
+    def step(state, grad):
+        return optimizer.update({"kernel": grad}, state, params)[1], None
+
+    state: Any = jax.jit(lambda state: jax.lax.scan(step, state, grads)[0])(optimizer.init(params))
+    (nu,) = (adam.nu["kernel"] for adam in [state.inner_state.inner_state[0]])
+    decays = 0.999 ** np.arange(steps - 1, -1, -1)[:, None, None]
+    truth = np.sum(0.001 * decays * np.float64(grads) ** 2, axis=0)
+    assert nu.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float64(nu).mean(), truth.mean(), rtol=0.01)
+
+
+def test_bits_of_held_moments_follow_from_the_seed_and_the_step_whatever_the_sharding(rng, devices):
+    params = {"kernel": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)}
+    optimizer = held_in(optax.scale_by_adam(), jnp.bfloat16, seed=3)
+
+    def updated(state, params):
+        return jax.jit(optimizer.update)(params, state)[1]
+
+    first: Any = updated(optimizer.init(params), params)
+    second = jax.tree.map(np.asarray, updated(first, params))
+    again = updated(first._replace(step=jnp.zeros((), jnp.int32)), params)  # another step, other bits
+    assert not np.array_equal(second.inner_state.nu["kernel"], again.inner_state.nu["kernel"])
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((len(devices),), ("fsdp",), axis_types=(axis_type,), devices=devices)
+        put = lambda x, mesh=mesh: jax.device_put(x, NamedSharding(mesh, P("fsdp") if x.ndim else P()))
+        with jax.set_mesh(mesh):
+            found = updated(*jax.tree.map(put, (first, params)))
+        jax.tree.map(np.testing.assert_array_equal, found, second)
+
+
+def test_held_in_leaves_numbers_and_arrays_of_other_shapes_as_they_are():
+    """An injected 0.999 is 1 in bfloat16."""
+    params = {"kernel": jnp.ones((4, 3))}
+    state: Any = held_in(optax.inject_hyperparams(optax.adam)(1e-3), jnp.bfloat16).init(params)
+    inner: Any = state.inner_state
+    assert math.isclose(inner.hyperparams["b2"], 0.999, rel_tol=1e-6)
+    with pytest.raises(ValueError, match="held_in: dtype=float16 must be bfloat16 or float32"):
+        adamw(1e-3, state_dtype=jnp.float16)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("make", [adamw, adamw_8bit])
+def test_injected_numbers_in_bfloat16_are_refused(make):
+    """optax takes their dtype from the parameters, unless it is given one."""
+    params = {"kernel": jnp.ones((4, 3), jnp.bfloat16)}
+    with pytest.raises(TypeError, match="is an array of bfloat16, .* hyperparam_dtype=jnp.float32"):
+        jax.eval_shape(optax.inject_hyperparams(make)(1e-3).init, params)
+    optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(1e-3).init(params)
 
 
 @pytest.mark.parametrize("make", SCHEDULES)
