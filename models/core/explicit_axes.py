@@ -1,5 +1,6 @@
 """Models on meshes with Explicit axes: inside a call the axes are Auto, outside the results' types say how they lie."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         call: a method that takes arrays by name and returns a tree of scalars and of arrays with a leading batch axis.
+            A result whose arrays of some fields have none names them, as `CausalLMOutput.sums_over_tokens` does.
 
     Returns:
         The method for every mesh.
@@ -46,18 +48,22 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
 
         def run(state, input_ids, arrays):
             nonlocal structure
-            leaves, tree = jax.tree.flatten(call(nnx.merge(graph, state), input_ids, **arrays, **others))
+            result = call(nnx.merge(graph, state), input_ids, **arrays, **others)
+            sums = {name: getattr(result, name) for name in getattr(type(result), "sums_over_tokens", ())}
+            leaves, tree = jax.tree.flatten(dataclasses.replace(result, **dict.fromkeys(sums)) if sums else result)
             is_number = [x.ndim == 0 for x in leaves]
             structure = tree, is_number
-            return [
+            numbers, of_batch = (
                 [x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)
-            ]
+            )
+            return sums, numbers, of_batch
 
-        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=[P(), _of_tokens(layout)])
-        numbers, of_batch = on_auto_axes(state, input_ids, arrays)
+        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=(P(), P(), _of_tokens(layout)))
+        sums, numbers, of_batch = on_auto_axes(state, input_ids, arrays)
         tree, is_number = structure
         rest = {True: iter(numbers), False: iter(of_batch)}
-        return jax.tree.unflatten(tree, [next(rest[number]) for number in is_number])
+        result = jax.tree.unflatten(tree, [next(rest[number]) for number in is_number])
+        return dataclasses.replace(result, **sums) if sums else result
 
     return on_mesh
 

@@ -1,5 +1,7 @@
 """The result of a model's call."""
 
+from typing import ClassVar
+
 import jax
 
 from liger_jax._tree import tree_dataclass
@@ -22,6 +24,9 @@ class CausalLMOutput:
             tree of arrays with a leading axis of layers. Dense models have none.
         experts: where metrics are asked for, what the routers of a mixture of experts did. Dense models have none.
     """
+
+    # The fields whose arrays have no batch axis, of whatever rank they are. The other fields' arrays begin with it.
+    sums_over_tokens: ClassVar[tuple[str, ...]] = ("aux", "experts")
 
     loss: jax.Array | None = None
     logits: jax.Array | None = None

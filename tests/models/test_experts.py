@@ -273,6 +273,21 @@ MESHES = {
 }
 
 
+def test_explicit_axes_take_any_number_of_layers(devices, rng):
+    """Sums over tokens and the experts' loads have an axis of layers, and none of the batch."""
+    mesh, layout = jax.make_mesh((2,), ("fsdp",), devices=devices[:2]), Layout(batch=("fsdp",))
+    config = dataclasses.replace(CONFIGS["olmoe"], num_hidden_layers=3)
+    graph, state = nnx.split(make("olmoe", config, kernels=models.KernelOptions(layout=layout)))
+    with jax.set_mesh(mesh):
+        state = jax.device_put(state, layout.shardings(state, mesh))
+        tokens = layout.place(jnp.asarray(rng.integers(0, 28, (4, 6)), jnp.int32))
+        out = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens, return_metrics=True))(state, tokens)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((out.aux, out.experts)))
+    assert {x.sharding.spec[0] for x in (out.logits, out.metrics.max_logit)} == {"fsdp"}
+    np.testing.assert_array_equal(out.aux[EXPERTS].chosen.sum(axis=1), [24 * 2] * 3)
+    np.testing.assert_allclose(out.experts.load, out.aux[EXPERTS].chosen / 48, rtol=1e-6)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mesh_name", MESHES)
 @each_family
