@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops._loss import LossMetrics
+from liger_jax.ops._mesh import on_devices
 from liger_jax.ops.layout import Names, full_spec, is_explicit, mesh_of, names, spec_of
 
 
@@ -74,10 +75,7 @@ def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], spe
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     axes = {name for name in kinds if kinds[name] == AxisType.Explicit} or set(kinds)
     in_context = not jax.sharding.get_abstract_mesh().empty
-    # With check_vma=True, Hopper's kernels of the loss could not write in place.
-    mapped = jax.shard_map(
-        function, mesh=None if in_context else mesh, in_specs=specs, out_specs=out, axis_names=axes, check_vma=False
-    )
+    mapped = on_devices(function, mesh=None if in_context else mesh, in_specs=specs, out_specs=out, axis_names=axes)
     try:
         return mapped(*placed)
     except ValueError as error:

@@ -1,10 +1,12 @@
 """What all ops do about meshes: they align operands inside `shard_map`, and refuse a silent gather outside of it."""
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import ManualAxisType
 
 _CURE = "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works)."
 _OF_MODELS = "A model of this package does so by itself, given KernelOptions(batch_axes=…)."
@@ -47,6 +49,58 @@ def _varying(x: jax.Array) -> frozenset[str]:
 def cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The array, varying over these manual mesh axes, too."""
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def on_devices(
+    function: Callable[..., Any], *, mesh: Any = None, in_specs: Any, out_specs: Any, axis_names: Collection[str]
+) -> Callable[..., Any]:
+    """The function in a `jax.shard_map` without `check_vma`, which may stand inside of one with it.
+
+    Inside, JAX does not follow what varies: its own attention kernels do not declare the axes that they vary over, and
+    Hopper's loss kernels cannot write in place under `check_vma`. Outside, it may follow what varies over axes that are
+    Manual already. Where any operand does, all operands are cast to vary over the same axes, so that the gradients of
+    the others are summed over them, and the results are said to vary over these axes, too.
+
+    Args:
+        function: takes one device's parts.
+        mesh: the mesh; `None` for the one in context.
+        in_specs: how the arguments lie.
+        out_specs: how the results lie.
+        axis_names: the axes that become Manual.
+
+    Returns:
+        The function of arrays on the mesh.
+    """
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*axis_names}, check_vma=False
+    )
+
+    def on_varying_arrays(*arrays):
+        leaves, tree = jax.tree.flatten(arrays)
+        varying = varying_axes(*leaves)
+        if not varying:
+            return mapped(*arrays)
+
+        def run(*leaves):
+            leaves = [_retyped(x, frozenset()) for x in align_varying(*leaves)]
+            return jax.tree.map(lambda x: _retyped(x, varying), mapped(*jax.tree.unflatten(tree, leaves)))
+
+        return jax.jit(run)(*leaves)  # outside of jit, JAX runs no shard_map that does not check within one that does
+
+    return on_varying_arrays
+
+
+def _retyped(x: jax.Array, varying: frozenset[str]) -> jax.Array:
+    """The array with a type that says it varies over these axes. Nothing is summed in its transpose."""
+    return x if _varying(x) == varying else _typed.bind(x, varying=varying)
+
+
+_typed = Primitive("typed")
+_typed.def_abstract_eval(lambda x, *, varying: x.update(manual_axis_type=ManualAxisType(varying=varying)))
+_typed.def_impl(lambda x, **_: x)
+ad.deflinear2(_typed, lambda cotangent, x, **_: [_retyped(cotangent, x.aval.manual_axis_type.varying)])
+mlir.register_lowering(_typed, lambda _, x, **__: [x])
+batching.primitive_batchers[_typed] = lambda args, dims, **names: (_typed.bind(*args, **names), dims[0])
 
 
 def loss_call(op: str, axes: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.layout import Layout
-from liger_jax.ops.layout import full_spec, names
+from liger_jax.ops.layout import along, full_spec, names
 
 
 def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +58,14 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
             )
             return sums, numbers, of_batch
 
-        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=(P(), P(), _of_tokens(layout)))
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        axes = tuple(name for name in kinds if kinds[name] == AxisType.Explicit)
+        on_auto_axes: Any = jax.sharding.auto_axes(run, axes=axes, out_sharding=(P(), P(), _of_tokens(layout)))
+        if mesh.manual_axes:
+            # Where the jax.shard_map around is differentiated, JAX cannot take residuals out that lie on Auto axes. So
+            # there are none: the backward makes them again.
+            on_auto_axes = jax.checkpoint(on_auto_axes, prevent_cse=False)
         sums, numbers, of_batch = on_auto_axes(state, input_ids, arrays)
         tree, is_number = structure
         rest = {True: iter(numbers), False: iter(of_batch)}
@@ -83,4 +90,6 @@ def _check_batch(spec: P, layout: Layout, arguments: dict[str, Any]) -> None:
 
 def _of_tokens(layout: Layout) -> P:
     """How tokens and what a model returns for each of them lie on the mesh in context."""
-    return layout.of_rows if layout.sequence_parts() is None else layout.in_loss
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = layout.of_rows if layout.sequence_parts() is None else layout.in_loss
+    return along(spec, set(mesh.axis_names) - set(mesh.manual_axes))

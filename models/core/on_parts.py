@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.ops._mesh import on_devices
 from liger_jax.ops.layout import gathered
 from liger_jax.ops.linear.split_head import HeadSplit, SplitHead, head_split
 
@@ -65,10 +66,7 @@ def mapped(function: Callable[..., Any], specs: Any, out: Any, axes: tuple[str, 
         The function of arrays on the mesh.
     """
     has_manual_axes = len(axes) < len(jax.sharding.get_abstract_mesh().axis_names)
-    left: dict[str, Any] = dict(axis_names=set(axes)) if has_manual_axes else {}
-    # Without check_vma: JAX's own attention kernels do not declare the axes that they vary over, and Hopper's loss
-    # kernels cannot write in place under it.
-    return jax.shard_map(function, in_specs=specs, out_specs=out, check_vma=False, **left)
+    return on_devices(function, in_specs=specs, out_specs=out, axis_names=axes if has_manual_axes else ())
 
 
 def _split_of(head: jax.Array, fsdp: Mapping[str, int]) -> HeadSplit | None:

@@ -241,6 +241,78 @@ def test_axes_that_are_manual_already_are_left_alone(manual, devices):
     np.testing.assert_allclose(totals, (x @ w).reshape(parts, -1).sum(axis=1))
 
 
+WAYS = ("outside", "inside", "inside, of varying parameters")
+
+
+def gradients_on_parts(loss, axes, way):
+    """Value and gradients of loss(parameters, batch), a sum over devices along Manual axes; JAX checks what varies."""
+
+    def inside(parameters, batch):
+        if way == WAYS[1]:  # JAX sums the gradients
+            value, gradients = jax.value_and_grad(loss)(parameters, batch)
+            return jax.lax.psum(value, axes), gradients
+        own = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), parameters)
+        return jax.lax.psum(jax.value_and_grad(loss)(own, batch), axes)
+
+    on_parts = functools.partial(jax.shard_map, in_specs=(P(), P(axes)), axis_names={*axes})
+    if way == WAYS[0]:
+        summed = lambda parameters, batch: jax.lax.psum(loss(parameters, batch), axes)
+        return jax.jit(jax.value_and_grad(on_parts(summed, out_specs=P())))
+    return jax.jit(on_parts(inside, out_specs=(P(), P())))
+
+
+def assert_same_gradients(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for (path, x), y in zip(jax.tree.leaves_with_path(found[1]), jax.tree.leaves(expected[1]), strict=True):
+        assert np.abs(np.asarray(x) - y).max() < 2e-5 * np.abs(y).max(), path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_what_a_layout_runs_are_right_beside_manual_axes(way, devices, rng):
+    """What runs with all axes Manual takes what varies over the axes that were, and its results vary over them."""
+    mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
+    x, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 4), (6,)))
+    parameters = dict(kernel=jnp.asarray(rng.standard_normal((4, 6)), jnp.float32), bias=bias)
+
+    def loss(parameters, x):
+        whole = parameters["bias"], parameters["kernel"]
+        y = layout.run(lambda x, bias, kernel: jnp.sin(x @ kernel + bias), (x,), whole)
+        total, tanh = layout.run_sum(lambda y: (jnp.sum(y * y), jnp.tanh(y)), (y,))
+        return total + jnp.sum(tanh)
+
+    y = lambda parameters: jnp.sin(x @ parameters["kernel"] + parameters["bias"])
+    expected = jax.value_and_grad(lambda parameters: jnp.sum(y(parameters) ** 2) + jnp.sum(jnp.tanh(y(parameters))))(
+        parameters
+    )
+    with jax.set_mesh(mesh):
+        assert_same_gradients(gradients_on_parts(loss, ("data",), way)(parameters, x), expected)
+
+
+IN_FULL = [(AxisType.Auto, way) for way in WAYS] + [(AxisType.Explicit, way) for way in WAYS[1:]]
+
+
+@pytest.mark.parametrize(
+    "axis_type, way",
+    [(AxisType.Explicit, WAYS[0]), *(pytest.param(*case, marks=pytest.mark.full) for case in IN_FULL)],
+    ids=str,
+)
+def test_a_model_s_gradients_are_right_beside_manual_axes(axis_type, way, devices, rng):
+    """In a user's partly manual jax.shard_map that checks what varies, as it does by default."""
+    config, tokens = dataclasses.replace(WIDE, num_hidden_layers=1), random_tokens(rng, batch=8)
+
+    def split_model(layout):
+        graph, params = nnx.split(make_model(config, kernels=KernelOptions(layout=layout)))
+        return lambda p, t: nnx.merge(graph, p)(t, labels=t, loss_normalizer=float(tokens.size)).loss, params
+
+    loss, params = split_model(None)
+    expected = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    mesh, layout = mesh_of(devices, ("data", "fsdp"), axis_type), Layout()
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
+        found = gradients_on_parts(split_model(layout)[0], ("data",), way)(params, placed)
+    assert_same_gradients(found, expected)
+
+
 def test_the_joined_gradient_of_several_projections_lies_as_their_parameters_do(devices):
     """A gradient that lies whole on every device has been summed whole, too."""
     mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()

@@ -193,6 +193,41 @@ def test_fused_loss_sends_the_head_and_a_few_numbers(reduction, mode, head, kern
     assert value.sharding.is_equivalent_to(NamedSharding(mesh, spec), value.ndim)
 
 
+BESIDE_MANUAL = {
+    **{name: (function, [shape for shape, _ in rows], [shape for shape, _ in others])
+       for name, (function, rows, others, _) in CASES.items() if all(spec == BATCH for _, spec in rows)},
+    "causal_attention": (ops.causal_attention, [(B, T, heads, H) for heads in (Q, K, K)], []),
+    "cross_entropy": (lambda x: ops.cross_entropy(x, jnp.argmin(x, -1), reduction="sum"), [(B, T, V)], []),
+    "fused_linear_cross_entropy": (
+        lambda x, weight: ops.fused_linear_cross_entropy(x, weight, jnp.argmin(x, -1), reduction="sum"),
+        [(B, T, D)],
+        [(V, D)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", runs(["fused_linear_cross_entropy"], [[name] for name in BESIDE_MANUAL][:-1]))
+def test_gradients_are_right_in_a_shard_map_over_the_other_axes(name, mesh, rng):
+    """With one axis Manual, and JAX checking what varies over it, an op takes the other axes by itself."""
+    op, rows, others = BESIDE_MANUAL[name]
+    arrays = [jnp.asarray(rng.uniform(0.5, 1.5, shape), jnp.float32) for shape in (*rows, *others)]
+    specs = *[P("data")] * len(rows), *[P()] * len(others)
+
+    def loss(*arrays):
+        return sum(jnp.sum(y * jnp.cos(y)) if y.ndim else y for y in jax.tree.leaves(op(*arrays)))
+
+    value_and_gradients = lambda f: jax.jit(jax.value_and_grad(f, argnums=range(len(arrays))))
+    expected = value_and_gradients(loss)(*arrays)
+    with jax.set_mesh(mesh):
+        on_parts = jax.shard_map(
+            lambda *arrays: jax.lax.psum(loss(*arrays), "data"), in_specs=specs, out_specs=P(), axis_names={"data"}
+        )
+        placed = [jax.device_put(x, BATCH if spec else P()) for x, spec in zip(arrays, specs, strict=True)]
+        found = value_and_gradients(on_parts)(*placed)
+    for x, truth in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert largest_error(np.asarray(x), truth) <= TOLERANCE
+
+
 def test_metrics_of_split_tokens_are_those_of_all(mesh, rng):
     labels, weights, _ = losses(rng)
     hidden, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, T, D), (V, D)))
