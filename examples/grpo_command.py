@@ -35,17 +35,17 @@ OPTIONS = (
 ).split()
 
 
-def named_letter(completions: list[str], letter: str) -> list[float]:
-    """The reward: the share of each completion that is the letter.
+def named_letter(completions: list[str], letter: list[str]) -> list[float]:
+    """The reward: the share of each completion that is its letter.
 
     Args:
         completions: texts.
-        letter: the field of the prompt's line.
+        letter: the field `letter` of each completion's line.
 
     Returns:
         A number for each completion.
     """
-    return [text.count(letter) / max(1, len(text)) for text in completions]
+    return [text.count(own) / max(1, len(text)) for text, own in zip(completions, letter, strict=True)]
 
 
 def main(argv: list[str] | None = None) -> list[float]:

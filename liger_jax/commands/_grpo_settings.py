@@ -12,7 +12,9 @@ from liger_jax.commands._settings import ADAPTER_CONFIG, Settings
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
 LEVELS = ("token", "sequence")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+REWARD_CALL = "reward_call"  # names in a checkpoint how its run has called rewards
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline")
+_MOST_SECONDS = 1e7  # which every system's timers take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class GrpoSettings(Settings):
 
     Attributes:
         reward: reward functions, each "module:function", perhaps with a weight: "rewards:right=0.5".
+        reward_timeout: seconds that one call of a reward function may take.
         group: completions of a prompt, at least 2.
         prompt_length: the most tokens of a prompt.
         completion_length: the most tokens of a completion.
@@ -47,6 +50,7 @@ class GrpoSettings(Settings):
     """
 
     reward: Sequence[str] = ()
+    reward_timeout: float = 1800.0
     group: int = 8
     prompt_length: int = 512
     completion_length: int = 256
@@ -91,6 +95,11 @@ class GrpoSettings(Settings):
                 f"--length={self.length} is less than --prompt-length={self.prompt_length} and "
                 f"--completion-length={self.completion_length} together. Pass --length {longest}, or leave it out."
             )
+        if not 0 < self.reward_timeout <= _MOST_SECONDS:
+            raise UserError(
+                f"--reward-timeout={self.reward_timeout} must be a number of seconds above 0, and at most "
+                f"{_MOST_SECONDS:g}."
+            )
         if self.batch % self.group:
             raise UserError(f"--batch={self.batch} completions must be a multiple of --group={self.group}.")
         if not 0 < self.temperature < math.inf:
@@ -127,6 +136,10 @@ class GrpoSettings(Settings):
     def keeps(self) -> tuple[str, ...]:
         """What the run keeps in OUT: its prompts are tokenised at each start."""
         return ("completions",) if self.samples else ()
+
+    def of_the_run(self) -> dict[str, Any]:
+        """The settings that must stay the same when a run is continued."""
+        return super().of_the_run() | {REWARD_CALL: "lists over the batch"}
 
     def loss_options(self) -> dict[str, Any]:
         """Options of `losses.policy_loss`.

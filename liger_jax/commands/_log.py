@@ -5,7 +5,7 @@ import csv
 import importlib
 import importlib.util
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,12 @@ class Log:
         self._wandb = _wandb_run(folder, bool(earlier), config or {}) if "wandb" in kinds else None
         if "csv" in kinds:
             try:
-                self._file = (folder / TABLE).open("w", newline="", encoding="utf-8")
+                self._file = (folder / TABLE).open("w+", newline="", encoding="utf-8")
             except OSError as error:
                 raise UserError(f"{folder / TABLE} cannot be written: {error.strerror}.") from error
-            self._table = csv.DictWriter(self._file, columns)
-            self._table.writeheader()
-            self._table.writerows(earlier)
+            self._table = self._of_columns(
+                dict.fromkeys([*columns, *(name for row in earlier for name in row)]), earlier
+            )
         if "tensorboard" in kinds:
             with needed_packages():
                 from tensorboardX import SummaryWriter
@@ -101,10 +101,14 @@ class Log:
         """Adds a step.
 
         Args:
-            figures: by names of `columns`; those that are missing stay empty.
+            figures: by names of `columns`; those that are missing stay empty, and another name adds a column.
         """
         if self._file is not None and self._table is not None:
             try:
+                if new := [name for name in figures if name not in self._table.fieldnames]:
+                    self._file.seek(0)
+                    rows = list(csv.DictReader(self._file))
+                    self._table = self._of_columns([*self._table.fieldnames, *new], rows)
                 self._table.writerow(figures)
                 self._file.flush()
             except OSError as error:  # such as a full disk, which must not end a run between two checkpoints
@@ -118,6 +122,16 @@ class Log:
                     self._events.add_scalar(name, value, figures["step"])
         if self._wandb is not None:
             self._wandb.log({name: value for name, value in figures.items() if name != "step"}, step=figures["step"])
+
+    def _of_columns(self, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> csv.DictWriter:
+        """The table anew, with these columns and rows."""
+        assert self._file is not None
+        self._file.seek(0)
+        self._file.truncate()
+        table = csv.DictWriter(self._file, list(columns))
+        table.writeheader()
+        table.writerows(rows)
+        return table
 
 
 def _wandb_run(folder: Path, goes_on: bool, config: Mapping[str, Any]) -> Any:

@@ -22,10 +22,7 @@ _TOLD = {
     "--rpo-alpha": (_DPO, "It is --loss sigmoid,sft --loss-weights 1,ALPHA"),
     "--simpo-gamma": (_DPO, "It is --gamma"),
     "--loss-type": (_DPO, "It is --loss"),
-    "--reward-funcs": (
-        "--reward",
-        "It is --reward module:function, and a function takes the completions of one prompt",
-    ),
+    "--reward-funcs": ("--reward", "It is --reward module:function, of a function as TRL calls it"),
     "--bf16": (
         "--param-dtype",
         "bfloat16 is the default of --dtype; --param-dtype bfloat16 holds weights so, too",

@@ -10,6 +10,7 @@ from liger_jax.commands import _adapters, _longer, _output
 from liger_jax.commands._course import Course
 from liger_jax.commands._decided_run import Run
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._grpo_settings import REWARD_CALL
 from liger_jax.commands._settings import Settings
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.source import Source
@@ -43,13 +44,24 @@ def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
 
     Returns:
         The checkpoints.
+
+    Raises:
+        UserError: the run there has called its rewards otherwise.
     """
     settings = run.settings
     spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, run.source)]
     earlier = sorted(set.intersection(*spared))
     folder = Path(settings.out) / _output.CHECKPOINTS
     options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep, growing=_longer.GROWING)
-    return Checkpoints(folder, settings.of_the_run() | dict(made_of), **options)
+    checkpoints = Checkpoints(folder, settings.of_the_run() | dict(made_of), **options)
+    before = checkpoints.latest_settings
+    if "reward" in before and REWARD_CALL not in before:
+        raise UserError(
+            f"{folder} holds a run whose rewards were called once for each prompt, with a field's own value. They are "
+            "called as TRL calls them now, once a step with a list of each field. Look at your functions, and pass "
+            "--fresh to start over, or another --out."
+        )
+    return checkpoints
 
 
 def _model_files(settings: Settings, source: Source) -> dict[str, str]:

@@ -1,177 +1,285 @@
-"""Reward functions of the user's: found by their names, called line by line, and checked."""
+"""The reward functions of a run, tried before it and called as TRL calls them."""
 
+import asyncio
 import contextlib
-import dataclasses
-import importlib
+import copy
+import hashlib
 import inspect
-import math
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from liger_jax.commands import _reward_answers
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._prompt_rows import Line
+from liger_jax.commands._reward_answers import Notes, read, shown
+from liger_jax.commands._reward_functions import NO_COLUMNS, Reward, file_of, found, place_of, problem_of
+from liger_jax.commands._users_code import OutOfTimeError, current_folder, folder_kept, limited
+
+_MADE_UP = ("The answer is 42.", "I do not know.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Reward:
-    """A function that scores the completions of a line.
+class Scores(NamedTuple):
+    """What the functions have made of some completions.
 
     Attributes:
-        name: the function's name.
-        function: takes `completions`, a list of texts, and fields of the line by their names; returns a number for each
-            completion.
-        weight: the factor of its numbers.
+        numbers: (functions, completions) float64, without weights; NaN where a function has answered `None`.
+        metrics: means of what `log_metric` was given, by name.
+        extras: what `log_extra` was given, by column: a value of JSON's for each completion.
     """
 
-    name: str
-    function: Callable[..., Any]
-    weight: float = 1.0
-
-    def of(self, where: str, completions: Sequence[str], fields: Mapping[str, Any]) -> list[float]:
-        """Scores the completions of one line.
-
-        Args:
-            where: the line, in words.
-            completions: their texts.
-            fields: the line's values. A function that names its parameters gets those alone.
-
-        Returns:
-            A number for each completion, without the weight.
-
-        Raises:
-            UserError: the function raises an error, lacks a field, or returns something else.
-        """
-        self.check(where, fields)
-        try:
-            found = self.function(completions=list(completions), **self._given(fields))
-            if isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping | Set):
-                found = list(found)  # a generator fails while it is read
-        except Exception as error:  # whatever the user's code may raise
-            problem = f"{type(error).__name__}: {error}".rstrip(": ")
-            file = getattr(getattr(inspect.unwrap(self.function), "__code__", None), "co_filename", None)
-            told = f"{where}: the reward {self.name} has failed with {problem}{_place(error, file)}. Mend it."
-            raise UserError(told) from error
-        numbers = _numbers(found)
-        if len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
-            raise UserError(
-                f"{where}: the reward {self.name} has returned {found!r} for {len(completions)} completions. It must "
-                "return a finite number for each."
-            )
-        return numbers
-
-    def check(self, where: str, fields: Mapping[str, Any]) -> None:
-        """Looks at the function's parameters, before anything is computed.
-
-        Args:
-            where: a line, in words.
-            fields: its values.
-
-        Raises:
-            UserError: the function does not take completions, or needs what the line does not have.
-        """
-        try:
-            parameters = inspect.signature(self.function).parameters.values()
-        except (TypeError, ValueError):  # of a function that does not tell them
-            return
-        is_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        if not is_any and "completions" not in [each.name for each in parameters]:
-            raise UserError(f"The reward {self.name} must have a parameter completions, a list of texts.")
-        named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-        needed = [each.name for each in named if each.default is each.empty and each.name != "completions"]
-        if missing := [name for name in needed if name not in fields]:
-            there = ", ".join(sorted(name for name in fields if name != "completions")) or "none"
-            raise UserError(
-                f"{where}: the reward {self.name} needs {missing[0]!r}, and the line's fields are {there}. Rename the "
-                "parameter, or give it a default."
-            )
-
-    def _given(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        others = {name: value for name, value in fields.items() if name != "completions"}
-        parameters = inspect.signature(self.function).parameters.values()
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return others
-        return {parameter.name: others[parameter.name] for parameter in parameters if parameter.name in others}
+    numbers: np.ndarray
+    metrics: dict[str, float]
+    extras: dict[str, list[Any]]
 
 
-def _numbers(found: Any) -> list[float]:
-    """What a function has returned as numbers; empty where it is something else, such as texts or a table."""
-    if not isinstance(found, list) or any(isinstance(each, str | bytes | bytearray) for each in found):
-        return []  # of "0.5" Python would make a number as well
-    try:
-        return [float(each) for each in found]
-    except (TypeError, ValueError, OverflowError):
-        return []
+class Rewards:
+    """The reward functions of a run.
 
-
-def found(given: Sequence[str]) -> list[Reward]:
-    """The functions that `--reward` names.
+    A call has lists over the whole batch, as TRL's: `prompts` and `completions`, which are texts, or lists of messages
+    where a prompt is one; `completion_ids`; and each field of the lines. A function gets copies of those that it names.
 
     Args:
         given: each "module:function", perhaps with a weight behind it, as in "rewards:right=0.5". Modules of the
             current folder are found, too.
-
-    Returns:
-        One reward for each.
+        lines: those of the data.
+        seconds: how long a call may take.
 
     Raises:
-        UserError: a module cannot be imported, has no such function, or two functions have one name.
+        UserError: a module cannot be imported, has no such function, or two functions have one name; or a function
+            takes what a line does not have.
     """
-    rewards = [_reward(text) for text in given]
-    names = [reward.name for reward in rewards]
-    for name in names:
-        if names.count(name) > 1:
+
+    def __init__(self, given: Sequence[str], lines: Sequence[Line], seconds: float = 1800.0):
+        self._home, self._seconds, self._told = current_folder(), seconds, set[str]()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._modules_before = set(sys.modules)
+        self.functions = [found(text, self._home, seconds, self._tell) for text in given]
+        names = [reward.name for reward in self.functions]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(
+                    f"--reward names two functions {name!r}, whose figures could not be told apart. Rename one."
+                )
+        for reward in self.functions:
+            reward.check(lines)
+        counts: dict[str, int] = {}
+        for line in lines:
+            for name in line.fields:
+                counts[name] = counts.get(name, 0) + 1
+        self._columns = [name for name, count in counts.items() if count == len(lines) and name not in NO_COLUMNS]
+        if any(reward.takes_all for reward in self.functions):
+            for name, count in counts.items():
+                if count < len(lines) and name not in NO_COLUMNS:
+                    where = next(line.where for line in lines if name not in line.fields)
+                    self._tell(
+                        f"rewards that take all fields do not get {name!r}, which {where} lacks. Write it into each "
+                        "line, with null where there is no value."
+                    )
+
+    @property
+    def weights(self) -> np.ndarray:
+        """(functions,) float64."""
+        return np.array([reward.weight for reward in self.functions])
+
+    def tried(self, lines: Sequence[Line]) -> Scores:
+        """Calls the functions with two completions that no model has written.
+
+        Args:
+            lines: those of the data.
+
+        Returns:
+            The scores.
+
+        Raises:
+            UserError: as `of`.
+        """
+        asked = [lines[0], lines[-1]]
+        ids = [line.tokens[:4].tolist() for line in asked]
+        return self.of("on two made-up completions, on which it is tried before the run,", asked, _MADE_UP, ids)
+
+    def of(
+        self, when: str, lines: Sequence[Line], texts: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    ) -> Scores:
+        """Scores completions.
+
+        Args:
+            when: when it happens, in words that stand behind "has failed".
+            lines: the line of each completion.
+            texts: of the completions.
+            completion_ids: their tokens.
+
+        Returns:
+            The scores.
+
+        Raises:
+            UserError: a function raises an error, ends the program, does not come to an end, or returns something else
+                than a finite number or `None` for each completion.
+        """
+        answers: list[Any] = []
+        notes = [Notes() for _ in self.functions]
+        try:
+            for reward, note in zip(self.functions, notes, strict=True):
+                arguments = self._arguments(reward, note, lines, texts, completion_ids)
+                with self._users_code([reward], when, lines):
+                    answer = reward.function(**arguments)
+                    answers.append(answer if inspect.isawaitable(answer) else read(answer, len(lines)))
+        except BaseException:
+            for answer in filter(inspect.iscoroutine, answers):
+                answer.close()  # which would warn that nobody has awaited it
+            raise
+        waiting = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
+        if waiting:
+            with self._users_code([self.functions[i] for i in waiting], when, lines, later=1.0):
+                awaited = self._awaited({i: answers[i] for i in waiting}, when, lines)
+            answers = [awaited.get(i, answer) for i, answer in enumerate(answers)]
+        places, numbers, metrics, extras = [line.where for line in lines], [], {}, {}
+        for reward, note, answer in zip(self.functions, notes, answers, strict=True):
+            name = reward.name
+            with self._users_code([reward], when, lines):
+                numbers.append(_reward_answers.numbers(name, reward.weight, answer, when, places))
+                metrics |= {f"{name}/{each}" if each in metrics else each: x for each, x in note.means(name)}
+                for each, values in note.columns(name, len(lines)):
+                    extras[f"{name}/{each}" if each in extras else each] = values
+        return Scores(np.array(numbers, np.float64), metrics, extras)
+
+    def code(self) -> dict[str, str]:
+        """Digests of the functions' files, and of the modules of the current folder that they have imported."""
+        if self._home is None:
+            return {}
+        found, home = {}, Path(self._home).resolve()
+        names = {reward.module for reward in self.functions} | (set(sys.modules) - self._modules_before)
+        for name in sorted(names):
+            file = getattr(sys.modules.get(name), "__file__", None)
+            if file is None or name.partition(".")[0] in (*sys.stdlib_module_names, "liger_jax"):
+                continue
+            path = Path(file).resolve()
+            if path.is_relative_to(home) and "site-packages" not in path.parts:
+                with contextlib.suppress(OSError):
+                    found[path.relative_to(home).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        return found
+
+    def _arguments(self, reward: Reward, note: Notes, lines: Any, texts: Any, completion_ids: Any) -> dict[str, Any]:
+        """What a function is called with. All of it is the function's own, which may change it."""
+        found: dict[str, Callable[[], Any]] = {
+            "prompts": lambda: [copy.deepcopy(asked(line)) for line in lines],
+            "completions": lambda: [_completion(line, text) for line, text in zip(lines, texts, strict=True)],
+            "completion_ids": lambda: [[int(each) for each in ids] for ids in completion_ids],
+            "log_extra": lambda: note.log_extra,
+            "log_metric": lambda: note.log_metric,
+        }
+        for name in self._columns:
+            found[name] = lambda name=name: [copy.deepcopy(line.fields[name]) for line in lines]
+        return {name: make() for name, make in found.items() if reward.takes_all or name in reward.named}
+
+    def _awaited(self, answers: Mapping[int, Awaitable[Any]], when: str, lines: Sequence[Line]) -> dict[int, Any]:
+        """What async functions return, all of them at once. The loop stays, as what they keep belongs to it."""
+
+        async def one(i: int) -> Any:
+            with self._failures([self.functions[i]], when, lines, (asyncio.CancelledError, GeneratorExit)):
+                limit = asyncio.timeout(self._seconds)
+                try:
+                    async with limit:
+                        return read(await answers[i], len(lines))
+                except TimeoutError:
+                    if limit.expired():
+                        raise OutOfTimeError from None
+                    raise
+
+        async def all_of_them() -> list[Any]:
+            tasks = [asyncio.ensure_future(one(i)) for i in answers]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=1.0)
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            weakref.finalize(self, self._loop.close)
+        return dict(zip(answers, self._loop.run_until_complete(all_of_them()), strict=True))
+
+    @contextlib.contextmanager
+    def _users_code(
+        self, rewards: Sequence[Reward], when: str, lines: Sequence[Line], later: float = 0.0
+    ) -> Iterator[None]:
+        """A context for code of rewards: it ends in time, or so many seconds later, and its errors are the user's."""
+        names = " and ".join(reward.name for reward in rewards)
+
+        def last() -> None:
+            print(f"liger-jax grpo: {self._too_long(names, when)} It catches every interruption.", file=sys.stderr)
+
+        def moved(folder: str) -> None:
+            self._tell(f"the reward {names} has left the current folder for {folder}; {self._stays}")
+
+        with self._failures(rewards, when, lines), folder_kept(self._home, moved), limited(self._seconds + later, last):
+            yield
+
+    @contextlib.contextmanager
+    def _failures(
+        self, rewards: Sequence[Reward], when: str, lines: Sequence[Line], passed: tuple[type[BaseException], ...] = ()
+    ) -> Iterator[None]:
+        """A context whose errors become those of a user, but for the types that are passed."""
+        names = " and ".join(reward.name for reward in rewards)
+        try:
+            yield
+        except (UserError, KeyboardInterrupt, *passed):
+            raise
+        except OutOfTimeError:
+            raise UserError(self._too_long(names, when)) from None
+        except SystemExit as error:
+            place = place_of(error, file_of(rewards[0].function))
             raise UserError(
-                f"--reward names two functions {name!r}, whose figures could not be told apart. Rename one."
-            )
-    return rewards
+                f"The reward {names} has called sys.exit({shown(error.code)}) {when}{place}. It must return numbers."
+            ) from error
+        except BaseException as error:  # whatever the user's code may raise
+            place = place_of(error, file_of(rewards[0].function))
+            told = f"The reward {names} has failed {when} with {problem_of(error)}{place}. Mend it."
+            if isinstance(error, TypeError | AttributeError | KeyError | IndexError):
+                told += f" {_hint(lines)}"
+            raise UserError(told) from error
+
+    def _too_long(self, names: str, when: str) -> str:
+        return (
+            f"The reward {names} has not come to an end {when} within --reward-timeout={self._seconds:g} seconds. Mend "
+            "it, or pass a longer one."
+        )
+
+    @property
+    def _stays(self) -> str:
+        return f"the run goes back to {self._home}"
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            tell(line)
 
 
-def _reward(text: str) -> Reward:
-    path, equals, number = text.partition("=")
-    module, colon, name = path.partition(":")
-    if not (module and colon and name):
-        raise UserError(f"--reward={text} must name a function as module:function, such as rewards:right.")
-    try:
-        weight = float(number) if equals else 1.0
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise UserError(f"--reward={text}: what stands behind {path}= must be a number, such as {path}=0.5.")
-    if module.endswith(".py") or "/" in module:
-        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
-        raise UserError(f"--reward={text} must name a module, and {module} is a file. Pass --reward {dotted}:{name}.")
-    try:
-        with _current_folder_first():
-            imported = importlib.import_module(module)
-    except Exception as error:  # whatever the user's module may raise
-        problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"--reward={text}: {module} cannot be imported: {problem}{_place(error)}.") from error
-    if not callable(function := getattr(imported, name, None)):
-        there = ", ".join(key for key, value in vars(imported).items() if inspect.isfunction(value)) or "none"
-        raise UserError(f"--reward={text}: {module} has no function {name}. Its functions are: {there}.")
-    return Reward(name, function, weight)
+def asked(line: Line) -> Any:
+    """The prompt of a line as it stands there: a text, or a list of messages."""
+    prompt = line.fields.get("prompt")
+    return prompt if isinstance(prompt, str | list) else line.fields.get("messages", "")
 
 
-def _place(error: Exception, file: str | None = None) -> str:
-    """Where the user's code has raised an error, as " at rewards.py:9"; "" where it was raised elsewhere.
+def tell(line: str) -> None:
+    """Prints a line, past a progress bar."""
+    from tqdm import tqdm
 
-    Args:
-        error: the error.
-        file: the code's file; `None` for any that is not Python's import or this one.
-    """
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
-    mine = [each for each in frames if each.filename == file or file is None and "importlib" not in each.filename]
-    return f" at {Path(mine[-1].filename).name}:{mine[-1].lineno}" if mine else ""
+    tqdm.write(line)
 
 
-@contextlib.contextmanager
-def _current_folder_first() -> Iterator[None]:
-    """A context in which modules beside the user are found: an installed command does not look there."""
-    sys.path.insert(0, folder := os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
+def _completion(line: Line, text: str) -> Any:
+    return text if isinstance(asked(line), str) else [{"role": "assistant", "content": text}]
+
+
+def _hint(lines: Sequence[Line]) -> str:
+    """What a function may have been written for, that expects something else."""
+    told = "A field of the data is a list with a value for each completion"
+    if not all(isinstance(asked(line), str) for line in lines):
+        told += ', and a completion is a list of messages: its text is completion[0]["content"]'
+    return f"{told}."

@@ -20,8 +20,10 @@ from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import pack_completions
 from liger_jax.training.errors import NotFiniteError
 from liger_jax.training.rows import ARGUMENTS, INPUTS, Rows
+from liger_jax.training.waiting import telling
 
 OLD = "old_log_probs"  # in a batch of several updates, (batch, length)
+_EQUAL_STEPS = 5  # in a row, after which a run says so
 SAMPLED = "sampling_log_probs"  # in a batch that is corrected for the sampler, (batch, length)
 
 
@@ -51,8 +53,8 @@ class Rollouts:
         place: puts a batch on the run's devices.
 
     Raises:
-        UserError: a reward function is not there, or needs a field that a line does not have; or the file for
-            completions is of no run.
+        UserError: a reward function is not there, needs a field that a line does not have, or fails on made-up
+            completions; or the file for completions is of no run.
     """
 
     def __init__(
@@ -63,17 +65,35 @@ class Rollouts:
         place: Callable[[Any], Any] = lambda batch: batch,
     ):
         self._settings, self._data, self._tokenizer, self._place = settings, data, tokenizer, place
-        self._rewards = _rewards.found(settings.reward)
-        for reward in self._rewards:
-            for line in data.lines:
-                reward.check(line.where, line.fields)
+        self._rewards = _rewards.Rewards(settings.reward, data.lines, settings.reward_timeout)
         self._file = CompletionsFile(Path(settings.out)) if settings.samples else None
+        with telling("trying the rewards on two made-up completions"):
+            tried = self._rewards.tried(data.lines)
+        self._metrics = tuple(tried.metrics)
+        if tried.extras and self._file is None:
+            print(f"rewards log columns ({', '.join(tried.extras)}), which --samples writes into a file")
         self._score: Any = None  # compiled with the first step
+        self._equal_steps = 0  # without a group whose rewards differ, one after the other
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of each reward's figures."""
-        return tuple(f"rewards/{reward.name}/{name}" for reward in self._rewards for name in ("mean", "std"))
+        """The names of each reward's figures, and of what rewards log."""
+        names = tuple(f"rewards/{each.name}/{name}" for each in self._rewards.functions for name in ("mean", "std"))
+        return names + self._metrics
+
+    def goes_on(self, log: dict[str, Any]) -> None:
+        """Says if the rewards' code is another one than that of the steps that are done.
+
+        Args:
+            log: what is saved beside the run's state, which gets the code's digests.
+        """
+        before, now = log.get("reward_code", {}), self._rewards.code()
+        if log["steps"] and (changed := [name for name in now if name in before and before[name] != now[name]]):
+            print(
+                f"{' and '.join(changed)} changed since step {len(log['steps'])} was saved: from here on completions "
+                "are scored by the new code"
+            )
+        log["reward_code"] = now
 
     @property
     def example(self) -> dict[str, Any]:
@@ -110,11 +130,14 @@ class Rollouts:
             NotFiniteError: the model's logits are NaN.
             UserError: a reward function fails.
         """
-        lines = self._data.lines_of(int(rows["number"]))
+        number = int(rows["number"])
+        lines = self._data.lines_of(number)
         completions = self._sampled(nnx.merge(graph, state[0], frozen), rows)
-        rewards, figures = self._rewarded(lines, completions)
+        scores = self._scores(number, lines, completions)
+        rewards, figures = self._rewarded(scores)
+        self._look_at_equals(number, scores.numbers, rewards)
         if self._file is not None:
-            self._file.add(int(rows["number"]) + 1, self._records(lines, completions, rewards))
+            self._file.add(number + 1, self._records(lines, completions, rewards, scores.extras))
         batch = self._packed(lines, completions, self._advantages(rewards))
         if self._settings.updates > 1:
             batch[OLD] = self._old_log_probs(graph, state[0], frozen, batch)
@@ -170,42 +193,70 @@ class Rollouts:
         tokens = row[: last + 1].astype(np.int32)
         return Completion(tokens, text, not ends.size, None if log_probs is None else log_probs[: len(tokens)])
 
-    def _rewarded(self, lines: Sequence[Line], completions: Sequence[Completion]) -> tuple[np.ndarray, dict[str, Any]]:
-        """Rewards (prompts, group), the weighted sums over the functions; and their figures."""
-        group, figures, total = self._settings.group, {}, np.zeros((len(lines), self._settings.group))
-        texts = [completion.text for completion in completions]
-        for reward in self._rewards:
-            of_lines = (
-                reward.of(line.where, texts[i * group : (i + 1) * group], line.fields) for i, line in enumerate(lines)
+    def _scores(self, number: int, lines: Sequence[Line], completions: Sequence[Completion]) -> _rewards.Scores:
+        """What the reward functions make of a step's completions."""
+        of_each = [line for line in lines for _ in range(self._settings.group)]
+        texts, ids = [each.text for each in completions], [each.tokens.tolist() for each in completions]
+        return self._rewards.of(f"in step {number + 1}", of_each, texts, ids)
+
+    def _rewarded(self, scores: _rewards.Scores) -> tuple[np.ndarray, dict[str, Any]]:
+        """Rewards (prompts, group), the weighted sums over the functions, NaN where none applies; and their figures."""
+        names, numbers = [each.name for each in self._rewards.functions], scores.numbers
+        total = np.nansum(self._rewards.weights[:, None] * numbers, axis=0)
+        total[np.isnan(numbers).all(axis=0)] = np.nan
+        total, figures = total.reshape(-1, self._settings.group), dict[str, Any](scores.metrics)
+        for name, own in zip(names, numbers, strict=True):
+            figures |= {f"rewards/{name}/mean": _mean(own), f"rewards/{name}/std": _std(own)}
+        spreads = np.array([_std(group) for group in total])
+        same = np.mean([_are_equal(group) for group in total])
+        return total, figures | {"reward": _mean(total), "reward_std": _mean(spreads), "frac_reward_zero_std": same}
+
+    def _look_at_equals(self, number: int, numbers: np.ndarray, rewards: np.ndarray) -> None:
+        """Says so where rewards teach nothing: those of the run's first step, and those that stay equal."""
+        if number == 0:
+            for reward, own in zip(self._rewards.functions, numbers, strict=True):
+                if _are_equal(own):
+                    which = "answers all {} completions of the first step with None"
+                    if not np.isnan(own).all():
+                        which = f"gives all {{}} completions of the first step {_mean(own):g}"
+                    _rewards.tell(
+                        f"the reward {reward.name} {which.format(len(own))}: either the task is too hard, or too easy, "
+                        "for the model, or the function compares a text with a list. Prompts, completions and the "
+                        "fields of the data are lists with a value for each completion: zip(completions, answer)"
+                    )
+        self._equal_steps = self._equal_steps + 1 if all(map(_are_equal, rewards)) else 0
+        if self._equal_steps and self._equal_steps % _EQUAL_STEPS == 0:
+            _rewards.tell(
+                f"no group of completions had rewards that differ in the last {self._equal_steps} steps, so nothing "
+                "was learned. Reward a part of the way, take prompts that the model answers well now and then, or pass "
+                "a higher --temperature or a larger --group"
             )
-            found = np.array(list(of_lines))
-            total += reward.weight * found
-            figures |= {f"rewards/{reward.name}/mean": found.mean(), f"rewards/{reward.name}/std": found.std(ddof=1)}
-        spread = total.std(axis=1, ddof=1)
-        same = np.mean(total.max(axis=1) == total.min(axis=1))
-        return total, figures | {
-            "reward": total.mean(), "reward_std": spread.mean(), "frac_reward_zero_std": same
-        }  # fmt: skip
 
     def _records(
-        self, lines: Sequence[Line], completions: Sequence[Completion], rewards: np.ndarray
+        self,
+        lines: Sequence[Line],
+        completions: Sequence[Completion],
+        rewards: np.ndarray,
+        extras: dict[str, list[Any]],
     ) -> list[dict[str, Any]]:
-        """What is noted of a step's first completions."""
+        """What is noted of a step's first completions, with the columns that rewards log."""
         found = []
         for number, each in enumerate(completions[: self._settings.samples]):
             line = lines[number // self._settings.group]
             asked = dict(line=line.where, prompt=self._tokenizer.text(line.tokens.tolist()))
-            given = dict(completion=each.text, is_cut=each.is_cut, reward=float(rewards.flat[number]))
-            found.append(asked | given)
+            reward = float(rewards.flat[number])
+            given = dict(completion=each.text, is_cut=each.is_cut, reward=None if np.isnan(reward) else reward)
+            own = asked | given
+            found.append(own | {f"log_extra/{c}" if c in own else c: values[number] for c, values in extras.items()})
         return found
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:
-        """(completions,)."""
-        method, values = self._settings.advantages, jnp.asarray(rewards, jnp.float32)
+        """(completions,), 0 where no reward applies."""
+        method, values, where = self._settings.advantages, jnp.asarray(rewards, jnp.float32), ~jnp.isnan(rewards)
         if method.startswith("reinforce"):
-            found = losses.reinforce_advantages(values, group_baseline=method == "reinforce_baseline")
+            found = losses.reinforce_advantages(values, group_baseline=method == "reinforce_baseline", where=where)
         else:
-            found = losses.group_advantages(values, method)
+            found = losses.group_advantages(values, method, where=where)
         return np.asarray(found).reshape(-1)
 
     def _packed(
@@ -267,6 +318,24 @@ def num_segments(settings: GrpoSettings) -> int:
         Their number: each has a token of its own, and one of its prompt.
     """
     return max(1, min(settings.batch, settings.length // 2))
+
+
+def _mean(numbers: np.ndarray) -> float:
+    """The mean of the numbers that are there, NaN if none is."""
+    there = numbers[~np.isnan(numbers)]
+    return float(there.mean()) if there.size else np.nan
+
+
+def _std(numbers: np.ndarray) -> float:
+    """The standard deviation of the numbers that are there, with n − 1; NaN if there are fewer than two."""
+    there = numbers[~np.isnan(numbers)]
+    return float(there.std(ddof=1)) if there.size > 1 else np.nan
+
+
+def _are_equal(numbers: np.ndarray) -> bool:
+    """Whether no two numbers differ of those that are there."""
+    there = numbers[~np.isnan(numbers)]
+    return there.size == 0 or bool(there.max() == there.min())
 
 
 def _lengths(completions: Sequence[Completion]) -> dict[str, float]:

@@ -98,6 +98,8 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = _resume.shapes(state)
     state, log = _resume.restored(checkpoints, state, course)
+    if played is not None:
+        played.goes_on(log)
     with telling("compiling"), memory_errors("while the step was compiled."):
         compiled = [program.result() for program in programs]
     columns = task.columns if played is None else (*task.columns, *played.columns)

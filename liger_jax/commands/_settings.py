@@ -28,6 +28,7 @@ _MOST_FLOAT = 3.4e38  # of float32
 _NOT_OF_THE_RUN = (
     "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify", "mesh",
     "distributed", "remat", "micro_batches", "result_of", "risk_memory",
+    "reward_timeout",
 )  # fmt: skip
 _NOT_WRITTEN = ("fresh", "verify", "distributed", "result_of")  # into a run's file of options
 ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file

@@ -31,8 +31,9 @@ class Task:
             model and data can be told from others.
         played: where the model that is trained makes a step's batch: of a run, its rows, their tokenizer, and a
             function that puts a batch on the run's devices, an object with an `example` of such a batch, and `columns`
-            for its own figures. Its `step(graph, compiled, state, rows, frozen)` makes a batch from rows and their
-            step's `number`, and takes the step. `None` where the rows are the batch.
+            for its own figures. Its `goes_on(log)` is called with what is saved beside the state, before the first
+            step. Its `step(graph, compiled, state, rows, frozen)` makes a batch from rows and their step's `number`,
+            and takes the step. `None` where the rows are the batch.
         rows: of a run, the number that must be divided by as many devices as split its batch.
         updates: how many updates a step of the run has, which share its learning rate.
         teacher: a frozen model that the loss reads as the model's attribute `teacher`, where it stays; `None` for none.

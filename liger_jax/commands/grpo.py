@@ -5,8 +5,8 @@ liger-jax grpo --model ./llama --data prompts.jsonl --reward rewards:right rewar
 liger-jax grpo --config runs/grpo/settings.toml --beta 0.02 --out runs/other
 
 Each line of the data has a `prompt`, a text or messages. A reward is a function of yours, in a module of the current
-folder or an installed one: it takes `completions`, a list of texts, and the line's fields by name, and returns a number
-for each completion.
+folder or an installed one, and has TRL's signature: it takes `completions`, `prompts` and the lines' fields by name,
+each a list over the whole batch, and returns a number for each completion.
 """
 
 import argparse
@@ -31,6 +31,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", required=True, metavar="DATA", help=data)
     add("--subset", help="the dataset's configuration")
     add("--reward", nargs="+", metavar="MODULE:FUNCTION", help="what scores completions; MODULE:FUNCTION=0.5 weighs it")
+    timeout = f"seconds that a call of one may take (default: {GrpoSettings.reward_timeout:g})"
+    add("--reward-timeout", type=float, metavar="SECONDS", help=timeout)
     add("--group", type=int, help=f"completions of a prompt (default: {GrpoSettings.group})")
     add("--prompt-length", type=int, help=f"the most tokens of a prompt (default: {GrpoSettings.prompt_length})")
     add("--completion-length", type=int, help=f"the most tokens of one (default: {GrpoSettings.completion_length})")

@@ -12,7 +12,7 @@ def test_its_tokens_are_characters_and_its_reward_is_the_share_of_a_letter(tmp_p
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = tokenizer.encode("write c:").ids
     assert len(ids) == 8 and tokenizer.decode(ids) == "write c:"
-    assert grpo_command.named_letter(["cc", "ac", ""], "c") == [1.0, 0.5, 0.0]
+    assert grpo_command.named_letter(["cc", "ac", ""], ["c", "c", "a"]) == [1.0, 0.5, 0.0]
 
 
 @pytest.mark.full

@@ -1,0 +1,108 @@
+"""Runs code of the user's: for so many seconds at most, with its neighbours in reach, and back in the same folder."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+_PAUSE = 1.0  # seconds between two interruptions of code that has caught one
+_MOST = 10  # interruptions, after which the process ends
+# A signal that nobody sends and that is ignored by default, so that one that comes late does no harm.
+_SIGNAL = getattr(signal, "SIGURG", None)
+
+
+class OutOfTimeError(BaseException):
+    """Is raised in the user's code once its time is over. It is no `Exception`, which such code often catches."""
+
+
+@contextlib.contextmanager
+def folder_kept(home: str | None, told: Callable[[str], None]) -> Iterator[None]:
+    """A context in which modules of the current folder are found, and after which the current folder is the same.
+
+    An installed command does not look for modules there by itself.
+
+    Args:
+        home: the current folder; `None` where it was removed.
+        told: is called with the name of the folder that the code has left as the current one.
+    """
+    if home is None:
+        yield
+        return
+    sys.path.insert(0, home)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the code may have changed the path
+            sys.path.remove(home)
+        if (now := current_folder()) != home:
+            os.chdir(home)
+            told(now or "a folder that was removed")
+
+
+def current_folder() -> str | None:
+    """The current folder, or `None` where it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def limited(seconds: float, last: Callable[[], None]) -> Iterator[None]:
+    """A context whose code is interrupted by an `OutOfTimeError` after so many seconds.
+
+    A signal interrupts a wait as well as a computation. A thread sends it; SIGALRM comes too, unless the code has its
+    own handler for it, because some code never lets another thread run, such as a regular expression that backtracks.
+
+    Without effect outside of the main thread, whose handlers alone Python calls, and on Windows.
+
+    Args:
+        seconds: the limit.
+        last: is called if the code catches each interruption and goes on, before the process ends with code 2.
+    """
+    main = threading.main_thread()
+    if threading.current_thread() is not main or _SIGNAL is None:
+        yield
+        return
+    is_done, until = threading.Event(), time.monotonic() + seconds
+
+    def interrupt(number, frame):
+        if not is_done.is_set() and time.monotonic() >= until:
+            raise OutOfTimeError
+
+    def watch():
+        pause = seconds
+        for _ in range(_MOST):
+            if is_done.wait(pause):
+                return
+            signal.pthread_kill(main.ident, _SIGNAL)
+            pause = _PAUSE
+        if not is_done.wait(pause):
+            last()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)
+
+    has_alarm = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    numbers = [_SIGNAL, signal.SIGALRM] if has_alarm else [_SIGNAL]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    thread = threading.Thread(target=watch, name="reward-timeout", daemon=True)
+    thread.start()
+    if has_alarm:
+        signal.setitimer(signal.ITIMER_REAL, seconds + _PAUSE / 10, _PAUSE)
+    try:
+        try:
+            yield
+        finally:
+            is_done.set()
+    finally:
+        is_done.set()
+        thread.join()
+        if signal.getitimer(signal.ITIMER_REAL)[1] == _PAUSE:  # ours, and not the code's own
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            if signal.getsignal(number) is interrupt:
+                signal.signal(number, handler)
