@@ -12,6 +12,7 @@ from liger_jax.losses import shifted_labels
 from liger_jax.models.core import arguments
 from liger_jax.models.core.cache import KVCache, empty_cache
 from liger_jax.models.core.decoder import Decoder
+from liger_jax.models.core.dropout import drops, token_words
 from liger_jax.models.core.experts import EXPERTS, expert_metrics, router_loss
 from liger_jax.models.core.explicit_axes import with_auto_axes
 from liger_jax.models.core.generation import generate
@@ -54,6 +55,7 @@ class CausalLM(Pretrained):
     layer: type[nnx.Module]
     lm_head_adapter: Any = None  # `lora.add_lora` and `lora.train_more` set them
     lm_head_rows: Any = None
+    dropout_pieces: Any = None  # `lora.with_dropout` sets it
 
     @refusing_foreign_names
     def __init__(
@@ -371,13 +373,20 @@ class CausalLM(Pretrained):
                 attention_mask.astype(bool), input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1)
             )
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
+        words = None
+        if drops(self):
+            pieces = None if self.dropout_pieces is None else self.dropout_pieces[...]
+            first, sequence = 0 if cache is None else cache.length, self.kernels.mesh_layout.sequence_parts()
+            masks = dict(segment_ids=segment_ids, attention_mask=attention_mask)
+            words = token_words(shape, pieces=pieces, **masks, first=first, sequence=sequence)
+        per_token["dropout_words"] = words
         if cache is None and self.config.tie_word_embeddings:
             inputs_embeds, table = self.model.embed(input_ids)
             decoded, head = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token), self._trained_head(table)
         else:
             decoded, head = self.model(input_ids, **per_token, cache=cache), self.head
         if self.lm_head_adapter is not None and self.lm_head_adapter.on:
-            decoded = decoded._replace(hidden=self.lm_head_adapter.of_hidden(decoded.hidden))
+            decoded = decoded._replace(hidden=self.lm_head_adapter.of_hidden(decoded.hidden, words))
         return decoded, head
 
     @property

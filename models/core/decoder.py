@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
 from liger_jax.models.core import tensor_layers
 from liger_jax.models.core.blocks import Blocks
@@ -118,7 +118,11 @@ class Decoder(nnx.Module):
         return self.layout.run(look_up, (input_ids,), (sent,)), table
 
     def run_layers(
-        self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]], cache: KVCache | None = None
+        self,
+        x: Float[Array, "B T D"],
+        inputs: Mapping[str, Sequence[Any]],
+        cache: KVCache | None = None,
+        dropout_words: UInt32[Array, "B T 2"] | None = None,
     ) -> Decoded:
         """Runs all layers.
 
@@ -126,14 +130,15 @@ class Decoder(nnx.Module):
             x: hidden states.
             inputs: for each kind of attention, a layer's arguments after the hidden states.
             cache: the key-value cache; `None` for no cache.
+            dropout_words: of the tokens, for the adapters that drop; `None` where none does.
 
         Returns:
             Hidden states before the last norm, the layers' sums over tokens, and the cache.
         """
         arguments = self.layers, self.last_layers, x, inputs
         if (tensor := self.layout.tensor_parts()) is None:
-            return self.stack(*arguments, cache)
-        return Decoded(*tensor_layers.run_layers(tensor, self.stack, *arguments, self.config), None)
+            return self.stack(*arguments, cache, dropout_words=dropout_words)
+        return Decoded(*tensor_layers.run_layers(tensor, self.stack, *arguments, dropout_words, self.config), None)
 
     def __call__(
         self,
@@ -144,10 +149,12 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
+        dropout_words: UInt32[Array, "B T 2"] | None = None,
     ) -> Decoded:
         """Returns hidden states (B, T, D), the layers' sums over tokens, and the cache with the T tokens added.
 
-        `inputs_embeds` are the embeddings that `embed` returns, if the caller has them already.
+        `inputs_embeds` are the embeddings that `embed` returns, if the caller has them already. `dropout_words` are
+        those of the tokens, for the adapters that drop.
         """
         config, length, sequence = self.config, input_ids.shape[1], self.layout.sequence_parts()
         if sequence is not None:
@@ -174,6 +181,8 @@ class Decoder(nnx.Module):
                     "cannot lie. Generate on a mesh whose devices split the batch."
                 )
             positions, ids = tensor.padded(positions), tensor.padded_ids(ids, input_ids, config.experts is not None)
+            if dropout_words is not None:
+                dropout_words = jnp.pad(dropout_words, ((0, 0), (0, -length % tensor.size), (0, 0)))
         segments = None if ids is None else Segments.of(ids)
         inputs = {}
         for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
@@ -184,7 +193,7 @@ class Decoder(nnx.Module):
         x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training
-        x, aux, cache = self.run_layers(x, inputs, cache)
+        x, aux, cache = self.run_layers(x, inputs, cache, dropout_words)
         if cache is None:
             hidden = self.norm(x)
             return Decoded(hidden if hidden.shape[1] == length else hidden[:, :length], aux, None)

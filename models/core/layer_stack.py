@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax.models.core.cache import KVCache, LayerCache
+from liger_jax.models.core.dropout import give_words
 from liger_jax.models.core.feed_forward import DENSE, Aux
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import INPUT, POLICIES, Remat
@@ -117,6 +118,7 @@ class LayerStack:
         cache: KVCache | None = None,
         *,
         gathered: Callable[[Any, Any], Any] | None = None,
+        dropout_words: Any = None,
     ) -> Decoded:
         """Runs the layers. Each takes hidden states and its inputs, and returns hidden states and aux.
 
@@ -128,11 +130,13 @@ class LayerStack:
             cache: the key-value cache; each layer reads and writes its own part of it. `None` for no cache.
             gathered: makes a layer's parameters what the layer computes with, from them and the computation's dtype;
                 `None` for the layout's `gathered`.
+            dropout_words: of the tokens, for the adapters that drop; `None` where none does.
 
         Returns:
             Hidden states, aux and the cache.
         """
         gathered = self.kernels.mesh_layout.gathered if gathered is None else gathered
+        made = _made_by(gathered, dropout_words)
         # Without a cache the scan carries hidden states alone.
         carry = (x, None if cache is None else (cache, jnp.zeros((), jnp.int32)))
         is_new = cache is not None and cache.is_known_empty()
@@ -140,14 +144,14 @@ class LayerStack:
         first = 0
         # One token reads each weight once, and a scan would first copy each layer's weights and cache out of the stack.
         if self.scan and (cache is None or x.shape[1] > 1):
-            carry, sums = self._scanned(layers, carry, inputs, gathered, is_new)
+            carry, sums = self._scanned(layers, carry, inputs, made, is_new)
             first = sum(map(len, self.stacked.values()))
         calls: dict[Any, Any] = {}  # one function for equal layers: JAX traces and lowers it once
         for i in range(first, len(self.kinds)):
             kind, (graphdef, state) = self.kinds[i], self._split(layers, last_layers, i)
             if (kind, graphdef) not in calls:
                 calls[kind, graphdef] = self._layer_call(
-                    graphdef, inputs[kind.attention], gathered, is_new, prevent_cse=True
+                    graphdef, inputs[kind.attention], made, is_new, prevent_cse=True
                 )
             carry, aux = calls[kind, graphdef](carry, state)
             sums.setdefault(kind.feed_forward, []).append(jax.tree.map(lambda leaf: leaf[None], aux))
@@ -171,7 +175,7 @@ class LayerStack:
         self,
         graphdef: Any,
         inputs: Sequence[Any],
-        gathered: Callable[[Any, Any], Any],
+        made: Callable[[Any, Any, Any], Any],
         is_new: bool,
         *,
         prevent_cse: bool,
@@ -183,7 +187,7 @@ class LayerStack:
             x, memory = carry
             if place is not None:  # inside the checkpoint, so that the slice is not kept for the backward
                 state = jax.tree.map(lambda leaf: leaf[place], state)
-            layer, x = nnx.merge(graphdef, gathered(state, x.dtype)), checkpoint_name(x, INPUT)
+            layer, x = made(graphdef, state, x.dtype), checkpoint_name(x, INPUT)
             if memory is None:
                 x, aux = layer(x, *inputs)
                 return (x, None), aux
@@ -201,7 +205,7 @@ class LayerStack:
         layers: Any,
         carry: Any,
         inputs: Mapping[str, Sequence[Any]],
-        gathered: Callable[[Any, Any], Any],
+        made: Callable[[Any, Any, Any], Any],
         is_new: bool,
     ) -> tuple[Any, dict[str, list[Any]]]:
         """The carry after the stacked layers, and for each feed-forward a list of one tree of its layers' sums."""
@@ -216,7 +220,7 @@ class LayerStack:
             self._layer_call(
                 graphdefs[of_layer],
                 inputs[attention],
-                gathered,
+                made,
                 is_new,
                 prevent_cse=False,
                 place=feed_forwards[:i].count(of_layer),
@@ -234,6 +238,18 @@ class LayerStack:
         carry, sums = jax.lax.scan(group, carry, groups)
         in_a_row = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # groups and their layers
         return carry, {kind: [jax.tree.map(in_a_row, tree)] for kind, tree in sums.items()}
+
+
+def _made_by(gathered: Callable[[Any, Any], Any], dropout_words: Any) -> Callable[[Any, Any, Any], Any]:
+    """Makes a layer of its graph and its state, as it computes in a dtype."""
+
+    def made(graphdef, state, dtype):
+        layer = nnx.merge(graphdef, gathered(state, dtype))
+        if dropout_words is not None:
+            give_words(layer, dropout_words)
+        return layer
+
+    return made
 
 
 def _made(make_layer: Callable[[str, nnx.Rngs], nnx.Module], feed_forward: str, keys: Any) -> nnx.Module:

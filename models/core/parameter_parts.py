@@ -15,7 +15,7 @@ from liger_jax.models.core.partitions import partition
 from liger_jax.ops.layout import Names
 
 # Adapters are small: every device has them whole.
-_WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows")
+_WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "dropout_pieces", "token_rows")
 _ADAPTERS_OF_EXPERTS = ("experts_lora_a", "experts_lora_b")
 
 

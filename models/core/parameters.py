@@ -16,7 +16,7 @@ Kind = Literal[
     "embedding", "head", "kernel", "bias", "norm", "sinks", "router", "experts", "experts_bias",
     "kernel_codes", "kernel_scales", "head_codes", "head_scales", "experts_codes", "experts_scales",
     "experts_lora_a", "experts_lora_b",
-    "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows",
+    "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "dropout_pieces", "token_rows",
 ]  # fmt: skip
 Path = tuple[Any, ...]  # names and numbers, as in `nnx.to_flat_state`
 
@@ -56,6 +56,7 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "magnitude": ("magnitude", ("out",)),
     "lora_scale": ("lora_scale", ()),
     "dropout_key": ("dropout_key", ()),
+    "dropout_pieces": ("dropout_pieces", ("batch", "length")),
     "rows": ("token_rows", ("tokens", "out")),
 }
 _MATRICES = (
@@ -102,8 +103,8 @@ class ParameterInfo:
             "sinks" (out) of attention's heads; "router" (in, out), "experts" (expert, in, out) and "experts_bias"
             (expert, out); their adapters' "experts_lora_a" (expert, in, rank) and "experts_lora_b" (expert, rank, out);
             "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale",
-            "dropout_key", and "token_rows" (tokens, D) of single tokens. A trained weight and its original are of the
-            weight's kind.
+            "dropout_key", "dropout_pieces" (B, T) or (B, 1), and "token_rows" (tokens, D) of single tokens. A trained
+            weight and its original are of the weight's kind.
         layer_axis: the axis that counts stacked layers; `None` if there is none.
         expert_axis: the axis that counts experts; `None` if there is none.
         in_axis: the axis of the layer's input, an embedding's vocabulary included; `None` if there is none.
@@ -112,8 +113,8 @@ class ParameterInfo:
             `None` where every device has the parameter whole, as a norm's scale or an adapter's other matrix.
         tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer, and in each of these
             perhaps several for each expert. Adapters have PEFT's names, without the prefix that all of them share. A
-            scale, a dropout's key and the adapters of experts have none: in PEFT the names of the last depend on one
-            another (`lora.expert_files`).
+            scale, a dropout's key and pieces, and the adapters of experts have none: in PEFT the names of the last
+            depend on one another (`lora.expert_files`).
         tensors_of_expert: how many tensors each expert has; 0 where one tensor is of all experts, or of none.
         interleaved: whether columns of gate and up take turns in the tensors.
     """
@@ -300,7 +301,7 @@ def _tensor_names(
     modules: list[str], at: int | None, last: str, count: int | None, shape: tuple[int, ...]
 ) -> tuple[str, ...]:
     """The tensors' names of a parameter of this shape, which stands for `count` layers if there is a count."""
-    if last in ("lora_scale", "dropout_key") or last.endswith(("_lora_a", "_lora_b")):
+    if last in ("lora_scale", "dropout_key", "dropout_pieces") or last.endswith(("_lora_a", "_lora_b")):
         return ()
     modules = [*modules, last] if last in ("embed_tokens", "lm_head") else modules
     ends = [last] if last in _OF_ALL_EXPERTS else [_TENSORS.get(last, "weight")]

@@ -21,8 +21,9 @@ from liger_jax.models.core.expert_parts import own_experts
 from liger_jax.models.core.on_parts import mapped
 from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
 from liger_jax.models.core.partitions import partition
+from liger_jax.models.core.tensor_collectives import by_device
 from liger_jax.models.core.tensor_parts import KEY_HEADS, TensorParts
-from liger_jax.ops.layout import Names, along
+from liger_jax.ops.layout import along
 
 _WIDE_NORMS = ("q_norm", "k_norm")
 
@@ -34,6 +35,7 @@ def run_layers(
     last_layers: Any,
     x: jax.Array,
     inputs: Mapping[str, Sequence[Any]],
+    dropout_words: jax.Array | None,
     config: Any,
 ) -> tuple[jax.Array, Any]:
     """Runs a `LayerStack` on every device's part of the layers.
@@ -45,6 +47,7 @@ def run_layers(
         last_layers: as the stack takes them.
         x: (B, T, D), with a T that the axis divides.
         inputs: as the stack takes them.
+        dropout_words: as the stack takes them, (B, T, 2), or `None`.
         config: the architecture.
 
     Returns:
@@ -53,19 +56,21 @@ def run_layers(
     parts.check(config)
     (graph, state), (last_graph, last_state) = nnx.split(layers), nnx.split(last_layers)
     parameters = dict(layers=state, last_layers=last_state)
-    leaves, tree = jax.tree.flatten(inputs)
+    leaves, tree = jax.tree.flatten((inputs, dropout_words))
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
 
     def local(x, parameters, arrays):
         own = iter(arrays)
         whole = [next(own) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        inputs, words = jax.tree.unflatten(tree, whole)
         decoded = stack(
             nnx.merge(graph, parameters["layers"]),
             nnx.merge(last_graph, parameters["last_layers"]),
             x,
-            jax.tree.unflatten(tree, whole),
+            inputs,
             gathered=lambda state, dtype: _of_layer(parts, state, dtype, config),
+            dropout_words=None if words is None else by_device(words, parts.axis),
         )
         return decoded.hidden, jax.tree.map(lambda sums: jax.lax.psum(sums, parts.axes), decoded.aux)
 
@@ -76,7 +81,7 @@ def run_layers(
 
 
 def _of_input(parts: TensorParts, x: Any) -> P:
-    """How a layer's input lies: segments (B, T), whose rows are whole, or a table (1, T, R) or (B, T, R)."""
+    """How a layer's input lies: segments (B, T), whose rows are whole, or (B, T, …) of tokens or (1, T, R) of rows."""
     batch = parts.batch if x.shape[0] > 1 else ()
     return partition(batch, parts.sequence_axes) if x.ndim == 3 else partition(batch)
 
@@ -99,9 +104,6 @@ def _of_layer(parts: TensorParts, state: Any, dtype: Any, config: Any) -> Any:
 
     def of_leaf(keys, x):
         info = parameter(("layers", 0, *path_of(keys)), x.shape)
-        if info.kind == "dropout_key":
-            axes = _axes_of_inputs(parts, info)
-            return jax.random.fold_in(x, jax.lax.axis_index(axes)) if axes else x
         x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
         if info.expert_axis is not None:
             return own_experts(parts, x, info, config)
@@ -146,9 +148,3 @@ def _own_columns(parts: TensorParts, x: jax.Array, info: ParameterInfo, config: 
         x = jax.lax.all_to_all(x, parts.axis, split_axis=x.ndim - 2, concat_axis=0, tiled=True)
         return x.squeeze(-2)
     return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(parts.axis), x.ndim - 2, keepdims=False)
-
-
-def _axes_of_inputs(parts: TensorParts, info: ParameterInfo) -> Names:
-    """The mesh axes that split the inputs of the projection that holds a parameter."""
-    axes = (*parts.batch, *parts.sequence_axes)
-    return (*axes, parts.axis) if info.is_in(*SPLIT_INPUTS) else axes

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from liger_jax.models.core.dropout import DropoutWords, drops, give_words, token_words
 from liger_jax.models.core.remat import Remat, is_offloaded, keeps_products
 from liger_jax.ops.block_quantized import BlockQuantized
 
@@ -52,18 +53,23 @@ def over_tokens(
     # DoRA's norms of a weight's columns would be made again for each tile.
     if size == tokens or any(getattr(layer, "magnitude", None) is not None for layer in layers):
         return call(layers, x)
-    graphdef, weights = nnx.split(layers)
+    graphdef, words, weights = nnx.split(layers, DropoutWords, ...)
+    if not jax.tree.leaves(words) and drops(layers):  # layers that no model has given any
+        layers = nnx.merge(graphdef, words, weights, copy=True)
+        give_words(layers, token_words(x.shape[:2]))
+        graphdef, words, weights = nnx.split(layers, DropoutWords, ...)
 
-    def of_tile(weights, tile, start):
-        layers = nnx.merge(graphdef, weights)
-        for layer in layers:
-            if (key := getattr(layer, "dropout_key", None)) is not None:
-                key[...] = jax.random.fold_in(key[...], start)  # so that tiles drop different inputs
-        return call(layers, tile)
+    def of_tile(weights, tile, words):
+        words = jax.tree.map(lambda word: jnp.moveaxis(word, 2, 0).reshape(-1, *word.shape[1::2]), words)
+        return call(nnx.merge(graphdef, words, weights), tile)
 
-    by_tiles = lambda x, weights: in_tiles(of_tile, dense(weights, x.dtype), x, size)
+    def by_tiles(x, words, weights):
+        # Devices of a tensor axis compute their tiles together: each token comes with those of the other devices.
+        together = lambda word: jnp.moveaxis(word.reshape(-1, *x.shape[:2], word.shape[-1]), 0, 2)
+        return in_tiles(of_tile, dense(weights, x.dtype), x, size, jax.tree.map(together, words))
+
     between = layout.between_blocks
-    return layout.run(by_tiles, (x, weights), spec=(between, P()), out=between)
+    return layout.run(by_tiles, (x, words, weights), spec=(between, between, P()), out=between)
 
 
 def tokens_at_once(tokens: int, width: int, remat: Remat, tensor: int = 1) -> int:
@@ -113,80 +119,84 @@ def tile_tokens(tokens: int, width: int) -> int | None:
 
 
 def in_tiles(
-    function: Callable[[Any, Float[Array, "1 tile D"], Int[Array, ""]], Any],
+    function: Callable[[Any, Float[Array, "1 tile D"], Any], Any],
     weights: Any,
     x: Float[Array, "B T D"],
     size: int,
+    numbers: Any = None,
 ) -> Any:
-    """`function(weights, x, start)` by tiles of tokens.
+    """`function(weights, x, numbers)` by tiles of tokens.
 
     The gradients of weights are summed over tiles in float32 and rounded once. There are none for weights that nobody
     differentiates.
 
     Args:
-        function: computes each token by itself, and returns a tree of arrays (1, tile, …). It also gets the number of
-            the tile's first token, for what is drawn at random.
+        function: computes each token by itself, and returns a tree of arrays (1, tile, …).
         weights: a tree of arrays, all that `function` may differentiate beside `x`.
         x: any float dtype.
         size: tokens in a tile, at most B·T.
+        numbers: a tree of integers (B, T, …), what the function gets of each token beside `x`.
 
     Returns:
         The function's values, (B, T, …).
     """
     leaves, tree = jax.tree.flatten(weights)
+    by_token = lambda x: x.reshape(-1, *x.shape[2:])
 
-    def of_tile(leaves, tile, start):
-        return jax.tree.map(lambda y: y[0], function(jax.tree.unflatten(tree, leaves), tile[None], start))
+    def of_tile(leaves, tile, numbers):
+        one_row = jax.tree.map(lambda x: x[None], (tile, numbers))
+        return jax.tree.map(lambda y: y[0], function(jax.tree.unflatten(tree, leaves), *one_row))
 
     @jax.custom_vjp
-    def tiled(leaves, x):
-        return _forward(of_tile, leaves, x, size)
+    def tiled(leaves, x, numbers):
+        return _forward(of_tile, leaves, x, numbers, size)
 
-    def forward_rule(leaves, x):
+    def forward_rule(leaves, x, numbers):
         # A residual's shape tells which gradients are wanted, as in `ops.gated_mlp`.
         needs = [jnp.zeros(int(leaf.perturbed), jnp.float32) for leaf in leaves]
-        values = [leaf.value for leaf in leaves]
-        return _forward(of_tile, values, x.value, size), (needs, values, x.value)
+        values, numbers = [leaf.value for leaf in leaves], jax.tree.map(lambda number: number.value, numbers)
+        return _forward(of_tile, values, x.value, numbers, size), (needs, values, x.value, numbers)
 
     def backward_rule(residuals, dys):
-        needs, leaves, x = residuals
+        needs, leaves, x, numbers = residuals
         trained = [i for i, need in enumerate(needs) if need.size]
-        return _backward(of_tile, leaves, trained, x, dys, size)
+        return *_backward(of_tile, leaves, trained, x, numbers, dys, size), None
 
     tiled.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
-    ys = tiled(leaves, x.reshape(-1, x.shape[-1]))
+    ys = tiled(leaves, by_token(x), jax.tree.map(by_token, numbers))
     return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), ys)
 
 
-def _forward(of_tile, leaves, x, size):
-    """x (N, D) → a tree of (N, …)."""
+def _forward(of_tile, leaves, x, numbers, size):
+    """x (N, D), numbers of (N, …) → a tree of (N, …)."""
 
     def step(ys, start):
-        tiles = of_tile(leaves, _slice(x, start, size), start)
+        tiles = of_tile(leaves, *_slices((x, numbers), start, size))
         return jax.tree.map(lambda y, tile: jax.lax.dynamic_update_slice_in_dim(y, tile, start, 0), ys, tiles), None
 
-    types = jax.eval_shape(of_tile, leaves, x[:size], 0)
+    types = jax.eval_shape(of_tile, leaves, *_slices((x, numbers), 0, size))
     ys = jax.tree.map(lambda y: jnp.zeros((len(x), *y.shape[1:]), y.dtype), types)
     return jax.lax.scan(step, ys, _starts(len(x), size))[0]
 
 
-def _backward(of_tile, leaves, trained, x, dys, size):
-    """x (N, D), dys of (N, …) → the gradients of leaves, `None` where they are not trained, and of x."""
+def _backward(of_tile, leaves, trained, x, numbers, dys, size):
+    """x (N, D), numbers and dys of (N, …) → the gradients of leaves, `None` where they are not trained, and of x."""
 
     def step(carry, start_and_shared):
         (dx, sums), (start, shared) = carry, start_and_shared
+        tile, own_numbers = _slices((x, numbers), start, size)
 
         def of_trained(chosen, tile):
             whole = list(leaves)
             for i, leaf in zip(trained, chosen, strict=True):
                 whole[i] = leaf
-            return of_tile(whole, tile, start)
+            return of_tile(whole, tile, own_numbers)
 
         def own(dy):
             is_own = jnp.expand_dims(jnp.arange(size), range(1, dy.ndim)) >= shared
-            return jnp.where(is_own, _slice(dy, start, size), 0)
+            return jnp.where(is_own, _slices(dy, start, size), 0)
 
-        _, pull = jax.vjp(of_trained, [leaves[i] for i in trained], _slice(x, start, size))
+        _, pull = jax.vjp(of_trained, [leaves[i] for i in trained], tile)
         of_leaves, of_x = pull(jax.tree.map(own, dys))
         sums = [total + leaf.astype(total.dtype) for total, leaf in zip(sums, of_leaves, strict=True)]
         return (jax.lax.dynamic_update_slice_in_dim(dx, of_x, start, 0), sums), None
@@ -202,8 +212,8 @@ def _backward(of_tile, leaves, trained, x, dys, size):
     return of_leaves, dx
 
 
-def _slice(x: jax.Array, start: Any, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, size)
+def _slices(tree: Any, start: Any, size: int) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), tree)
 
 
 def dense(weights: Any, dtype: Any) -> Any:

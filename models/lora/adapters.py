@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Key, UInt32
+from jaxtyping import Array, Integer, Key, UInt32
 
 from liger_jax.models.core.arguments import as_key
+from liger_jax.models.core.dropout import DropoutKey, DropoutPieces
 from liger_jax.models.core.parameters import projections
 from liger_jax.models.hugging_face import adapter_targets
 from liger_jax.models.hugging_face.adapter_targets import Targets, value_of
@@ -20,7 +22,7 @@ from liger_jax.models.lora.adding import (
     of_all_layers,
     problems_of_patterns,
 )
-from liger_jax.models.lora.linear import DropoutKey, LoRALinear, become, names, with_adapters_on, without_adapters
+from liger_jax.models.lora.linear import LoRALinear, become, names, with_adapters_on, without_adapters
 from liger_jax.models.lora.outside import parts
 from liger_jax.models.lora.vocabulary import key_of
 
@@ -199,21 +201,34 @@ def with_adapters(model: Model, on: bool) -> Model:
     return model
 
 
-def with_dropout(model: Model, key: Key[Array, ""] | UInt32[Array, "words"]) -> Model:
+def with_dropout(
+    model: Model,
+    key: Key[Array, ""] | UInt32[Array, "words"],
+    pieces: Integer[Array, "B"] | Integer[Array, "B T"] | None = None,
+) -> Model:
     """The model with keys for its adapters' dropout, which shares all arrays with it.
 
     Without keys nothing is dropped, as in evaluation. Give every step a key of its own, inside the loss function.
 
+    Which inputs are dropped follows from the key, the projection, and a token's piece and position there, and not from
+    where the token is computed. With the numbers of pieces, a step drops the same in whole batches and micro-batches,
+    in packed and padded rows, and on any mesh. Without them rows count from 0 in each call, so that all micro-batches
+    drop the same places.
+
     Args:
         model: a model with adapters. It stays as it is.
         key: of `jax.random.key` or `jax.random.PRNGKey`; each adapter of each layer derives its own from it.
+        pieces: to which piece of text each token of a call belongs, by numbers that are unique in a step; or the number
+            of each row, whose pieces are its `segment_ids`. `None` counts rows from 0.
 
     Returns:
         A model with the same arrays.
 
     Raises:
-        ValueError: the model has no adapters that are on, or there are several keys.
-        TypeError: `key` is no key.
+        ValueError: the model has no adapters that are on, there are several keys, or pieces have another shape; and
+            from the model's call, that pieces have another shape than its tokens, or that there are none inside of a
+            `jax.shard_map`, where devices would drop the same.
+        TypeError: `key` is no key, or pieces are no integers.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -231,7 +246,22 @@ def with_dropout(model: Model, key: Key[Array, ""] | UInt32[Array, "words"]) -> 
     for part in parts(model):
         if part.adapter is not None and part.adapter.on and part.adapter.dropout > 0:
             part.adapter.dropout_key = DropoutKey(key_of(key, part.name))
+    holder: Any = model
+    holder.dropout_pieces = None if pieces is None else DropoutPieces(_by_rows(pieces))
     return model
+
+
+def _by_rows(pieces: Any) -> Any:
+    """Numbers of pieces, (B, T) or (B, 1)."""
+    pieces = jnp.asarray(pieces)
+    if not jnp.issubdtype(pieces.dtype, jnp.integer):
+        raise TypeError(f"with_dropout: pieces has dtype {pieces.dtype}; it must be an integer array.")
+    if pieces.ndim not in (1, 2):
+        raise ValueError(
+            f"with_dropout: pieces has shape {pieces.shape}; it must be (B, T), the piece of each token, or (B,), the "
+            "number of each row."
+        )
+    return pieces if pieces.ndim == 2 else pieces[:, None]
 
 
 def _sharing_arrays(model: Model) -> Model:

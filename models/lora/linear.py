@@ -5,18 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from liger_jax.models.core.dropout import DropoutKey, DropoutWords, dropped, words_of
 from liger_jax.models.core.experts import ExpertWeights
 from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.core.remat import ADAPTED
-
-
-class DropoutKey(nnx.Variable):
-    """The key of an adapter's dropout, one for each layer."""
 
 
 class LoRAScale(nnx.Variable):
@@ -40,6 +36,7 @@ class LoRALinear(nnx.Linear):
         lora_scale: the scale of each of these layers, or `None`.
         dropout: the share of the adapter's inputs that are dropped, where there is a key.
         dropout_key: from `with_dropout`, or `None`.
+        dropout_words: of the tokens, while the model's layer runs; `None` to number them by rows and positions.
     """
 
     lora_a: nnx.LoRAParam
@@ -51,6 +48,12 @@ class LoRALinear(nnx.Linear):
     lora_scale: LoRAScale | None = None
     dropout: float
     dropout_key: DropoutKey | None = None
+    dropout_words: DropoutWords | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether some of the adapter's inputs are dropped."""
+        return self.dropout_key is not None
 
     @property
     def scale(self) -> float | Float[Array, "*layers"]:
@@ -98,9 +101,8 @@ class LoRALinear(nnx.Linear):
         y = super().__call__(inputs)
         x, a, b = (array.astype(y.dtype) for array in (inputs, self.lora_a[...], self.lora_b[...]))
         if self.dropout_key is not None:
-            share = np.float32(1 - self.dropout)  # of a Python float, other bits are drawn under jax_enable_x64
-            kept = jax.random.bernoulli(self.dropout_key[...], share, x.shape)
-            x = jnp.where(kept, x / (1 - self.dropout), 0)
+            first = 0 if input_axis is None else jax.lax.axis_index(input_axis) * x.shape[-1]
+            x = dropped(x, self.dropout, self.dropout_key[...], words_of(self, x), first)
         scale = self.scale if self.lora_scale is None else self.lora_scale[...].astype(y.dtype)
         y += jnp.matmul(scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
         y, factor = checkpoint_name(y, ADAPTED), self.factor(input_axis)

@@ -54,6 +54,8 @@ def merge_lora(model: Model) -> Model:
             if name in vars(projection):
                 delattr(projection, name)
         become(projection, nnx.Linear)
+    if "dropout_pieces" in vars(model):
+        delattr(model, "dropout_pieces")
     experts.merge(model)
     whole.merge(model)
     for part in parts(model):

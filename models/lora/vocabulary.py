@@ -18,9 +18,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from liger_jax.models.core.dropout import DropoutKey, dropped
 from liger_jax.models.core.embedding import embed
 from liger_jax.models.core.layout import Layout
-from liger_jax.models.lora.linear import DropoutKey, scale_of
+from liger_jax.models.lora.linear import scale_of
 
 _TILE = 128  # columns of a kernel's tile
 
@@ -72,12 +73,16 @@ class EmbeddingAdapter(Adapter):
 class HeadAdapter(Adapter):
     """The adapter of the head, perhaps with DoRA's lengths (V,) of the head's rows."""
 
-    def of_hidden(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T wide"]:
-        """[h | scale·h·A], which the head of `of_head` turns into logits."""
+    @property
+    def drops(self) -> bool:
+        """Whether some of the adapter's inputs are dropped."""
+        return self.on and self.dropout_key is not None
+
+    def of_hidden(self, hidden: Float[Array, "B T D"], words: Any = None) -> Float[Array, "B T wide"]:
+        """[h | scale·h·A], which the head of `of_head` turns into logits; `words` are those of the tokens' dropout."""
         x = hidden
         if self.dropout_key is not None:
-            kept = jax.random.bernoulli(self.dropout_key[...], np.float32(1 - self.dropout), x.shape)
-            x = jnp.where(kept, x / (1 - self.dropout), 0)
+            x = dropped(x, self.dropout, self.dropout_key[...], words)
         own = self.scale * jnp.matmul(x, self.lora_a[...].astype(hidden.dtype))
         return jnp.concatenate([hidden, _filled(own, hidden.shape[-1])], -1)
 

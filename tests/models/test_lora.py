@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
+from liger_jax.models.core.dropout import dropped, token_words
 from liger_jax.models.hugging_face import expressions
 from liger_jax.models.hugging_face.adapter_targets import LAYER
 from liger_jax.models.lora import (
@@ -151,7 +152,7 @@ def test_dora_with_dropout_drops_the_adapter_s_inputs_and_not_the_weight_s(rng):
     model = adapted(SMALL, targets=("o_proj",), dora=True, dropout=0.25, scan_layers=False)
     x = rng.normal(size=(200, 32))
     layer = with_dropout(model, jax.random.key(0)).model.layers[0].self_attn.o_proj
-    kept = jax.random.bernoulli(layer.dropout_key[...], 0.75, x.shape)
+    kept = dropped(jnp.ones(x.shape), 0.25, layer.dropout_key[...], token_words((1, 200))[0]) > 0
     w, a, b, m = (np.asarray(v[...], np.float64) for v in (layer.kernel, layer.lora_a, layer.lora_b, layer.magnitude))
     factor = m / np.linalg.norm(w + ALPHA / RANK * a @ b, axis=0)
     truth = factor * (x @ w + ALPHA / RANK * (np.where(kept, x, 0) / 0.75) @ a @ b)
