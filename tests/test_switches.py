@@ -187,11 +187,11 @@ def all_losses(log_probs, mask):
 def all_layers(x):
     rngs, linear = nnx.Rngs(0), lambda d, f: nnx.Linear(d, f, use_bias=True, rngs=nnx.Rngs(0))
     norms = [
-        layers.RMSNorm(8),
-        layers.LayerNorm(8),
+        layers.RMSNorm(8, rngs=rngs),
+        layers.LayerNorm(8, rngs=rngs),
         layers.DyT(8),
         layers.PolyNorm(),
-        layers.GroupNorm(8, 2, channel_axis=-1),
+        layers.GroupNorm(8, 2, rngs=rngs),
     ]
     plain = lambda d, f: nnx.Linear(d, f, use_bias=False, rngs=rngs)
     mlps = [mlp(8, 16, linear=kind) for mlp in (layers.SwiGLUMLP, layers.GeGLUMLP) for kind in (linear, plain)]

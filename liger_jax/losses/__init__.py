@@ -6,9 +6,11 @@ from liger_jax.losses._classification import (
 from liger_jax.losses._language_model import causal_lm_loss as causal_lm_loss
 from liger_jax.losses._language_model import shifted_labels as shifted_labels
 from liger_jax.losses.distillation import cosine_distance as cosine_distance
+from liger_jax.losses.distillation import forward_kl as forward_kl
 from liger_jax.losses.distillation import gkd_loss as gkd_loss
 from liger_jax.losses.distillation import js_divergence as js_divergence
 from liger_jax.losses.distillation import kl_divergence as kl_divergence
+from liger_jax.losses.distillation import reverse_kl as reverse_kl
 from liger_jax.losses.distillation import tv_distance as tv_distance
 from liger_jax.losses.policy import PolicyOutput as PolicyOutput
 from liger_jax.losses.policy import policy_loss as policy_loss

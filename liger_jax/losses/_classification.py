@@ -23,9 +23,8 @@ def softmax_cross_entropy_with_integer_labels(
     """Drop-in for `optax.softmax_cross_entropy_with_integer_labels`: lse − z_y for each example.
 
     The logits are read once forward and once backward, and nothing else of their size is kept. The
-    arithmetic is float32 whatever comes in. It differs from optax in three points: a label outside [0, classes)
-    gives NaN, where optax silently scores −1 as the last class; `where` is not broadcast; and there are derivatives in
-    reverse mode only (`jax.grad`, not `jax.jvp`), on GPUs and TPUs no second ones (`jax.hessian`).
+    arithmetic is float32 whatever comes in. It differs from optax in two points: a label outside [0, classes)
+    gives NaN, where optax silently scores −1 as the last class; and `where` is not broadcast.
 
     Args:
         logits: (..., classes, ...), any float dtype.

@@ -4,16 +4,58 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from liger_jax.losses import _checks
-from liger_jax.ops._checks import check_choice
+from liger_jax.ops._checks import ArrayLike, check_choice
 
 REDUCTIONS = ("mean", "sum", "none")
 _IMPOSSIBLE = -1e30  # a log-probability whose exponential is 0, and finite
 
 
 def kl_divergence(
+    log_predictions: Float[ArrayLike, "..."],
+    targets: Float[ArrayLike, "..."],
+    axis: int | tuple[int, ...] | None = -1,
+    where: Bool[ArrayLike, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """Drop-in for `optax.kl_divergence`: Σ_v targets (log targets − log_predictions) for each example.
+
+    It takes a student's log-probabilities and a teacher's probabilities; `forward_kl` and `reverse_kl` take logits of
+    both. The arithmetic is float32. It differs from optax in one point: an entry that is impossible for both, whose
+    target is 0 and whose log-prediction is −inf, adds 0, where optax has NaN.
+
+    Args:
+        log_predictions: log-probabilities, any float dtype.
+        targets: probabilities, any float dtype.
+        axis: the axis of the sum, several, or None for all.
+        where: bool, which entries count, of a shape that broadcasts to the others'; None counts all.
+
+    Returns:
+        The divergence of each example, the arguments' promoted dtype.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> teacher, student = jnp.array([[0.5, 0.5]]), jnp.log(jnp.array([[0.25, 0.75]]))
+        >>> kl_divergence(student, teacher)
+        Array([0.144], dtype=float32)
+
+    References:
+        optax.losses.kl_divergence.
+    """
+    arrays = dict(log_predictions=log_predictions, targets=targets)
+    (log_predictions, targets), where, dtype = _elementwise("kl_divergence", arrays, where)
+    is_impossible = (targets == 0) & (log_predictions == -jnp.inf)
+    log_predictions = jnp.where(is_impossible, 0.0, log_predictions)
+    log_targets = jnp.log(jnp.where(targets == 0, 1.0, targets))
+    return jnp.sum(targets * (log_targets - log_predictions), axis=axis, where=where).astype(dtype)
+
+
+def forward_kl(
     student: Float[Array, "*N V"],
     teacher: Float[Array, "*N V"],
     *,
@@ -23,9 +65,8 @@ def kl_divergence(
 ) -> Float[Array, "*R"]:
     """KL(teacher ‖ student) = Σ_v p_teacher (log p_teacher − log p_student) at each token.
 
-    This is the forward KL of distillation, in the argument order of optax. Exchange the arguments for the reverse KL:
-    `kl_divergence(teacher, student)`. Gradients flow to both arguments; put `jax.lax.stop_gradient` around a teacher
-    that is computed in the same program. No factor of temperature² is applied.
+    Gradients flow to both arguments; put `jax.lax.stop_gradient` around a teacher that is computed in the same program.
+    No factor of temperature² is applied.
 
     Args:
         student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
@@ -44,15 +85,56 @@ def kl_divergence(
 
     Example:
         >>> teacher, student = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
-        >>> kl_divergence(student, teacher)
+        >>> forward_kl(student, teacher)
         Array(0.144, dtype=float32)
 
     References:
         Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
-    op = "kl_divergence"
+    op = "forward_kl"
     log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
     return _reduced(op, _kl(log_teacher, log_student), where, reduction)
+
+
+def reverse_kl(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    temperature: float = 1.0,
+    where: Bool[Array, "*N"] | None = None,
+    reduction: str = "mean",
+) -> Float[Array, "*R"]:
+    """KL(student ‖ teacher) = Σ_v p_student (log p_student − log p_teacher) at each token.
+
+    Gradients flow to both arguments; put `jax.lax.stop_gradient` around a teacher that is computed in the same program.
+    No factor of temperature² is applied.
+
+    Args:
+        student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
+        teacher: the same of the teacher, over the same vocabulary.
+        temperature: > 0; both distributions are softmax(logits / temperature).
+        where: bool, which tokens count; None counts all.
+        reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
+
+    Returns:
+        float32; a token that does not count has 0, and no gradient. The mean of no token is 0. The result
+        is inf where the teacher gives probability 0 to what the student does not.
+
+    Raises:
+        TypeError: a dtype is wrong, or `temperature` is no Python number.
+        ValueError: shapes differ, `temperature` is not positive, or `reduction` is unknown.
+
+    Example:
+        >>> teacher, student = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
+        >>> reverse_kl(student, teacher)
+        Array(0.131, dtype=float32)
+
+    References:
+        Gu et al., MiniLLM: Knowledge Distillation of Large Language Models, arXiv:2306.08543.
+    """
+    op = "reverse_kl"
+    log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
+    return _reduced(op, _kl(log_student, log_teacher), where, reduction)
 
 
 def js_divergence(
@@ -66,8 +148,8 @@ def js_divergence(
 ) -> Float[Array, "*R"]:
     """The generalised Jensen-Shannon divergence, beta · KL(teacher ‖ m) + (1 − beta) · KL(student ‖ m), at each token.
 
-    m = (1 − beta) · p_student + beta · p_teacher. Divided by beta it tends to KL(teacher ‖ student) as beta → 0, and
-    divided by 1 − beta to KL(student ‖ teacher) as beta → 1: those are `kl_divergence`.
+    m = (1 − beta) · p_student + beta · p_teacher. Divided by beta it tends to `forward_kl` as beta → 0, and divided by
+    1 − beta to `reverse_kl` as beta → 1.
 
     Args:
         student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
@@ -94,7 +176,7 @@ def js_divergence(
     """
     op = "js_divergence"
     _checks.check_python_numbers(op, beta=beta)
-    law = "in (0, 1); the limits 0 and 1 are kl_divergence(student, teacher) and kl_divergence(teacher, student)"
+    law = "in (0, 1); the limits 0 and 1 are forward_kl and reverse_kl"
     _checks.check_number(op, "beta", beta, 0 < beta < 1, law)
     log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
     return _reduced(op, _js(log_student, log_teacher, beta), where, reduction)
@@ -198,79 +280,94 @@ def tv_distance(
 
 
 def cosine_distance(
-    student: Float[Array, "*N D"],
-    teacher: Float[Array, "*N D"],
+    predictions: Float[ArrayLike, "..."],
+    targets: Float[ArrayLike, "..."],
     *,
-    where: Bool[Array, "*N"] | None = None,
-    reduction: str = "mean",
-) -> Float[Array, "*R"]:
-    """1 − the cosine of the angle between two vectors at each token, such as hidden states or logits.
+    epsilon: float | Float[ArrayLike, ""] = 0.0,
+    axis: int | tuple[int, ...] | None = -1,
+    where: Bool[ArrayLike, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """Drop-in for `optax.cosine_distance`: 1 − the cosine of the angle between two vectors, for each pair.
+
+    The arithmetic is float32, and no square overflows. It differs from optax in one point: a vector of zeros has
+    distance 1 from all and no gradient, where optax has NaN unless `epsilon` is above 0.
 
     Args:
-        student: vectors, any float dtype.
-        teacher: vectors of the same length.
-        where: bool, which tokens count; None counts all.
-        reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
+        predictions: vectors such as hidden states or logits, any float dtype.
+        targets: vectors of the same shape.
+        epsilon: the least squared length that a vector is divided by, as in optax.
+        axis: the axis of the vectors' entries, several, or None for all.
+        where: bool, which entries count, of a shape that broadcasts to the vectors'; None counts all.
 
     Returns:
-        float32 in [0, 2]; a token that does not count has 0, and no gradient. The mean of no token is 0. A vector of
-        zeros has distance 1 from all, and no gradient.
+        The distance of each pair in [0, 2], the arguments' promoted dtype.
 
     Raises:
         TypeError: a dtype is wrong.
-        ValueError: shapes differ, or `reduction` is unknown.
+        ValueError: shapes do not fit.
 
     Example:
         >>> cosine_distance(jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 0.0]]))
-        Array(0.4, dtype=float32)
+        Array([0.4], dtype=float32)
 
     References:
         optax.losses.cosine_distance.
     """
-    op = "cosine_distance"
-    student, teacher, where = _pair(op, student, teacher, where, "vectors of two lengths have no angle; project one")
-    product = jnp.sum(_unit(student) * _unit(teacher), axis=-1)
-    return _reduced(op, 1.0 - product, where, reduction)
+    (x, y), where, dtype = _elementwise("cosine_distance", dict(predictions=predictions, targets=targets), where)
+    x, y = _unit(x, axis, epsilon), _unit(y, axis, epsilon)
+    return (1.0 - jnp.sum(x * y, axis=axis, where=where)).astype(dtype)
 
 
-def _pair(op: str, student: Any, teacher: Any, where: Any, cure: str) -> tuple[jax.Array, jax.Array, Any]:
-    """Student and teacher in float32, with zeros at tokens that do not count: values there may be inf or NaN."""
-    student, teacher = _checks.as_float32(op, student=student, teacher=teacher)
-    if student.shape != teacher.shape or student.ndim == 0:
-        raise ValueError(
-            f"{op}: student has shape {student.shape} and teacher {teacher.shape}, but they must be alike, with an "
-            f"axis to compare: {cure}."
-        )
+def _elementwise(op: str, arrays: dict[str, Any], where: Any) -> tuple[list[jax.Array], Any, Any]:
+    """Two arrays of one shape in float32, with zeros where entries do not count, `where`, and the result's dtype."""
+    dtype = jnp.result_type(*map(jnp.asarray, arrays.values()))
+    found = jnp.broadcast_arrays(*_checks.as_float32(op, **arrays))
     if where is None:
-        return student, teacher, None
-    where = _checks.as_mask(op, "where", where, student.shape[:-1])
-    masked = lambda x: jnp.where(where[..., None], x, 0.0)
-    return masked(student), masked(teacher), where
+        return found, None, dtype
+    shape = found[0].shape
+    where = jnp.asarray(where)
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
+    if np.broadcast_shapes(where.shape, shape) != shape:
+        raise ValueError(f"{op}: where has shape {where.shape}, which does not broadcast to {shape}; add its axes.")
+    where = jnp.broadcast_to(where, shape)
+    return [jnp.where(where, x, 0.0) for x in found], where, dtype
 
 
 def _distributions(
     op: str, student: Any, teacher: Any, temperature: Any, where: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Log-probabilities in float32, from logits or from log-probabilities."""
+    """Log-probabilities in float32, from logits or from log-probabilities; values that do not count may be NaN."""
     _checks.check_positive(op, temperature=temperature)
-    cure = "vocabularies of different sizes have no divergence; cut the padding off the larger head"
-    student, teacher, where = _pair(op, student, teacher, where, cure)
+    student, teacher = _checks.as_float32(op, student=student, teacher=teacher)
+    if student.shape != teacher.shape or student.ndim == 0:
+        raise ValueError(
+            f"{op}: student has shape {student.shape} and teacher {teacher.shape}, but they must be alike, with an "
+            "axis to compare: vocabularies of different sizes have no divergence; cut the padding off the larger head."
+        )
+    if where is not None:
+        where = _checks.as_mask(op, "where", where, student.shape[:-1])
+        student, teacher = (jnp.where(where[..., None], x, 0.0) for x in (student, teacher))
     return jax.nn.log_softmax(student / temperature), jax.nn.log_softmax(teacher / temperature), where
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-    """Σ_v p (log p − log q), where p = 0 adds nothing, whatever q is, and no gradient."""
+    """Σ_v p (log p − log q), where p = 0 adds nothing, whatever q is, and no gradient. NaN in either is NaN."""
     p = jnp.exp(log_p)
-    difference = jnp.where(p > 0, log_p, 0.0) - jnp.where(p > 0, log_q, 0.0)
+    is_impossible = (p == 0) & ~jnp.isnan(log_q)
+    difference = jnp.where(is_impossible, 0.0, log_p) - jnp.where(is_impossible, 0.0, log_q)
     return jnp.sum(p * difference, axis=-1)
 
 
-def _unit(x: jax.Array) -> jax.Array:
-    """x over its length; 0 for zeros. x is first divided by its largest entry, so that no square overflows."""
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
-    x = x / jnp.where(largest > 0, largest, 1.0)
-    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-    return x * jnp.where(square > 0, jax.lax.rsqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+def _unit(x: jax.Array, axis: Any, epsilon: Any) -> jax.Array:
+    """x over its length, or √epsilon if that is more; 0 for zeros. x is first divided by its largest entry."""
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0))
+    largest = jnp.where(largest == 0, 1.0, largest)
+    x = x / largest
+    square = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
+    length = jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))  # no derivative of √0
+    length = jnp.maximum(length, jnp.sqrt(jnp.asarray(epsilon, jnp.float32)) / largest)
+    return x / jnp.where(length == 0, jnp.inf, length)
 
 
 def _reduced(op: str, losses: jax.Array, where: Any, reduction: str) -> jax.Array:

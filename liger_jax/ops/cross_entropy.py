@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards, layout
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops._linear_map import linear_map
 from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 
@@ -21,28 +22,53 @@ _KERNELS = Kernels(
     {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu},
     defaults={"gpu": ("triton",), "tpu": ("mosaic_tpu",)},
 )
-_FORWARD_MODE = "Take optax.losses.softmax_cross_entropy_with_integer_labels, which is plain JAX."
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _statistics(logits, labels, class_weights, forward, backward, is_shard) -> Statistics:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
+def _statistics(logits, labels, class_weights, forward, backward, options, is_shard) -> Statistics:
     return forward.run(*forward.guarded(logits, labels, class_weights))
 
 
-def _forward_rule(logits, labels, class_weights, forward, backward, is_shard):
-    statistics = forward.run(*forward.guarded(logits, labels, class_weights))
-    return statistics, (logits, labels, class_weights, statistics.log_normalizer)
-
-
-def _backward_rule(forward, backward, is_shard, residuals, cotangents):
-    logits, labels, class_weights, lse = residuals
+@_statistics.defjvp
+def _tangent_rule(forward, backward, options, is_shard, primals, tangents):
+    logits, labels, class_weights = primals
+    statistics: Statistics = _statistics(logits, labels, class_weights, forward, backward, options, is_shard)
+    lse = statistics.log_normalizer
     if is_shard:  # a shard of −inf alone has no share in its row, and exp(−inf − 0) is 0
         lse = jnp.where(lse == -jnp.inf, 0.0, lse)
-    arrays = logits, labels, lse, Cotangents(*cotangents[:3]), class_weights
-    return backward.run(*backward.guarded(*arrays)), None, None
+
+    def tangent(residuals, tangents):
+        return formulas.tangent(*residuals, *tangents, options=options)
+
+    def transpose(residuals, cotangents):
+        *arrays, class_weights = residuals
+        cotangents = Cotangents(*cotangents, *(() if options.logit_sum else (None,)))
+        return [_gradient(*arrays, cotangents, class_weights, backward, options)]
+
+    found = linear_map(tangent, transpose, (logits, labels, lse, class_weights), tangents[:1])
+    own = dict(zip(("log_normalizer", "target_logit", "logit_sum"), found, strict=False))
+    still = jax.tree.map(
+        lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype == jnp.int32 else 0.0 * x, statistics
+    )
+    return statistics, still._replace(**own)
 
 
-_statistics.defvjp(_forward_rule, _backward_rule)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6))
+def _gradient(logits, labels, lse, cotangents, class_weights, backward, options):
+    return backward.run(*backward.guarded(logits, labels, lse, cotangents, class_weights))
+
+
+@_gradient.defjvp
+def _gradients_tangent_rule(backward, options, primals, tangents):
+    """The kernel's value, and the tangent of its formula."""
+    logits, labels, lse, cotangents, class_weights = primals
+
+    def of_formula(logits, lse, cotangents):
+        logits, lse = formulas.without_rows(labels, logits, lse)
+        return formulas.gradient(logits, labels, lse, cotangents, class_weights, options=options)
+
+    tangent = jax.jvp(of_formula, (logits, lse, cotangents), (tangents[0], tangents[2], tangents[3]))[1]
+    return _gradient(*primals, backward, options), tangent
 
 
 def cross_entropy(
@@ -177,11 +203,10 @@ def reduced_cross_entropy(
         flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size, vocab_axis
     )
     z, kernel_labels, class_weights = _mesh.align_varying(z, kernel_labels, class_weights)
-    z = reverse_only(z, loss_options.op, _FORWARD_MODE)
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
     # Before they meet coefficients, of whose gradients they are factors: a row that does not count may hold inf or NaN.
-    found = _statistics(z, kernel_labels, class_weights, *kernels, vocab_axis is not None)
+    found = _statistics(z, kernel_labels, class_weights, *kernels, options, vocab_axis is not None)
     statistics = formulas.where(terms.counts, found)
     if vocab_axis is not None:
         merged = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)

@@ -4,52 +4,55 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from liger_jax.ops import _checks, _explicit
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops._linear_map import linear_map
 from liger_jax.pallas_kernels.softmax import xla
 
 _KERNELS = {op: Kernels(op, {"xla": xla}) for op in ("softmax", "sparsemax")}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _probabilities(x, kind):
     return xla.forward(x, kind=kind)
 
 
-def _forward_rule(x, kind):
-    y = xla.forward(x, kind=kind)
-    return y, y
-
-
-def _backward_rule(kind, y, dy):
-    return (xla.backward(dy, y, kind=kind),)
-
-
-_probabilities.defvjp(_forward_rule, _backward_rule)
+@_probabilities.defjvp
+def _tangent_rule(kind, primals, tangents):
+    """The derivative of y by x is a symmetric matrix of y, so that one function makes tangents and gradients."""
+    y = _probabilities(*primals, kind)
+    product = lambda residuals, vectors: [xla.backward(*vectors, *residuals, kind=kind)]
+    return y, linear_map(product, product, (y,), tangents)[0]
 
 
 def softmax(
-    x: Float[ArrayLike, "..."], *, axis: int = -1, implementation: Implementation = None
+    x: Float[ArrayLike, "..."],
+    axis: int | tuple[int, ...] | None = -1,
+    where: Bool[ArrayLike, "..."] | None = None,
+    *,
+    implementation: Implementation = None,
 ) -> Float[Array, "..."]:
     """Makes probabilities of scores: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
 
-    The largest score is subtracted from all scores first. Value and gradient are computed in float32 and rounded once.
-    Only the output is kept for the backward pass.
+    It is `jax.nn.softmax` with an arithmetic in float32: value and gradient are rounded once. The largest score is
+    subtracted from all scores first. Only the output is kept for the backward pass.
 
     Args:
         x: at least one axis, any float dtype. A score of −inf gets probability 0, unless all are −inf.
-        axis: the axis of the sum, a Python int.
+        axis: the axis of the sum, several, or None for all.
+        where: bool, which scores count, of a shape that broadcasts to x's; others get probability 0. None counts all.
         implementation: None or "xla".
 
     Returns:
         An array like `x`.
 
     Raises:
-        TypeError: `x` is not floating point.
-        ValueError: `axis` is not among x's, or `implementation` is unknown.
+        TypeError: `x` is not floating point, or `where` is not bool.
+        ValueError: `axis` is not among x's, `where` does not broadcast, or `implementation` is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,7 +62,23 @@ def softmax(
     References:
         Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990.
     """
-    return _along_axis("softmax", x, axis, implementation)
+    op = "softmax"
+    (x,) = _checks.floating(op, x=x)
+    if where is not None:
+        where = _as_mask(op, where, x.shape)
+        x = jnp.where(where, x, jnp.asarray(-jnp.inf, x.dtype))
+    if isinstance(axis, int):
+        y = _along_axis(op, x, axis, implementation)
+    else:
+        axes = tuple(range(x.ndim)) if axis is None else axis
+        for each in axes:
+            _check_axis(op, x, each)
+        last = tuple(range(x.ndim - len(axes), x.ndim))
+        moved = jnp.moveaxis(x, axes, last)
+        shape = moved.shape
+        rows = _along_axis(op, moved.reshape(*shape[: x.ndim - len(axes)], -1), -1, implementation)
+        y = jnp.moveaxis(rows.reshape(shape), last, axes)
+    return y if where is None else jnp.where(where, y, jnp.zeros((), y.dtype))
 
 
 def sparsemax(
@@ -97,12 +116,25 @@ def sparsemax(
 
 def _along_axis(op: str, x: ArrayLike, axis: int, implementation: Implementation) -> jax.Array:
     (x,) = _checks.floating(op, x=x)
-    if not -x.ndim <= axis < x.ndim:
-        cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
-        raise ValueError(f"{op}: axis={axis} is no axis of x, which has shape {x.shape}; {cure}.")
+    _check_axis(op, x, axis)
     rows = jnp.moveaxis(x, axis, -1)
     if (spec := _explicit.row_spec(rows)) is not None:
         local = functools.partial(_along_axis, op, axis=-1, implementation=implementation)
         return jnp.moveaxis(_explicit.on_rows(op, local, spec, (rows,)), -1, axis)
     _KERNELS[op].choose(implementation, rows, kind=op)
     return jnp.moveaxis(_probabilities(rows, op), -1, axis)
+
+
+def _check_axis(op: str, x: jax.Array, axis: int) -> None:
+    if not -x.ndim <= axis < x.ndim:
+        cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
+        raise ValueError(f"{op}: axis={axis} is no axis of x, which has shape {x.shape}; {cure}.")
+
+
+def _as_mask(op: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    where = jnp.asarray(where)
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
+    if np.broadcast_shapes(where.shape, shape) != shape:
+        raise ValueError(f"{op}: where has shape {where.shape}, which does not broadcast to {shape}; add its axes.")
+    return jnp.broadcast_to(where, shape)

@@ -341,3 +341,31 @@ def gradient(
         options,
     )
     return jnp.where(labels[:, None] == NO_LABEL, 0.0, du).astype(logits.dtype)
+
+
+def tangent(
+    logits: jax.Array,
+    labels: jax.Array,
+    log_normalizer: jax.Array,
+    class_weights: jax.Array | None,
+    logits_tangent: jax.Array,
+    *,
+    options: LogitOptions,
+) -> list[jax.Array]:
+    """The tangents (N,) of lse, z_y and, where it is asked for, Σ_v c_v·z_v; exactly 0 in rows without a label."""
+    logits, log_normalizer = without_rows(labels, logits, log_normalizer)
+    u = logits.astype(jnp.float32)
+    dz = slope(u, options) * jnp.where(labels[:, None] == NO_LABEL, 0.0, logits_tangent.astype(jnp.float32))
+    p = jnp.exp(transform(u, options) - log_normalizer[:, None])
+    is_target = column_indices(u.shape[1]) == labels[:, None]
+    found = [jnp.sum(p * dz, axis=1), jnp.sum(jnp.where(is_target, dz, 0.0), axis=1)]
+    if options.logit_sum:
+        found.append(jnp.sum(dz if class_weights is None else dz * class_weights[None, :], axis=1))
+    return found
+
+
+def without_rows(labels: jax.Array, logits: jax.Array, log_normalizer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits and lse with zeros in rows without a label, which may hold NaN: 0 · NaN would be in a derivative."""
+    has_none = labels == NO_LABEL
+    zero = jnp.zeros((), logits.dtype)
+    return jnp.where(has_none[:, None], zero, logits), jnp.where(has_none, 0.0, log_normalizer)

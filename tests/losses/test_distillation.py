@@ -7,17 +7,19 @@ import pytest
 
 from liger_jax.losses import (
     cosine_distance,
+    forward_kl,
     gkd_loss,
     js_divergence,
     kl_divergence,
     policy_loss,
+    reverse_kl,
     reverse_kl_advantages,
     tv_distance,
 )
 from tests.losses._oracle import assert_matches, close
 
 N, V = 5, 13
-DIVERGENCES = [kl_divergence, js_divergence, tv_distance]
+DIVERGENCES = [forward_kl, reverse_kl, js_divergence, tv_distance]
 
 
 def softmax(x):
@@ -30,12 +32,10 @@ def oracle(divergence, student, teacher, temperature=1.0, beta=0.5):
     kl = lambda p, q: (p * np.log(p / q)).sum(-1)
     m = (1 - beta) * s + beta * t
     return {
-        "kl_divergence": lambda: kl(t, s),
+        "forward_kl": lambda: kl(t, s),
+        "reverse_kl": lambda: kl(s, t),
         "js_divergence": lambda: beta * kl(t, m) + (1 - beta) * kl(s, m),
         "tv_distance": lambda: 0.5 * np.abs(s - t).sum(-1),
-        "cosine_distance": lambda: (
-            1 - (student * teacher).sum(-1) / np.linalg.norm(student, axis=-1) / np.linalg.norm(teacher, axis=-1)
-        ),
     }[divergence.__name__]()
 
 
@@ -44,7 +44,7 @@ def logits(rng):
     return list(2 * rng.standard_normal((2, N, V)))
 
 
-@pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_values_and_gradients_are_those_of_the_definition(divergence, reduction, logits):
     reduce = dict(mean=np.mean, sum=np.sum, none=lambda x: x)[reduction]
@@ -71,7 +71,7 @@ def test_gkd_is_the_js_divergence_with_the_kl_divergences_as_its_ends(beta, logi
     def expected(student, teacher):
         if beta == 0.3:
             return oracle(js_divergence, student, teacher, 2.5, beta).mean()
-        return oracle(kl_divergence, *((student, teacher) if beta == 0 else (teacher, student)), 2.5).mean()
+        return oracle(forward_kl if beta == 0 else reverse_kl, student, teacher, 2.5).mean()
 
     assert_matches(lambda *a: gkd_loss(*a, beta=beta, temperature=2.5), expected, logits)
 
@@ -86,7 +86,7 @@ def test_reverse_kl_advantages_have_the_gradient_of_the_reverse_kl(logits):
         expected = jax.lax.stop_gradient(jnp.exp(log_probs)) * advantages
         return policy_loss(log_probs, None, expected, mask=jnp.ones((1, V), bool), denominator=1.0).loss
 
-    close(jax.jit(jax.grad(sampled))(student), jax.jit(jax.grad(lambda x: kl_divergence(teacher, x)))(student))
+    close(jax.jit(jax.grad(sampled))(student), jax.jit(jax.grad(lambda x: reverse_kl(x, teacher)))(student))
     assert not jax.jit(jax.grad(lambda x: reverse_kl_advantages(x, teacher).sum()))(student).any()
 
 
@@ -101,8 +101,8 @@ def test_gkd_and_sampled_kl_refuse_what_they_cannot_take(unchecked_types):
 def test_the_js_divergence_tends_to_both_kl_divergences(logits):
     """To 2 %, because what is left out is of the order β log β, and float32 leaves 1e-3 of so small a divergence."""
     student, teacher = (jnp.asarray(0.5 * x, jnp.float32) for x in logits)
-    close(js_divergence(student, teacher, beta=1e-4) / 1e-4, kl_divergence(student, teacher), 2e-2)
-    close(js_divergence(student, teacher, beta=1 - 1e-4) / 1e-4, kl_divergence(teacher, student), 2e-2)
+    close(js_divergence(student, teacher, beta=1e-4) / 1e-4, forward_kl(student, teacher), 2e-2)
+    close(js_divergence(student, teacher, beta=1 - 1e-4) / 1e-4, reverse_kl(student, teacher), 2e-2)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -112,7 +112,7 @@ def test_log_probabilities_do_as_well_as_logits(divergence, logits):
     close(found, divergence(*logits, temperature=2.0))
 
 
-@pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_tokens_that_do_not_count_may_be_anything_and_have_no_gradient(divergence, logits):
     where = np.array([True, False, True, True, False])
     expected = oracle(divergence, *(x[where] for x in logits)).mean()
@@ -126,7 +126,7 @@ def test_tokens_that_do_not_count_may_be_anything_and_have_no_gradient(divergenc
     assert none == 0
 
 
-@pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_equal_distributions_have_no_divergence_and_no_pull(divergence, logits):
     x = jnp.asarray(40 * logits[0], jnp.float32)
     value, gradients = jax.jit(jax.value_and_grad(divergence, (0, 1)))(x, x)
@@ -138,7 +138,8 @@ def test_equal_distributions_have_no_divergence_and_no_pull(divergence, logits):
 def test_impossible_tokens_add_nothing(divergence, logits):
     """A teacher's probability of 0, as top-k sampling or a mask makes it, and one that both call impossible."""
     student, teacher = (x.copy() for x in logits)
-    teacher[:, 3] = student[:, 5] = teacher[:, 5] = -np.inf
+    (student if divergence is reverse_kl else teacher)[:, 3] = -np.inf
+    student[:, 5] = teacher[:, 5] = -np.inf
     possible = np.full((2, N, V), -700.0)  # p = 1e-300 or so in the oracle's float64
     possible = np.maximum([student, teacher], possible)
     arrays = [jnp.asarray(x, jnp.float32) for x in (student, teacher)]
@@ -150,7 +151,7 @@ def test_impossible_tokens_add_nothing(divergence, logits):
 def test_what_the_student_calls_impossible_and_the_teacher_does_not_is_infinitely_far(logits):
     student, teacher = (jnp.asarray(x, jnp.float32) for x in logits)
     student = student.at[0, 3].set(-jnp.inf)
-    assert kl_divergence(student, teacher) == jnp.inf
+    assert forward_kl(student, teacher) == jnp.inf and reverse_kl(teacher, student) == jnp.inf
     assert js_divergence(student, teacher) < np.log(2)
 
 
@@ -164,20 +165,33 @@ def test_far_logits_stay_finite(divergence):
 
 def test_the_cosine_is_safe_for_zeros_and_far_vectors():
     far, zero = jnp.asarray([[3e30, 4e30]]), jnp.zeros((1, 2))
-    close(cosine_distance(far, jnp.asarray([[1e-30, 0.0]])), 0.4)
-    value, gradients = jax.jit(jax.value_and_grad(cosine_distance, (0, 1)))(zero, far)
+    close(cosine_distance(far, jnp.asarray([[1e-30, 0.0]])), [0.4])
+    value, gradients = jax.jit(jax.value_and_grad(lambda *x: cosine_distance(*x).sum(), (0, 1)))(zero, far)
     assert value == 1 and not any(g.any() for g in gradients)
+
+
+def test_a_row_of_nan_is_nan_in_every_divergence(logits):
+    student, teacher = (jnp.asarray(x, jnp.float32) for x in logits)
+    for divergence in (*DIVERGENCES, gkd_loss, lambda x, y, reduction: cosine_distance(x, y)):
+        for arrays in ((student.at[1].set(jnp.nan), teacher), (student, teacher.at[1].set(jnp.nan))):
+            assert np.flatnonzero(np.isnan(divergence(*arrays, reduction="none"))).tolist() == [1]
+    shares = jax.nn.softmax(teacher)
+    for arrays in ((student.at[1, 0].set(jnp.nan), shares.at[1, 0].set(0.0)), (student, shares.at[1, 0].set(jnp.nan))):
+        assert np.flatnonzero(np.isnan(kl_divergence(*arrays))).tolist() == [1]
 
 
 def test_half_precision_is_computed_in_float32(logits):
     half = [jnp.asarray(x, jnp.bfloat16) for x in logits]
     exact = [x.astype(jnp.float32) for x in half]
-    for divergence in (*DIVERGENCES, cosine_distance):
+    for divergence in DIVERGENCES:
         assert divergence(*half).dtype == jnp.float32
         np.testing.assert_array_equal(divergence(*half), divergence(*exact))
+    found, expected = cosine_distance(*half), cosine_distance(*exact)
+    assert found.dtype == jnp.bfloat16  # a drop-in has the dtype of its arguments, rounded once
+    np.testing.assert_array_equal(found, expected.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_wrong_arguments_are_refused(divergence, unchecked_types):
     x = jnp.ones((2, 3))
     name = divergence.__name__
@@ -199,5 +213,5 @@ def test_temperature_and_beta_keep_their_laws(unchecked_types):
         with pytest.raises(ValueError, match="temperature=0.0 must be a finite number > 0"):
             divergence(x, x, temperature=0.0)
     for beta in (0, 1.0):
-        with pytest.raises(ValueError, match=rf"beta={beta} must be in \(0, 1\); the limits 0 and 1 are kl_divergence"):
+        with pytest.raises(ValueError, match=rf"beta={beta} must be in \(0, 1\); the limits 0 and 1 are forward_kl"):
             js_divergence(x, x, beta=beta)
