@@ -6,10 +6,10 @@ answer stands where the template prints its message, behind the prompt.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
-from liger_jax.commands import _jinja
+from liger_jax.commands import _jinja, _left_out
 from liger_jax.commands._budget import OverBudget
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._messages import IS_TRAINED, REASONING, is_trained
@@ -46,6 +46,24 @@ class Notes:
         return found
 
 
+class Rendered(NamedTuple):
+    """A conversation as a template prints it.
+
+    Attributes:
+        text: the text.
+        spans: where each answer that is trained on begins and ends; none of a prompt.
+        behind: what the template prints behind the last of these answers, up to the span's end.
+        own_words: what the template itself prints within these answers, as between thoughts and a content.
+        missing: what the template leaves out beside answers, as `_left_out.of` says it.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    behind: str
+    own_words: Set[str]
+    missing: list[str]
+
+
 class ChatTemplate:
     """A chat template in Jinja's sandbox, with what Hugging Face's templates expect there.
 
@@ -61,7 +79,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        self._environment = _jinja.Environment()
+        self._environment, self._source = _jinja.Environment(), source
         try:
             self._template, self._has_marks = self._environment.template(source)
         except Exception as error:  # a template becomes Python, which has limits of its own
@@ -69,9 +87,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.notes = Notes()
 
-    def render(
-        self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None) -> Rendered:
         """The text of a conversation, and where in it the assistant speaks.
 
         Args:
@@ -81,8 +97,8 @@ class ChatTemplate:
             values: more variables of the template.
 
         Returns:
-            The text, and where each answer begins and ends. An answer includes the mark that ends it, and no space
-            after the mark.
+            The text, where each answer begins and ends, and what is missing. An answer includes the mark that ends it,
+            and no space after the mark.
 
         Raises:
             UserError: the template refuses the messages, or nothing proves which words are the assistant's.
@@ -91,7 +107,8 @@ class ChatTemplate:
         failed: UserError | None = None
         for form, is_parsed in _forms(messages):
             try:
-                text, spans = self._rendered(form, {"tools": tools, **(values or {})})
+                layout, spans = self._rendered(form, {"tools": tools, **(values or {})})
+                missing = self._missing(layout, form, {"tools": tools, **(values or {})})
             except UserError as error:
                 failed = failed or error
                 continue
@@ -99,10 +116,12 @@ class ChatTemplate:
                 raise UserError(f"The chat template {error} for one conversation. Pass a model with another.") from None
             self.notes.parsed |= self._environment.parsed or is_parsed
             self.notes.endless |= any(not span.has_end for span in spans)
-            return text, [(span.begin, span.end) for span in spans]
+            places = [(span.begin, span.end) for span in spans]
+            behind = layout.text[layout.end_of_words(spans[-1]) : spans[-1].end] if spans else ""
+            return Rendered(layout.text, places, behind, layout.own_words(spans), missing)
         raise failed or UserError("The conversation has no messages.")
 
-    def prompt(self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None) -> str:
+    def prompt(self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None) -> Rendered:
         """The text of a conversation up to the words that the assistant is to say.
 
         Args:
@@ -111,27 +130,35 @@ class ChatTemplate:
             values: as in `render`.
 
         Returns:
-            The text, with what the template adds for an answer.
+            The text, with what the template adds for an answer, and what is missing.
 
         Raises:
             UserError: the template refuses the messages.
         """
         self._environment.clock.start()
         try:
-            return Layout(self._text(messages, {"tools": tools, **(values or {})}, prompt=True)).text
+            given = {"tools": tools, **(values or {})}
+            layout = Layout(self._text(messages, given, prompt=True))
+            return Rendered(layout.text, [], "", set(), self._missing(layout, messages, given, prompt=True))
         except OverBudget as error:
             raise UserError(f"The chat template {error} for one conversation. Pass a model with another.") from None
 
-    def _rendered(self, messages: Sequence[Any], values: Mapping[str, Any]) -> tuple[str, list[Span]]:
+    def _missing(
+        self, layout: Layout, messages: Sequence[Any], values: Mapping[str, Any], prompt: bool = False
+    ) -> list[str]:
+        without_tools = lambda: str.__str__(self._text(messages, {**values, "tools": None}, prompt))
+        return list(_left_out.of(self._source, layout, messages, values, without_tools))
+
+    def _rendered(self, messages: Sequence[Any], values: Mapping[str, Any]) -> tuple[Layout, list[Span]]:
         layout = Layout(self._text(messages, values))
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         trained = [i for i in answers if is_trained(messages[i])]
         for i in trained:
             layout.check_printed(i, messages[i])
         if self._has_marks:
-            return layout.text, _marked(layout, len(messages), set(answers), set(trained))
+            return layout, _marked(layout, len(messages), set(answers), set(trained))
         prompts = Prompts(lambda some, prompt=False: Layout(self._text(some, values, prompt)), messages)
-        return layout.text, [span for i in trained for span in layout.answer(i, i + 1 == len(messages), prompts)]
+        return layout, [layout.answer(i, i + 1 == len(messages), prompts) for i in trained]
 
     def _text(self, messages: Sequence[Any], values: Mapping[str, Any], prompt: bool = False) -> str:
         given = {"documents": None, **self._special_tokens, **values}

@@ -4,7 +4,7 @@ Two windows give the same tokens where they overlap, but for the places near the
 the middle of the overlap, around which both agree.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from liger_jax.commands._errors import UserError
@@ -41,12 +41,15 @@ def encoded(read: Callable[[int], str], encode: Callable[[str], Any]) -> Iterato
     yield found.ids[skipped:]
 
 
-def with_added(read: Callable[[int], str], tokenizer: Any) -> Iterator[list[int]]:
+def with_added(
+    read: Callable[[int], str], tokenizer: Any, repeat: Callable[[str, Sequence[int]], None]
+) -> Iterator[list[int]]:
     """The tokens of a long text with the special ones that the tokenizer adds around every text.
 
     Args:
         read: returns so many next characters of the text, and fewer at its end.
         tokenizer: of the package `tokenizers`.
+        repeat: called with "begin" or "end" where the text does so with the same tokens, which then are there once.
 
     Yields:
         Token ids, which together are those of the whole text.
@@ -61,9 +64,19 @@ def with_added(read: Callable[[int], str], tokenizer: Any) -> Iterator[list[int]
 
     some = tokenizer.encode("a")
     own = [i for i, is_added in enumerate(some.special_tokens_mask) if not is_added]
-    yield some.ids[: own[0]] if own else []
-    yield from encoded(read, encode)
-    yield some.ids[own[-1] + 1 :] if own else []
+    before, after = (some.ids[: own[0]], some.ids[own[-1] + 1 :]) if own else ([], [])
+    last: list[int] = []
+    for number, part in enumerate(encoded(read, encode)):
+        if number == 0 and before and part[: len(before)] == before:
+            repeat("begin", before)
+        elif number == 0:
+            yield before
+        last = [*last, *part][-len(after) :] if after else []
+        yield part
+    if after and last == after:
+        repeat("end", after)
+    else:
+        yield after
 
 
 def _joint(found: Any, begin: int, following: Any) -> int:

@@ -170,7 +170,7 @@ def prepared(settings: Any, encoder: Tokenizer, place: Path, parts: Mapping[str,
         if len(lines) == before:
             raise UserError(f"--data={part.name} has no line.")
         counts.append((part.name, part.weight, len(lines) - before))
-    for line in encoder.roles.sentences():
+    for line in encoder.told().values():
         print(line)
     return PromptRows(lines, settings.batch, settings.group, settings.seed, counts)
 

@@ -25,14 +25,14 @@ class UnknownRoles:
             if f"'{role}'" not in template and f'"{role}"' not in template:
                 self._places.setdefault(role, {})[document.where] = None
 
-    def sentences(self) -> list[str]:
+    def told(self) -> dict[str, str]:
         """What is to be said of them, and forgets them.
 
         Returns:
             A sentence for each role.
         """
         found, self._places = self._places, {}
-        return [_sentence(role, list(places)) for role, places in found.items()]
+        return {f"role {role}": _sentence(role, list(places)) for role, places in found.items()}
 
 
 def _sentence(role: str, places: list[str]) -> str:

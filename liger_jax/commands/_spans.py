@@ -8,7 +8,7 @@ by `add_generation_prompt`. White space after the mark that ends an answer does 
 import bisect
 import os.path
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from liger_jax.commands._errors import UserError
@@ -50,6 +50,11 @@ class Run(NamedTuple):
     end: int
     origin: Origin | None
     at: int
+
+    @property
+    def is_content(self) -> bool:
+        """Whether they are from a message's content."""
+        return "content" in _fields(self.origin)
 
     def is_spoken_by(self, message: int) -> bool:
         """Whether they are a message's own words, and not its role or another small field."""
@@ -140,7 +145,7 @@ class Layout:
                     f"that nobody knows which words are the assistant's. {MARK_IT}"
                 )
 
-    def answer(self, i: int, is_last: bool, prompts: Prompts) -> list[Span]:
+    def answer(self, i: int, is_last: bool, prompts: Prompts) -> Span:
         """Where message i, which is an answer, stands.
 
         Args:
@@ -149,7 +154,8 @@ class Layout:
             prompts: what the template prints before answers.
 
         Returns:
-            One stretch, and a second one for the mark that ends the text after the last answer only.
+            The stretch. With a mark that ends the text after the last answer only, it has the white space before that
+            mark, too: nothing but the model writes it.
 
         Raises:
             UserError: nothing proves which words are the answer.
@@ -170,13 +176,10 @@ class Layout:
         self.check_alone(begin, limit, {i})
         own_end = self.runs[own[-1]].end
         end = max(begin + len(self.text[begin:limit].rstrip()), own_end)
-        spans = [Span(begin, end, i, end > own_end)]
         rest = self.text[limit:] if is_last else ""
         if rest.strip() and prompts.end().rstrip().endswith(rest.strip()):
-            begin = limit + len(rest) - len(rest.lstrip())
-            spans.append(Span(begin, begin + len(rest.strip()), i, True))
-            spans[0] = spans[0]._replace(has_end=True)
-        return spans
+            return Span(begin, len(self.text.rstrip()), i, True)
+        return Span(begin, end, i, end > own_end)
 
     def _lead(self, first: int) -> str:
         """What the template printed at a message before its own words; `first` is the first run there."""
@@ -184,6 +187,30 @@ class Layout:
         while last < len(self.runs) and self.runs[last].at == at != NOBODY and not self.runs[last].is_spoken_by(at):
             last += 1
         return "".join(self.text[run.begin : run.end] for run in self.runs[first:last])
+
+    def own_words(self, spans: Sequence[Span]) -> set[str]:
+        """The template's own words within answers, such as those between thoughts and a content; not those at the end.
+
+        Args:
+            spans: the answers.
+
+        Returns:
+            Texts.
+        """
+        found = set()
+        for span in spans:
+            last = self.end_of_words(span)
+            found |= {
+                self.text[max(span.begin, run.begin) : min(last, run.end)]
+                for run in self.between(span.begin, last)
+                if run.origin is None
+            }
+        return found
+
+    def end_of_words(self, span: Span) -> int:
+        """Where the message's own words end in an answer."""
+        own = (run.end for run in self.between(span.begin, span.end) if run.is_spoken_by(span.message))
+        return min(span.end, max(own, default=span.begin))
 
     def lead_of(self, i: int) -> str | None:
         """What the template printed at message i before its own words, or `None` if it printed none in a loop."""

@@ -27,7 +27,6 @@ from liger_jax.training.waiting import telling
 _ADAPTER_CONFIG = "adapter_config.json"
 _LEAST_SLOTS = 64  # of a prompt; from there on each program takes prompts of up to twice as many tokens
 _UNFINISHED = "\ufffd"  # stands for a character of which not all tokens are there
-_TOLD = Document("", messages=[{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}])
 
 
 class Speaker:
@@ -45,6 +44,7 @@ class Speaker:
 
     def __init__(self, options: Generation):
         self._options, self._texts = options, 0
+        self._told: set[str] = set()  # what was said of earlier turns
         with user_errors():
             found = _result(options.model)
             adapters = found if isinstance(found, Source) and _has(found, _ADAPTER_CONFIG) else None
@@ -65,7 +65,7 @@ class Speaker:
         self.tokenizer = Tokenizer(files, self._model.config.vocab_size, stops)
 
     def check_template(self) -> None:
-        """Looks for a chat template, and learns from it what ends an answer.
+        """Looks for a chat template.
 
         Raises:
             UserError: there is none.
@@ -75,9 +75,6 @@ class Speaker:
                 f"The tokenizer of {self._options.model} has no chat template, so that nothing says how a conversation "
                 "is written. liger-jax generate goes on with texts."
             )
-        # If it takes no such conversation, or nothing proves what ends its answers, the model's own stops are all.
-        with contextlib.suppress(UserError), contextlib.redirect_stdout(sys.stderr):
-            self.tokenizer.pieces([_TOLD], 2**30)
 
     def say(self, document: Document) -> Iterator[str]:
         """Goes on with a text or a conversation.
@@ -92,8 +89,10 @@ class Speaker:
             UserError: the text is too long for the model, or `Tokenizer.prompt` refuses it.
         """
         prompt = self.tokenizer.prompt(document)
-        for line in self.tokenizer.roles.sentences():
-            print(line, file=sys.stderr)
+        told = self.tokenizer.told()
+        for about in told.keys() - self._told:
+            print(told[about], file=sys.stderr)
+        self._told |= told.keys()
         longest, asked = self._model.config.longest_sequence, self._options.max_new_tokens
         new = min(MOST_NEW_TOKENS, longest - len(prompt)) if asked is None else asked
         if new < 1 or len(prompt) + new > longest:

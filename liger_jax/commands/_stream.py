@@ -54,6 +54,7 @@ class Stream:
         self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
         self._done: dict[int, Rows] = {}
         self._pieces: Iterator[tuple[Place, Piece]] = iter(())
+        self._told: set[str] = set()  # what was said already: each batch of documents would repeat it
         self._next = -1  # the step that `_pieces` has come to
 
     def rows_of(self, step: int) -> Rows:
@@ -124,8 +125,10 @@ class Stream:
             self._encoder.left_out.clear()
             for piece in self._encoder.encoded(full, settings.length):
                 pieces.setdefault(id(piece.document), []).append(piece)
-            for line in self._encoder.roles.sentences():
-                print(line)
+            told = self._encoder.told()
+            for about in told.keys() - self._told:
+                print(told[about])
+            self._told |= told.keys()
             for document in some:
                 yield row, pieces.get(id(document), [])
                 row += 1

@@ -28,7 +28,7 @@ from liger_jax.training.waiting import telling
 FOLDER = "tokens"
 NEW = ".new"
 META = "meta.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Tokens:
@@ -121,9 +121,9 @@ class Tokens:
         return self.meta["kind"]
 
     @property
-    def stops(self) -> list[int]:
-        """The tokens that end a text or an answer."""
-        return self.meta["stops"]
+    def marks(self) -> dict[str, list[int]]:
+        """Which tokens end answers and which stand in them, as `Tokenizer.marks` has them."""
+        return self.meta["marks"]
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:
@@ -203,7 +203,7 @@ def write(
                 for batch in batches(read(part)):
                     writer.add(batch, tokenizer.encoded(batch, length, refused), refused, tokenizer.left_out)
                 writer.end_part()
-        meta = writer.meta() | {"format": _FORMAT, "key": key, "stops": tokenizer.stops}
+        meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks}
         meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments, "kind": tokenizer.kind}
         write_json(folder / META, meta | {"notes": tokenizer.notes(length)})
     except OSError as error:

@@ -4,20 +4,20 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 
-from liger_jax.commands import _chat_templates, _files, _long_text
+from liger_jax.commands import _added_tokens, _chat_templates, _files, _long_text
+from liger_jax.commands._conversations import Conversations
 from liger_jax.commands._document import Document
-from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
+from liger_jax.commands._errors import UserError, refusals_kept
 from liger_jax.commands._normalizer import check_growth
 from liger_jax.commands._pieces import Piece as Piece
 from liger_jax.commands._pieces import completed, errors_at, failures, no_place, nothing_to_train_on, places
-from liger_jax.commands._roles import UnknownRoles
 from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face.checkpoint import TEMPLATES
 from liger_jax.models.hugging_face.source import Source, find
@@ -54,23 +54,26 @@ class Tokenizer:
         if wrong := [stop for stop in stops if not 0 <= stop <= MOST]:
             raise UserError(f"{folder}: eos_token_id names {short(wrong[0])}, which is no token. Mend its config.")
         check_growth(folder / FILE, content)
+        self._folder, self._files, self._vocab_size = folder, files, vocab_size
+        self._config = _added_tokens.merged(self._json(_added_tokens.CONFIG), self._json(_added_tokens.MAP))
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            _added_tokens.add(self._tokenizer, folder, self._config, self._json(_added_tokens.ADDED))
+        except UserError:
+            raise
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # tokenizers raises nothing narrower, and its panics are no Exceptions
             raise UserError(f"{folder / FILE} cannot be read: {str(error)[:_MOST_SAID]}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._folder, self._files, self._vocab_size = folder, files, vocab_size
-        self._config = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
         self._special = _chat_templates.special_tokens(self._config)
         eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
-        self.stops = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
-        self._templates: dict[str, Any] = {}  # those that were used, by their text
+        self._stops = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
+        self._conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
         self.left_out: dict[str, str] = {}  # what documents without a piece have instead, where there is a word for it
-        self.roles = UnknownRoles()  # of conversations that were encoded
+        self._repeated: dict[tuple[str, str], int] = {}  # texts that "begin" or "end" with what the tokenizer adds
         self._has_joined = False  # whether a prompt that is a text was joined to its answer
         self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
 
@@ -104,8 +107,8 @@ class Tokenizer:
         """Encodes some documents of many, and cuts them to the length of a row.
 
         A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
-        and so is a prompt with its completion, and what is longer is dropped. A token that ends an answer is added to
-        `stops`.
+        and so is a prompt with its completion, and what is longer is dropped. A token that ends a last answer is added
+        to `stops`.
 
         Args:
             documents: texts and conversations.
@@ -153,8 +156,7 @@ class Tokenizer:
         Returns:
             Sentences.
         """
-        found = [note for template in self._templates.values() for note in template.notes.sentences()]
-        found += self.roles.sentences()
+        found = [*self._conversations.notes(), *self.told().values()]
         for kind, cut in self._cut.items():
             if cut:
                 found.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
@@ -165,6 +167,34 @@ class Tokenizer:
                     'template; for a chat, write a prompt as [{"role": "user", "content": …}]'
                 )
         return list(dict.fromkeys(found))
+
+    def told(self) -> dict[str, str]:
+        """What is to be said of texts and messages that were encoded since it was said last.
+
+        Returns:
+            Sentences by what they are about.
+        """
+        repeated, self._repeated = self._repeated, {}
+        found = self._conversations.told()
+        for (verb, tokens), number in repeated.items():
+            texts = f"1 text {verb}s" if number == 1 else f"{number:,} texts {verb}"
+            found[f"{verb} {tokens}"] = f"{texts} with {tokens!r}, which the tokenizer adds as well: it is there once"
+        return found
+
+    @property
+    def stops(self) -> list[int]:
+        """The tokens that end a text, by the checkpoint and by what ends the last answers of conversations."""
+        return [*self._stops, *(stop for stop in self._conversations.stops if stop not in self._stops)]
+
+    @property
+    def marks(self) -> dict[str, list[int]]:
+        """Which tokens end answers and which stand in them, by name: what `add_marks` takes."""
+        return {name: sorted(tokens) for name, tokens in self._conversations.marks.items()}
+
+    def add_marks(self, marks: Mapping[str, Sequence[int]]) -> None:
+        """Adds what `marks` was when other conversations had been encoded."""
+        for name, tokens in marks.items():
+            self._conversations.marks[name] |= {*tokens}
 
     def identity(self) -> dict[str, Any]:
         """What the tokens of a text depend on, apart from the text."""
@@ -195,19 +225,11 @@ class Tokenizer:
             UserError: there are no tokens, one is not in the model's vocabulary, there is no chat template, or it
                 fails.
         """
-        if (messages := document.messages) is None:
-            text = document.text
-        else:
-            with needed_packages():
-                from liger_jax.commands._chat import ChatTemplate
-            source = _chat_templates.chosen(self._chat_templates(), document.tools, self._folder)
-            template = ChatTemplate(source, self._special)
-            text = template.prompt(messages, document.tools, document.values)
-            self.roles.look(document, source)
+        is_text = document.messages is None
+        text = document.text if is_text else self._conversations.prompt(document)
         with failures():
-            ids = self._tokenizer.encode(text, add_special_tokens=messages is None).ids
-        if messages is None and ids[-1:] == [self._eos] and not text.endswith(self._special.get("eos_token", "\0")):
-            ids = ids[:-1]  # some tokenizers end each text
+            encoded = self._tokenizer.encode(text, add_special_tokens=is_text)
+        ids = encoded.ids[self._once(encoded, to_go_on=is_text)]
         if not ids:
             raise UserError(f"{document.where} has no tokens, and a model goes on behind at least one.")
         return self._checked(ids, document)
@@ -227,7 +249,7 @@ class Tokenizer:
         for document, encoded in zip(documents, encodings, strict=True):
             if encoded is None:
                 continue
-            ids = encoded.ids
+            ids = encoded.ids[self._once(encoded)]
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids = [*ids, self._eos]
             with refusals_kept(refused, document.where):
@@ -246,7 +268,8 @@ class Tokenizer:
         for document, encoded in zip(documents, encodings, strict=True):
             if encoded is None:
                 continue
-            ids, is_scored = encoded.ids, completed(np.array(encoded.offsets), len(document.prompt or ""))
+            once = self._once(encoded)
+            ids, is_scored = encoded.ids[once], completed(np.array(encoded.offsets[once]), len(document.prompt or ""))
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids, is_scored = [*ids, self._eos], np.append(is_scored, is_scored.any())
             with refusals_kept(refused, document.where):
@@ -257,7 +280,8 @@ class Tokenizer:
         ids, begin, path = [], 0, document.path or Path()
         with refusals_kept(refused, document.where), _files.opened(path) as file, errors_at(document.where):
             ends = [] if self._eos is None else [self._eos]
-            for some in itertools.chain(_long_text.with_added(_files.checked(path, file), self._tokenizer), [None]):
+            parts = _long_text.with_added(_files.checked(path, file), self._tokenizer, self._repeat)
+            for some in itertools.chain(parts, [None]):
                 is_end = some is None
                 ids += (ends if ids[-1:] != ends else []) if some is None else some
                 while len(ids) > length or is_end and ids:  # the last token stays: the end may have to follow it
@@ -268,21 +292,20 @@ class Tokenizer:
     def _chats(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
         rendered = self._rendered(documents, refused)
         encode = lambda texts: self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        encodings = self._encoded([d for d, _, _ in rendered], [text for _, text, _ in rendered], encode, refused)
-        pieces, stops = [], set()
-        for (document, text, spans), encoded in zip(rendered, encodings, strict=True):
+        encodings = self._encoded([d for d, _ in rendered], [found.text for _, found in rendered], encode, refused)
+        pieces = []
+        for (document, found), encoded in zip(rendered, encodings, strict=True):
             if encoded is None:
                 continue
             with refusals_kept(refused, document.where):
                 is_answer = np.zeros(len(encoded.ids), bool)
-                for span in spans:
-                    answer = places(np.array(encoded.offsets), text, span)
+                ends = []
+                for span in found.spans:
+                    answer = places(np.array(encoded.offsets), found.text, span)
                     is_answer[answer] = True
-                    stops.update(encoded.ids[i] for i in answer[-1:])
+                    ends += [encoded.ids[i] for i in answer[-1:]]
+                self._conversations.look_at_ends(document.messages or [], found, ends)
                 pieces.append(self._one(document, encoded.ids, is_answer, length, "conversations"))
-        added = self._tokenizer.get_added_tokens_decoder()
-        special = {stop for stop in stops if stop in added and added[stop].special}
-        self.stops += sorted(special - set(self.stops))
         return pieces
 
     def _one(self, document: Document, ids: list[int], is_scored: np.ndarray, length: int, kind: str) -> Piece:
@@ -296,22 +319,37 @@ class Tokenizer:
             self.left_out[document.where] = no_place(length)
         return piece
 
-    def _rendered(
-        self, documents: list[Document], refused: dict[str, UserError] | None
-    ) -> list[tuple[Document, str, list[tuple[int, int]]]]:
-        """Conversations, their texts, and where the assistant speaks."""
-        sources, rendered = self._chat_templates(), []
-        with needed_packages():
-            from liger_jax.commands._chat import ChatTemplate
+    def _rendered(self, documents: list[Document], refused: dict[str, UserError] | None) -> list[tuple[Document, Any]]:
+        """Conversations, and each as its chat template prints it."""
+        rendered = []
         for document in documents:
             with refusals_kept(refused, document.where), errors_at(document.where):
-                source = _chat_templates.chosen(sources, document.tools, self._folder)
-                if source not in self._templates:
-                    self._templates[source] = ChatTemplate(source, self._special)
-                found = self._templates[source].render(document.messages or [], document.tools, document.values)
-                rendered.append((document, *found))
-                self.roles.look(document, source)
+                rendered.append((document, self._conversations.rendered(document)))
         return rendered
+
+    def _once(self, encoded: Any, to_go_on: bool = False) -> slice:
+        """The tokens of a text with those that the tokenizer adds, or its own where it begins or ends with the same.
+
+        Without what is added at the end where the text is to go on.
+        """
+        own = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
+        ids, begin, end = encoded.ids, 0, len(encoded.ids)
+        if not own:
+            return slice(begin, end)
+        before, after = own[0], len(ids) - own[-1] - 1
+        if before and ids[before : 2 * before] == ids[:before]:
+            begin = before
+            self._repeat("begin", ids[:before])
+        if after and (to_go_on or ids[own[-1] + 1 - after : own[-1] + 1] == ids[own[-1] + 1 :]):
+            end -= after
+            if not to_go_on:
+                self._repeat("end", ids[own[-1] + 1 :])
+        return slice(begin, end)
+
+    def _repeat(self, verb: str, tokens: Sequence[int]) -> None:
+        """Notes that a text begins or ends with tokens which the tokenizer adds."""
+        about = verb, self.text(tokens)
+        self._repeated[about] = self._repeated.get(about, 0) + 1
 
     def _chat_templates(self) -> dict[str, str]:
         """The chat templates by name, from the places where transformers looks."""

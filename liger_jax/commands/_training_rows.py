@@ -217,7 +217,7 @@ def tokens_of(
         raise _data.no_text([part.name for part in parts], flag)
     if not len(found) and not refused:
         raise _nothing_left(found.meta)
-    encoder.stops += [stop for stop in found.stops if stop not in encoder.stops]
+    encoder.add_marks(found.marks)
     for line in (*filter(None, [_data.unread(frozenset(found.meta["unread"]))]), *found.meta["notes"]):
         print(line)
     return found

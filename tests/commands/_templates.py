@@ -165,9 +165,16 @@ def inst(messages: list[dict[str, Any]]) -> Pieces:
         yield f" {message['content'].strip()}</s>" if is_answer else f"[INST] {message['content']} [/INST]", is_answer
 
 
+def ended(pieces: Pieces, end: str, messages: list[dict[str, Any]]) -> Pieces:
+    """Pieces with what ends the text. It is the last answer's, with the white space before it."""
+    *others, (last, _), (space, _) = pieces
+    is_answer = messages[-1]["role"] == "assistant"
+    yield from others
+    yield from [(last + space + end, True)] if is_answer else [(last, False), (space, False), (end, False)]
+
+
 def end_without_prompt(messages: list[dict[str, Any]]) -> Pieces:
-    yield from turns("<|{}|>\n", "<|end|>", "\n")(messages)
-    yield "</s>", messages[-1]["role"] == "assistant"
+    return ended(turns("<|{}|>\n", "<|end|>", "\n")(messages), "</s>", messages)
 
 
 def prompt_thinks(messages: list[dict[str, Any]]) -> Pieces:
@@ -187,8 +194,8 @@ def marks_between(messages: list[dict[str, Any]]) -> Pieces:
 
 
 def end_at_last(messages: list[dict[str, Any]]) -> Pieces:
-    yield from turns("{}:", "", "\n", content=lambda text: f" {text}")(messages)  # the prompt has no space
-    yield "</s>", messages[-1]["role"] == "assistant"
+    # The prompt has no space.
+    return ended(turns("{}:", "", "\n", content=lambda text: f" {text}")(messages), "</s>", messages)
 
 
 def prompt_always(messages: list[dict[str, Any]]) -> Pieces:

@@ -28,7 +28,7 @@ PROMPT = "{% if add_generation_prompt %}[assistant] {% endif %}"
 
 
 def rendered(template, messages, tools=None, **values):
-    text, spans = ChatTemplate(template, SPECIAL).render(messages, tools, values)
+    text, spans, *_ = ChatTemplate(template, SPECIAL).render(messages, tools, values)
     return text, [text[begin:end] for begin, end in spans]
 
 
@@ -63,7 +63,7 @@ def test_answers_and_their_end_marks_are_found_and_nothing_else(name, rng):
     for _ in range(5):
         for messages in conversations(rng, name):
             text, spans = known(pieces(messages))
-            found, places = template.render(messages)
+            found, places, *_ = template.render(messages)
             assert found == text
             assert [text[begin:end] for begin, end in places] == [text[begin:end] for begin, end in spans]
             assert places == spans
@@ -77,7 +77,7 @@ def test_tool_calls_are_answers_and_arguments_as_json_are_objects(arguments, con
     call = CALL | {"function": CALL["function"] | {"arguments": arguments}}
     messages = [USER, {"role": "assistant", "tool_calls": [call], **content}, TOOL, ANSWER]
     template = ChatTemplate(_templates.HEADERS, SPECIAL)
-    text, spans = template.render(messages)
+    text, spans, *_ = template.render(messages)
     told = [USER, {"role": "assistant", "tool_calls": [CALL]}, TOOL, ANSWER]
     assert (text, spans) == known(_templates.headers(told))
     assert template.notes.parsed == isinstance(arguments, str)
@@ -281,7 +281,7 @@ COLLECTED = (
 
 @pytest.mark.parametrize("template", [TURNS, COLLECTED, COLLECTED.replace("+", "~")], ids=["printed", "added", "tilde"])
 def test_two_thousand_turns_are_rendered_in_the_time_of_one_conversation(template):
-    text, spans = rendered(template + PROMPT, [USER, ANSWER] * 1_000)
+    text, spans, *_ = rendered(template + PROMPT, [USER, ANSWER] * 1_000)
     assert spans == ["Yes.<e>"] * 1_000 and text == "[user] red?<e>\n[assistant] Yes.<e>\n" * 1_000
 
 
@@ -289,7 +289,7 @@ def test_characters_that_no_text_has_change_no_span():
     marks = "".join(map(chr, (*range(0xFDD0, 0xFDF0), 0xFFFE, 0xFFFF, 0x1FFFE, 0xE000, 0, 1, 2, 3, 0x10FFFF)))
     for template in (TURNS + PROMPT, COLLECTED):
         messages = [USER | {"content": marks + "red?" + marks}, ANSWER | {"content": marks + "Yes." + marks}]
-        text, spans = rendered(template, messages * 2)
+        text, spans, *_ = rendered(template, messages * 2)
         assert spans == [marks + "Yes." + marks + "<e>"] * 2 and text.count(marks) == 8
 
 

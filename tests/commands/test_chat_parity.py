@@ -65,7 +65,7 @@ def names():
 def answers(name, messages):
     """The text, and the answers' characters other than white space, one after the other without gaps."""
     template = ChatTemplate((FOLDER / f"{name}.jinja").read_text(), SPECIAL)
-    text, spans = template.render(messages, TOOLS if any("tool_calls" in m for m in messages) else None)
+    text, spans, *_ = template.render(messages, TOOLS if any("tool_calls" in m for m in messages) else None)
     places = {at for begin, end in spans for at in range(begin, end)}
     inside = [at in places for at in range(len(text))]
     groups = itertools.groupby(zip(text, inside, strict=True), key=lambda pair: pair[1] or pair[0].isspace())
@@ -103,7 +103,7 @@ def test_texts_are_those_of_transformers(name):
     for messages in CHATS.values():
         tools = TOOLS if any("tool_calls" in m for m in messages) else None
         try:
-            text, _ = ChatTemplate(source, SPECIAL).render(messages, tools)
+            text, _, *_ = ChatTemplate(source, SPECIAL).render(messages, tools)
         except UserError:
             continue
         copy = json.loads(json.dumps(messages))

@@ -400,7 +400,7 @@ MARKED = """{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' -%
     ids=["plain", "a prompt that goes on", "thoughts in the last answer only", "marked in the template"],
 )
 def test_answers_are_found_by_the_template(template, spoken):
-    text, spans = ChatTemplate(template, {}).render(CHAT)
+    text, spans, *_ = ChatTemplate(template, {}).render(CHAT)
     assert [text[begin:end] for begin, end in spans] == spoken
     assert text.count("[assistant] ") == 2 and "\ufdd0" not in text
 

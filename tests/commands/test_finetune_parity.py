@@ -118,7 +118,7 @@ def test_conversations_are_rendered_as_transformers_does(source, tmp_path, templ
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     for line in (source.parent / "chats.jsonl").read_text().splitlines():
         messages = json.loads(line)["messages"]
-        text, spans = ChatTemplate(template, {}).render(messages)
+        text, spans, *_ = ChatTemplate(template, {}).render(messages)
         assert text == tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         if template == GENERATION:
             found = tokenizer.apply_chat_template(

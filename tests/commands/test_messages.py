@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Plain
 
 from liger_jax.commands import _data
+from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
@@ -174,12 +176,114 @@ def test_what_is_to_be_known_of_conversations_is_said_once(folder, tmp_path, cap
     assert told.count("they are parsed") == told.count("trained without a stop") == 1
 
 
-def test_a_stop_is_each_mark_that_ends_an_answer(folder, tmp_path):
-    found = documents(tmp_path, {"messages": [USER, ANSWER, USER, ANSWER]})
-    tokenizer, _, spoken = trained(folder, _templates.END_WITHOUT_PROMPT, found)
-    assert spoken == ["Yes.<|end|>Yes.<|end|></s>"]
+def test_a_stop_is_each_mark_that_ends_a_last_answer(folder, tmp_path):
+    """Thoughts may end with the mark that ends earlier answers, as gpt-oss' do: a model must not stop there."""
     plain = Plain.from_file(str(folder / "tokenizer.json"))
-    assert set(tokenizer.stops) == {plain.token_to_id("<|end|>"), plain.token_to_id("</s>")}
+    named = lambda tokenizer: {plain.id_to_token(stop) for stop in tokenizer.stops}
+    turns = documents(tmp_path, {"messages": [USER, ANSWER, USER, ANSWER]})
+    tokenizer, _, spoken = trained(folder, _templates.END_WITHOUT_PROMPT, turns)
+    assert spoken == ["Yes.<|end|>Yes.<|end|>\n</s>"] and named(tokenizer) == {"<|end|>", "</s>"}
+    other = "{% for m in messages %}[{{ m.role }}] {% if m.thinking %}{{ m.thinking }}<|end|>{% endif %}{{ m.content }}"
+    other += "{{ '<e>' if loop.last else '<|end|>' }}{% endfor %}"
+    thoughts = documents(tmp_path, {"messages": [USER, ANSWER, USER, ANSWER | {"thinking": "hm"}]})
+    for rows, last in ((turns, "Yes.<e>"), (thoughts, "hm<|end|>Yes.<e>")):
+        tokenizer, _, spoken = trained(folder, other, rows)
+        assert spoken == ["Yes.<|end|>" + last] and named(tokenizer) == {"<e>", "</s>"}
+    again = Tokenizer(Source(folder), 300, [])  # as a start that finds its tokens in files
+    again.add_marks(tokenizer.marks)
+    assert again.stops == tokenizer.stops
+
+
+def test_whoever_samples_stops_at_what_ends_an_answer(folder):
+    plain = Plain.from_file(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TURNS, "eos_token": "</s>"}))
+    tokenizer = Tokenizer(Source(folder), 300, [])
+    tokenizer.prompt(Document("here", "red?"))
+    assert tokenizer.stops == [plain.token_to_id("</s>")]
+    tokenizer.prompt(Document("here", messages=[USER]))
+    assert set(tokenizer.stops) == {plain.token_to_id(each) for each in ("<e>", "</s>")}
+
+
+def test_what_a_template_leaves_out_is_said_once_with_its_rows(folder, tmp_path, capsys):
+    users = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
+    users += "[{{ m.role }}] {{ m.content }}<e>{% endif %}"
+    system, result = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "sunny"}
+    rows = [{"messages": [system, USER, ANSWER]}, {"messages": [USER, ANSWER], "system": "Be brief."}]
+    rows += [{"messages": [USER, ANSWER, result, ANSWER], "tools": TOOLS}]
+    rows += [{"messages": [USER, ANSWER | {"reasoning_content": "hm"}], "chat_template_kwargs": {"think": True}}]
+    found = documents(tmp_path, *rows)
+    expected = [
+        "prints no system message, in 2 rows", "prints no tool result, in 1 row", "prints no tools, in 1 row",
+        "prints no reasoning, in 1 row", "reads no variable 'think', in 1 row",
+    ]  # fmt: skip
+    capsys.readouterr()
+    tokenizer, *_ = trained(folder, users + "{% endfor %}", found)
+    assert capsys.readouterr().out.splitlines() == [f"the chat template {each}" for each in expected]
+    assert tokenizer.told() == {}
+    tokenizer.prompt(Document("here", messages=[system, USER], tools=TOOLS))
+    assert {*tokenizer.told()} == {"prints no system message", "prints no tools"}
+    everything = "{{ think }}{{ (tools or [{}])[0] | tojson }}{% for m in messages %}{{ m.reasoning_content }}"
+    trained(folder, everything + "[{{ m.role }}] {{ m.content | upper }}<e>{% endfor %}", found)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_tokenizer_adds_is_there_once(folder, tmp_path):
+    """Texts that hold the beginning already, as a rendered conversation does, in every format; long ones as well."""
+    own, plain = tmp_path / "own", Plain.from_file(str(folder / "tokenizer.json"))
+    own.mkdir()
+    begin, end = (plain.token_to_id(each) for each in ("<e>", "</s>"))
+    special = [("<e>", begin), ("</s>", end)]
+    plain.post_processor = processors.TemplateProcessing(single="<e> $A </s>", special_tokens=special)
+    plain.save(str(own / "tokenizer.json"))
+    (own / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    tokenizer = Tokenizer(Source(own), 300, [])
+    (tmp_path / "long.txt").write_text("<e>ab</s>")
+    rows = [{"text": "<e>ab</s>"}, {"text": "ab"}, {"prompt": "<e>a", "completion": "b</s>"}]
+    pieces = tokenizer.encoded([*documents(tmp_path, *rows), Document("long", path=tmp_path / "long.txt")], 50)
+    for piece, is_scored in zip(pieces, ([1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1]), strict=True):
+        assert piece.tokens.tolist() == [begin, *plain.encode("ab", add_special_tokens=False).ids, end]
+        assert (piece.labels >= 0).tolist() == list(map(bool, is_scored))
+    for text in ("<e>ab", "ab"):
+        own = plain.encode("ab", add_special_tokens=False).ids
+        assert tokenizer.prompt(Document("here", text)).tolist() == [begin, *own]
+    assert list(tokenizer.told().values()) == [
+        "4 texts begin with '<e>', which the tokenizer adds as well: it is there once",
+        "3 texts end with '</s>', which the tokenizer adds as well: it is there once",
+    ]
+
+
+NUMBERS = {"<|b|>": 260, "<|a|>": 259}
+DECODER = {"259": {"content": "<|a|>", "special": True}, "260": {"content": "<|b|>", "special": False}}
+
+
+@pytest.mark.parametrize(
+    ["files", "ids"],
+    [
+        ({"tokenizer_config.json": {"added_tokens_decoder": DECODER}}, [259, 260]),
+        (
+            {"added_tokens.json": NUMBERS, "special_tokens_map.json": {"eos_token": "<|b|>"}},
+            [259, 260],
+        ),
+        ({"tokenizer_config.json": {"eos_token": "<|b|>", "additional_special_tokens": ["<|a|>"]}}, [260, 259]),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"258": {"content": "<|a|>"}}}}, None),
+        ({"added_tokens.json": {"<|a|>": "259"}}, None),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"259": "<|a|>"}}}, None),
+    ],
+    ids=["listed", "an older file", "special alone", "another number", "no number", "no token"],
+)
+def test_tokens_of_the_files_beside_are_added(folder, tmp_path, files, ids):
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    if ids is None:
+        with pytest.raises(UserError, match=r"<\|a\|>"):
+            Tokenizer(Source(tmp_path), 300, [])
+        return
+    tokenizer = Tokenizer(Source(tmp_path), 300, [])
+    assert [tokenizer.vocabulary[each] for each in ("<|a|>", "<|b|>")] == ids
+    assert tokenizer.prompt(Document("here", "<|a|><|b|>")).tolist() == ids
+    has_eos = "eos_token" in str(files)
+    assert tokenizer.stops == ([tokenizer.vocabulary["<|b|>"]] if has_eos else [])
 
 
 def test_white_space_that_a_token_shares_with_an_answer_is_trained_on(folder, tmp_path):

@@ -1,0 +1,151 @@
+"""A tokenizer's conversations: which chat template prints each, which tokens end answers, and what is to be said."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from liger_jax.commands import _chat_templates
+from liger_jax.commands._document import Document
+from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.commands._left_out import LeftOut
+from liger_jax.commands._messages import is_trained
+from liger_jax.commands._pieces import failures
+from liger_jax.commands._roles import UnknownRoles
+
+_PLAIN = 2 * [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+
+
+class Conversations:
+    """The conversations of a run, or of whoever speaks.
+
+    Args:
+        tokenizer: encodes what templates print.
+        templates: finds the chat templates by name.
+        special_tokens: special tokens by name, for templates.
+        folder: the tokenizer's, for messages.
+
+    Attributes:
+        marks: the added tokens that end conversations' "last" answers and "earlier" ones, those in what a template
+            prints "behind" last answers, and those that it prints "inside" answers, such as after thoughts.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        templates: Callable[[], dict[str, str]],
+        special_tokens: Mapping[str, str],
+        folder: Path,
+    ):
+        self._tokenizer, self._sources, self._special_tokens, self._folder = (
+            tokenizer,
+            templates,
+            special_tokens,
+            folder,
+        )
+        self._templates: dict[str, Any] = {}  # those that were used, by their text
+        self._seen: dict[str, set[str]] = {"behind": set(), "inside": set()}  # texts whose tokens are among the marks
+        self._roles, self._left_out = UnknownRoles(), LeftOut()
+        self.marks: dict[str, set[int]] = {name: set() for name in ("last", "earlier", "behind", "inside")}
+
+    @property
+    def stops(self) -> list[int]:
+        """The tokens that end a text after an answer.
+
+        Each ends a last answer, alone or before another mark: what ends earlier ones only may mean something else. And
+        none stands within answers, at which a model would stop too early.
+        """
+        marks = self.marks
+        return sorted((marks["last"] | marks["earlier"] & marks["behind"]) - marks["inside"])
+
+    def rendered(self, document: Document) -> Any:
+        """The text of a conversation, and where the assistant speaks.
+
+        Args:
+            document: the conversation.
+
+        Returns:
+            A `Rendered`.
+
+        Raises:
+            UserError: there is no chat template, or it fails.
+        """
+        source = _chat_templates.chosen(self._sources(), document.tools, self._folder)
+        found = self._template(source).render(document.messages or [], document.tools, document.values)
+        self._look(document, source, found.missing)
+        return found
+
+    def prompt(self, document: Document) -> str:
+        """The text of a conversation up to the words that the assistant is to say.
+
+        Args:
+            document: the conversation.
+
+        Returns:
+            The text.
+
+        Raises:
+            UserError: there is no chat template, or it fails.
+        """
+        source = _chat_templates.chosen(self._sources(), document.tools, self._folder)
+        found = self._template(source).prompt(document.messages or [], document.tools, document.values)
+        self._look(document, source, found.missing)
+        return found.text
+
+    def look_at_ends(self, messages: Sequence[Any], found: Any, ends: Sequence[int]) -> None:
+        """Notes what ends answers.
+
+        Args:
+            messages: a conversation.
+            found: what `rendered` returned for it.
+            ends: the last token of each answer.
+        """
+        is_last = messages[-1]["role"] == "assistant" and is_trained(messages[-1])
+        earlier, last = (ends[:-1], ends[-1:]) if is_last else (ends, [])
+        self.marks["earlier"] |= self._added & {*earlier}
+        # The answer's own last token ends nothing, unless it is a special one.
+        self.marks["last"] |= (self._added if found.behind.strip() else self._special) & {*last}
+        for name, texts in (("behind", {found.behind} if is_last else set()), ("inside", found.own_words)):
+            for text in texts - self._seen[name]:
+                self._seen[name].add(text)
+                with failures():
+                    ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+                self.marks[name] |= self._added & {*ids}
+
+    def notes(self) -> list[str]:
+        """What is to be said of templates and of how answers end."""
+        return [note for template in self._templates.values() for note in template.notes.sentences()]
+
+    def told(self) -> dict[str, str]:
+        """What is to be said of messages since it was said last: sentences by what they are about."""
+        return self._roles.told() | self._left_out.told()
+
+    @functools.cached_property
+    def _added(self) -> set[int]:
+        """The numbers of added tokens: special ones, and others that stand beside the vocabulary."""
+        return {*self._tokenizer.get_added_tokens_decoder()}
+
+    @functools.cached_property
+    def _special(self) -> set[int]:
+        return {number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def _look(self, document: Document, source: str, missing: list[str]) -> None:
+        self._roles.look(document, source)
+        self._left_out.look(document.where, missing)
+
+    def _template(self, source: str) -> Any:
+        """The template of this text. What ends a plain answer is looked for when it is first used."""
+        if source not in self._templates:
+            with needed_packages():
+                from liger_jax.commands._chat import ChatTemplate
+            self._templates[source] = ChatTemplate(source, self._special_tokens)
+            with contextlib.suppress(UserError):  # it takes no such conversation, or nothing proves what ends an answer
+                plain = ChatTemplate(source, self._special_tokens).render(_PLAIN)
+                with failures():
+                    encode = lambda end: self._tokenizer.encode(plain.text[:end], add_special_tokens=False).ids
+                    ends = [encode(end)[-1] for _, end in plain.spans]
+                self.look_at_ends(_PLAIN, plain, ends)
+        return self._templates[source]
