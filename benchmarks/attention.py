@@ -63,7 +63,7 @@ class Case:
         if self.mean is None:
             return None
         boundaries = np.random.default_rng(SEED).random(self.shape[:2]) < 1 / self.mean
-        return jnp.asarray(np.cumsum(boundaries, axis=1), jnp.int32)
+        return jnp.asarray(1 + np.cumsum(boundaries, axis=1), jnp.int32)
 
     def visible_share(self) -> float:
         """The share of the causal pairs that the mask lets see each other; ids do not come back here."""

@@ -74,8 +74,8 @@ class Row:
             return tokens
         each = self.seq // self.documents
         count = np.arange(self.seq, dtype=np.int32)[None]
-        ids = np.minimum(count // each, self.documents - 1)
-        return dict(input_ids=tokens, labels=tokens, segment_ids=ids, positions=count - ids * each)
+        number = np.minimum(count // each, self.documents - 1)
+        return dict(input_ids=tokens, labels=tokens, segment_ids=1 + number, positions=count - number * each)
 
 
 def timed(row: Row, run: Run, compiled: Compiled, count: int) -> tuple[float, float, float]:

@@ -135,6 +135,7 @@ class CausalLM(Pretrained):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+        token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> CausalLMOutput:
         """Runs the model. With labels it computes the loss, and returns logits only if asked to.
@@ -162,25 +163,29 @@ class CausalLM(Pretrained):
             return_logits: see the table.
             return_metrics: also return accuracy and, for each position, argmax token, largest logit and log-normaliser.
             positions: rotary positions; `None` for 0, 1, 2, …
-            segment_ids: attention and loss stay within equal ids of a packed sequence.
+            segment_ids: attention and loss stay within equal ids of a packed row. Documents count from 1. 0 is padding,
+                which stands behind them and is not scored.
             attention_mask: 0 where a token is padding; no other token sees it, and its id may be any. Labels decide
                 what is scored, not this mask.
+            token_mask: 0 at padding behind the tokens of a row, which see none of it: attention needs no mask. Routers
+                of a mixture count tokens, and not padding, however it is told; nothing else reads this.
             cache: an `init_cache`, or an earlier call's cache. These tokens follow the tokens in it and see them.
                 Windows and default positions then count tokens only. Padding may be on the left or on the right.
 
         Returns:
-            A `CausalLMOutput`; logits are float32.
+            A `CausalLMOutput`; logits are float32. Under jit a row of `segment_ids` or `token_mask` in which a 0 stands
+            before another number, or an id is negative, is NaN.
 
         Raises:
             ValueError: a shape is wrong, two arguments exclude each other, an argument would be ignored, or the loss
-                needs more than `KernelOptions.memory_budget_bytes`.
+                needs more than `KernelOptions.memory_budget_bytes`; and, outside of jit, there is such a row.
             TypeError: ids or labels are not integers, or an argument has a name of transformers that is not ours.
         """
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
         kept = logits_to_keep if cache is None else 0  # the decoder says what is wrong with a cache
         targets = self._targets(labels, shift_labels, segment_ids, kept)
-        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, cache)
+        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask, cache)
         hidden, targets, loss_weights = arguments.keep(logits_to_keep, decoded.hidden, targets, loss_weights)
         if targets is None:
             wanted = dict(return_logits=return_logits is not False, return_metrics=return_metrics)
@@ -205,6 +210,7 @@ class CausalLM(Pretrained):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+        token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """The hidden states after the last norm: what the head makes logits of, for losses of one's own.
 
@@ -213,6 +219,7 @@ class CausalLM(Pretrained):
             positions: as the call takes them.
             segment_ids: as the call takes them.
             attention_mask: as the call takes it.
+            token_mask: as the call takes it.
 
         Returns:
             (B, T, D) in the computation's dtype. With `head` they make the call's logits. An adapter on the head adds
@@ -223,7 +230,7 @@ class CausalLM(Pretrained):
             TypeError: `input_ids` are not integers.
         """
         arguments.check_call(input_ids, None, None, None, None)
-        return self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)[0].hidden
+        return self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask)[0].hidden
 
     @refusing_foreign_names
     @with_auto_axes
@@ -239,6 +246,7 @@ class CausalLM(Pretrained):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+        token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
     ) -> TokenLogProbs:
         """The log-probability of each label, and perhaps each position's entropy, without logits in memory.
 
@@ -255,6 +263,7 @@ class CausalLM(Pretrained):
             positions: as the call takes them.
             segment_ids: as the call takes them.
             attention_mask: as the call takes it.
+            token_mask: as the call takes it.
 
         Returns:
             `TokenLogProbs` of (B, kept) arrays; `log_probs` and `entropy` are differentiable.
@@ -268,7 +277,7 @@ class CausalLM(Pretrained):
         targets = self._targets(labels, shift_labels, segment_ids, logits_to_keep)
         if targets is None:
             raise ValueError("log_probs needs the labels whose probabilities are wanted. Pass labels=input_ids.")
-        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)
+        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask)
         hidden, targets = arguments.keep(logits_to_keep, decoded.hidden, targets)
         return self._loss.log_probs(hidden, head, targets, temperature=temperature, entropy=entropy)
 
@@ -287,6 +296,7 @@ class CausalLM(Pretrained):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+        token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, ""], TokenLosses]:
         """Sums any function of a log-probability over the scored positions, without logits in memory.
 
@@ -306,6 +316,7 @@ class CausalLM(Pretrained):
             positions: as the call takes them.
             segment_ids: as the call takes them.
             attention_mask: as the call takes it.
+            token_mask: as the call takes it.
 
         Returns:
             (loss, `TokenLosses` of (B, kept) arrays).
@@ -334,17 +345,18 @@ class CausalLM(Pretrained):
             positions=positions,
             segment_ids=segment_ids,
             attention_mask=attention_mask,
+            token_mask=token_mask,
         )
 
     @with_auto_axes
     def _token_loss(
         self, input_ids, *, function, constants, per_token, denominator, labels, shift_labels, temperature, entropy,
-        logits_to_keep, positions, segment_ids, attention_mask,
+        logits_to_keep, positions, segment_ids, attention_mask, token_mask,
     ):  # fmt: skip
         arguments.check_call(input_ids, labels, shift_labels, None, None)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
         targets = self._targets(labels, shift_labels, segment_ids, logits_to_keep)
-        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)
+        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask)
         hidden, targets = arguments.keep(logits_to_keep, decoded.hidden, targets)
         per_token = tuple(broadcast_to_tokens("token_loss", per_token, targets.shape))
         options = dict(denominator=denominator, temperature=temperature, entropy=entropy)
@@ -356,12 +368,16 @@ class CausalLM(Pretrained):
             sequence.check_labels(labels, logits_to_keep)
         if labels is not None:
             return shifted_labels(labels, segment_ids)
-        return None if shift_labels is None else as_labels(shift_labels)
+        targets = None if shift_labels is None else as_labels(shift_labels)
+        return targets if targets is None or segment_ids is None else jnp.where(segment_ids != 0, targets, IGNORE_INDEX)
 
-    def _decoded_and_head(self, input_ids, positions, segment_ids, attention_mask, cache=None) -> tuple[Decoded, Any]:
+    def _decoded_and_head(
+        self, input_ids, positions, segment_ids, attention_mask, token_mask, cache=None
+    ) -> tuple[Decoded, Any]:
         """What the decoder makes of the tokens, and the head (V, D)."""
         input_ids, shape = as_labels(input_ids), input_ids.shape
-        arguments.check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
+        masks = dict(segment_ids=segment_ids, attention_mask=attention_mask, token_mask=token_mask)
+        arguments.check_shapes(shape, **masks)
         if cache is not None and segment_ids is not None:
             raise ValueError(
                 "segment_ids is given with a cache, but a row of a cache holds one sequence. Unpack the rows."
@@ -372,13 +388,13 @@ class CausalLM(Pretrained):
             input_ids = jnp.where(
                 attention_mask.astype(bool), input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1)
             )
-        per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
+        per_token = dict(positions=positions, **masks)
         words = None
         if drops(self):
             pieces = None if self.dropout_pieces is None else self.dropout_pieces[...]
             first, sequence = 0 if cache is None else cache.length, self.kernels.mesh_layout.sequence_parts()
-            masks = dict(segment_ids=segment_ids, attention_mask=attention_mask)
-            words = token_words(shape, pieces=pieces, **masks, first=first, sequence=sequence)
+            told = dict(segment_ids=segment_ids, attention_mask=attention_mask)
+            words = token_words(shape, pieces=pieces, **told, first=first, sequence=sequence)
         per_token["dropout_words"] = words
         if cache is None and self.config.tie_word_embeddings:
             inputs_embeds, table = self.model.embed(input_ids)

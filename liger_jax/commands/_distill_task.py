@@ -14,6 +14,7 @@ from liger_jax.commands._distill_settings import DistillSettings
 from liger_jax.commands._stored_top_k import COLUMNS
 from liger_jax.commands._task import Task
 from liger_jax.losses import shifted_labels
+from liger_jax.models.core.experts import without_router_loss
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.quantized import is_quantized
@@ -98,7 +99,7 @@ def _sums(vocab_size: int, graph: Any, settings: DistillSettings, data: Any) -> 
 
     @jax.jit
     def sums(params, frozen, batch):
-        model = nnx.merge(graph, params, frozen)
+        model = without_router_loss(nnx.merge(graph, params, frozen))
         rows = {name: batch[name] for name in ARGUMENTS if name in batch}
         out = model(**rows, loss_normalizer=1.0, return_metrics=True)
         tokens, of_teacher = out.metrics.num_tokens, divergence(model, batch, jnp.float32(1), **options)

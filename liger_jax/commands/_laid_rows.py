@@ -37,7 +37,7 @@ class LaidRows(Mapping[str, Any]):
     """The rows of some pieces, as `pack`, `pad` or `pack_pairs` lays them.
 
     The columns `input_ids`, `labels`, and, where pieces share rows or are read by segments, `segment_ids` and
-    `positions` are a model's arguments.
+    `positions`, else `token_mask`, are a model's arguments.
 
     Args:
         tokens: all pieces, of which so many stand side by side in a row as belong together.
@@ -89,7 +89,8 @@ class LaidRows(Mapping[str, Any]):
         return Column(functools.partial(self.made, name), (self.num_rows, self.length))
 
     def __iter__(self) -> Iterator[str]:
-        yield from ("input_ids", "labels", *(("segment_ids", "positions") if self._shared else ()), *self.beside)
+        of_tokens = ("segment_ids", "positions") if self._shared else ("token_mask",)
+        yield from ("input_ids", "labels", *of_tokens, *self.beside)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -110,7 +111,8 @@ class LaidRows(Mapping[str, Any]):
             for number, place in enumerate(self._order[first : self._ends[row]].tolist(), 1):
                 tokens, labels = self.tokens.arrays(int(self.pieces[place]))
                 size, begin = len(tokens), self._begins[place]
-                values: Any = {"input_ids": tokens, "labels": labels, "segment_ids": number, "pieces": place}
+                values: Any = {"input_ids": tokens, "labels": labels, "segment_ids": number, "token_mask": 1}
+                values["pieces"] = place
                 out[begin : begin + size] = np.arange(size) if name == "positions" else values[name]
         return found
 

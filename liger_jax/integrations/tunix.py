@@ -66,7 +66,7 @@ class TunixModel(nnx.Module):
             cache: None.
             attention_mask: causal and without padding's columns, as tunix's `make_causal_attn_mask` makes it. Logits
                 are NaN for any other mask.
-            segment_ids: attention stays within equal ids.
+            segment_ids: attention stays within equal ids. 0 is padding, also before a row's tokens.
 
         Returns:
             (B, T, V) float32 logits, and None for the cache.
@@ -76,26 +76,35 @@ class TunixModel(nnx.Module):
         """
         if cache is not None:
             raise ValueError("TunixModel: cache must be None. Generate with this library's model.generate.")
-        inputs, is_causal = self.inputs(attention_mask)
-        out = self.model(input_tokens, positions=positions, segment_ids=segment_ids, **inputs)
+        inputs, is_causal = self.inputs(attention_mask, segment_ids)
+        out = self.model(input_tokens, positions=positions, **inputs)
         return jnp.where(is_causal, out.logits, jnp.nan), None
 
     @staticmethod
-    def inputs(attention_mask: jax.Array | None) -> tuple[dict[str, jax.Array], jax.Array | bool]:
-        """The padding that a (B, T, T) mask leaves out.
+    def inputs(
+        attention_mask: jax.Array | None, segment_ids: jax.Array | None = None
+    ) -> tuple[dict[str, jax.Array], jax.Array | bool]:
+        """The padding that a (B, T, T) mask leaves out, and the segments.
 
         Args:
             attention_mask: as the call takes it.
+            segment_ids: as the call takes them.
 
         Returns:
             The arguments of this library's call, and whether the mask is causal: () bool.
         """
-        if attention_mask is None:
-            return {}, True
-        seen = attention_mask != 0
-        is_token = seen[:, -1]
-        causal = jnp.tri(seen.shape[-1], dtype=bool)[None] & is_token[:, None]
-        return {"attention_mask": is_token}, jnp.all(seen == causal)
+        inputs, is_causal = {}, jnp.asarray(True)
+        if attention_mask is not None:
+            seen = attention_mask != 0
+            inputs["attention_mask"] = seen[:, -1]
+            causal = jnp.tri(seen.shape[-1], dtype=bool)[None] & seen[:, -1:]
+            is_causal = jnp.all(seen == causal)
+        if segment_ids is not None:  # padding before a row's tokens is the mask's here
+            is_token = segment_ids != 0
+            is_before = jnp.cumsum(is_token, axis=1) == 0
+            inputs["segment_ids"] = jnp.where(is_before, 1, segment_ids)
+            inputs["attention_mask"] = inputs.get("attention_mask", True) & is_token
+        return inputs, is_causal
 
 
 def hidden_and_head(
@@ -243,7 +252,7 @@ def _given(**arguments: Any) -> dict[str, Any]:
 def _last_log_probs(model, tokens, num_kept: int, temperature: float, entropy: bool, **inputs) -> TokenLogProbs:
     """Log-probabilities of the last tokens, each predicted by the position before it."""
     if isinstance(model, TunixModel):
-        options, is_causal = model.inputs(inputs.pop("attention_mask"))
+        options, is_causal = model.inputs(inputs.pop("attention_mask"), inputs.pop("segment_ids", None))
         kept = tokens.shape[1] - 1 - num_kept + jnp.arange(num_kept)
         options |= dict(labels=tokens, logits_to_keep=kept, temperature=temperature, entropy=entropy)
         found = model.model.log_probs(tokens, **inputs, **options)

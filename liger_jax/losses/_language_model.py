@@ -14,6 +14,7 @@ from liger_jax.ops._loss import as_arrays
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.ops.layout import is_explicit, names, spec_of
 from liger_jax.ops.linear.fused_linear_cross_entropy import named_loss
+from liger_jax.ops.segment_ids import check_segment_ids, is_numbered
 
 _PARAMETERS = inspect.signature(fused_linear_cross_entropy).parameters.values()
 _OPTIONS = {option.name: option.default for option in _PARAMETERS if option.kind is option.KEYWORD_ONLY}
@@ -44,7 +45,8 @@ def causal_lm_loss(
         hidden: (..., T, D) hidden states after the last norm, any float dtype.
         head: (V, D), any float dtype; or (D, V) with `weight_layout="dv"`.
         labels: token ids in [0, V), unshifted; -100 is not scored, nor is the last position of a sequence.
-        segment_ids: ids of packed segments, whose last positions are not scored either.
+        segment_ids: ids of a packed row's documents, whose last positions are not scored either. They count from 1,
+            and are 0 at padding, which stands behind them and is not scored.
         **options: as `fused_linear_cross_entropy` takes them, such as `bias`, `weight_layout`, `logit_softcap`,
             `token_weights`, `reduction`, `return_metrics` and `mode`; `ignore_index` is -100.
 
@@ -53,7 +55,8 @@ def causal_lm_loss(
 
     Raises:
         ValueError: there is no axis of positions, `labels` or `segment_ids` have another shape than the positions,
-            Explicit axes of a mesh split the labels' rows, or an option is refused.
+            Explicit axes of a mesh split the labels' rows, or an option is refused; and, outside of jit, an id is
+            negative, or a 0 stands before another id. Under jit such a row makes the loss NaN.
         TypeError: an option is unknown, or an array of another dtype, or something else is given in its place, such as
             a model's whole output.
 
@@ -107,23 +110,28 @@ def _check_option(name: str) -> None:
 def shifted_labels(
     labels: Integer[ArrayLike, "*B T"], segment_ids: Int[ArrayLike, "*B T"] | None = None
 ) -> Int[Array, "*B T"]:
-    """Moves labels one position to the left, with -100 at the end of each sequence and segment.
+    """Moves labels one position to the left, with -100 at the end of each sequence and segment, and at padding.
 
     Args:
         labels: integer labels, unshifted, in any integer dtype.
-        segment_ids: ids of packed segments.
+        segment_ids: ids of a packed row's documents, which count from 1; 0 is padding, which stands behind them.
 
     Returns:
-        The label that each position is scored against, in at least 32 bits.
+        The label that each position is scored against, in at least 32 bits. Under jit a row in which an id is negative
+        or a 0 stands before another id has −1 everywhere, which makes every loss NaN.
+
+    Raises:
+        ValueError: outside of jit there is such a row.
 
     Example:
-        >>> shifted_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 0, 1, 1]])).tolist()
-        [[6, -100, 8, -100]]
+        >>> shifted_labels(jnp.array([[5, 6, 7, 8, 0, 0]]), jnp.array([[1, 1, 2, 2, 0, 0]])).tolist()
+        [[6, -100, 8, -100, -100, -100]]
     """
     labels, segment_ids = as_arrays(labels, segment_ids)
     shifted = jnp.concatenate([labels[..., 1:], jnp.full_like(labels[..., :1], IGNORE_INDEX)], axis=-1)
     if segment_ids is None:
         return shifted
-    same = segment_ids[..., 1:] == segment_ids[..., :-1]
+    check_segment_ids(segment_ids, "shifted_labels: ")
+    same = (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] != 0)
     same_segment = jnp.concatenate([same, jnp.zeros_like(segment_ids[..., :1], bool)], axis=-1)
-    return jnp.where(same_segment, shifted, IGNORE_INDEX)
+    return jnp.where(is_numbered(segment_ids)[..., None], jnp.where(same_segment, shifted, IGNORE_INDEX), -1)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from liger_jax.ops._checks import check_shape
+from liger_jax.ops.segment_ids import check_segment_ids, numbered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Sequences:
         return jnp.sum(jnp.where(members, ranks, 0), axis=-2)
 
     def fits(self) -> jax.Array:
-        """(..., 1) float32: 1, or NaN for a row with a segment that no place is kept for."""
+        """(..., 1) float32: 1, or NaN for a row with a segment that no place is kept for, or with 0 before an id."""
         assert self.ids is not None
-        is_held = jnp.all((self.ids >= 0) & (self.ids <= self.count), axis=-1, keepdims=True)
-        return jnp.where(is_held, 1.0, jnp.nan).astype(jnp.float32)
+        is_held = jnp.all(self.ids <= self.count, axis=-1, keepdims=True)
+        return jnp.where(is_held, numbered(self.ids), jnp.nan)
 
     def _members(self) -> jax.Array:
         """(..., S, T) bool, which tokens are a segment's. It is fused into the sum over it, and never stored."""
@@ -97,11 +98,10 @@ def sequences_of(op: str, segment_ids: Any, num_segments: Any, shape: tuple[int,
 
 def _check_range(op: str, ids: jax.Array, num_segments: int) -> None:
     """Raises a ValueError where a concrete id has no place. A traced one makes its row's results NaN instead."""
+    check_segment_ids(ids, f"{op}: ")
     if isinstance(ids, Tracer) or not ids.is_fully_addressable or not ids.size:
         return
     values = np.asarray(ids)
-    if values.min() < 0:
-        raise ValueError(f"{op}: segment_ids hold {values.min()}, but must count from 1, and be 0 at empty places.")
     if values.max() > num_segments:
         raise ValueError(
             f"{op}: segment_ids hold {values.max()}, but num_segments={num_segments} keeps a place for segments 1 to "

@@ -16,6 +16,7 @@ from liger_jax.ops import _checks, _explicit, _mesh, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Choice, Implementation, Kernels
 from liger_jax.ops._place import Place, place_of
+from liger_jax.ops.segment_ids import check_segment_ids
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
 from liger_jax.pallas_kernels.attention.formulas import sinks_gradient, with_sinks
 from liger_jax.pallas_kernels.attention.intervals import Segments
@@ -91,8 +92,9 @@ def causal_attention(
         k: (B, T, K, H), keys, of q's dtype.
         v: (B, T, K, H), values, of q's dtype.
         segment_ids: (B, S) integers, and S is T; a position sees only positions with its own id, wherever they stand.
-            For many calls with the same ids, pass `Segments.of(ids)`. `None` for one segment. With `sequence_axis` they
-            are those of the whole rows, in their own order, and S is the length of these.
+            Documents count from 1. 0 is padding, which stands behind them and whose results mean nothing. For many
+            calls with the same ids, pass `Segments.of(ids)`. `None` for one segment. With `sequence_axis` they are
+            those of the whole rows, in their own order, and S is the length of these.
         window: a position sees itself and window − 1 before it; `None` for all before it, as T or more.
         softcap: positive bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
@@ -106,19 +108,19 @@ def causal_attention(
             (TPUs), the last three's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
-        (B, Tq, Q, H) in q.dtype.
+        (B, Tq, Q, H) in q.dtype. Under jit a row in which an id is negative or a 0 stands before another id is NaN.
 
     Raises:
         TypeError: `q`, `k`, `v` or `sinks` is not floating point, or an option is no Python number.
         ValueError: shapes or dtypes do not fit, `window`, `softcap` or `q_offset` is out of range, `implementation` is
-            unknown, or the named one cannot run here.
+            unknown, or the named one cannot run here; and, outside of jit, such a row.
 
     Example:
         >>> import jax.numpy as jnp
         >>> values = jnp.array([[1.0], [3.0], [5.0]]).reshape(1, 3, 1, 1)
         >>> causal_attention(jnp.zeros_like(values), values, values).ravel().tolist()
         [1.0, 2.0, 3.0]
-        >>> causal_attention(jnp.zeros_like(values), values, values, jnp.array([[0, 0, 1]])).ravel().tolist()
+        >>> causal_attention(jnp.zeros_like(values), values, values, jnp.array([[1, 1, 2]])).ravel().tolist()
         [1.0, 2.0, 5.0]
 
     References:
@@ -132,6 +134,8 @@ def causal_attention(
     ids = _checks.as_array(segment_ids) if segments is None else segments.ids
     if ids is not None and jnp.issubdtype(ids.dtype, jnp.floating):
         raise TypeError(f"{_OP}: segment_ids have dtype {ids.dtype}, but must be integers, one for each segment; cast.")
+    if ids is not None:
+        check_segment_ids(ids, f"{_OP}: ")
     options = dict(window=window, softcap=softcap, scale=scale)
     if sequence_axis is not None:
         return _over_sequence_axis(
@@ -153,7 +157,8 @@ def causal_attention(
     if segments is None and ids is not None:
         segments = Segments.of(ids)
     q, k, v, sinks, *fields = _mesh.align_varying(q, k, v, sinks, *(segments or ()))
-    out: Any = _run(choice, q, k, v, sinks, Segments(*fields) if fields else None, offset, options)
+    v, segments = _refusing(v, Segments(*fields) if fields else None)
+    out: Any = _run(choice, q, k, v, sinks, segments, offset, options)
     if not is_part or not isinstance(offset, Tracer):
         return out
     is_inside = (offset >= 0) & (offset <= num_keys - num_queries)
@@ -172,6 +177,20 @@ def _run(choice: Choice, q, k, v, sinks, segments, q_offset, options):
     return choice.kernel("attend", **options).run(q, k, v, segments)  # policies know cuDNN's own call
 
 
+def _refusing(v: jax.Array, segments: Segments | None) -> tuple[jax.Array, Segments | None]:
+    """The values, NaN in rows whose ids are not as they must be, and the segments, which no call has to judge again.
+
+    Every position sees itself, so that all results of such a row are NaN. Values are the smallest array that all see.
+    """
+    if segments is None or segments.is_valid is None:
+        return v, segments
+    known = segments._replace(is_valid=None)
+    is_checked = not isinstance(segments.is_valid, Tracer) and segments.ids.is_fully_addressable
+    if is_checked:  # by `check_segment_ids`
+        return v, known
+    return v * jnp.where(segments.is_valid, 1.0, jnp.nan).astype(v.dtype)[:, None, None, None], known
+
+
 def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **options: Any):
     """Attention of this device's chunks of each row to the keys and values of all devices."""
     if q_offset is not None:
@@ -183,9 +202,10 @@ def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **opt
             f"{_OP}: q has {q.shape[1]} positions and k {k.shape[1]} on each device of sequence_axis={axis!r}, but "
             "both must have the same even number, equal chunks of a row. Order and pad rows by layout.in_chunks."
         )
-    k, v = (layout.from_chunks(layout.gathered(x, P(None, axis)), 1, jax.lax.axis_size(axis)) for x in (k, v))
     if segments is not None and not isinstance(segments, Segments):
         segments = Segments.of(_checks.as_array(segments))
+    v, segments = _refusing(v, segments)
+    k, v = (layout.from_chunks(layout.gathered(x, P(None, axis)), 1, jax.lax.axis_size(axis)) for x in (k, v))
     return in_chunks(q, k, v, segments, layout.chunk_starts(axis, q.shape[1]), window=window, **options)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from liger_jax.models.core.experts import without_router_loss
 from liger_jax.training.rows import Rows
 
 
@@ -45,8 +46,8 @@ def score_sums(graph: nnx.GraphDef) -> Any:
         graph: the model's structure.
 
     Returns:
-        A jitted function of parameters, frozen variables and rows: the summed loss, the number of tokens that the model
-        predicts, and the number of scored tokens.
+        A jitted function of parameters, frozen variables and rows: the summed cross-entropy, without what the routers
+        of a mixture add to the loss, the number of tokens that the model predicts, and the number of scored tokens.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -59,7 +60,8 @@ def score_sums(graph: nnx.GraphDef) -> Any:
 
     @jax.jit
     def sums(params, frozen, batch):
-        out = nnx.merge(graph, params, frozen)(**batch, loss_normalizer=1.0, return_metrics=True)
+        model = without_router_loss(nnx.merge(graph, params, frozen))
+        out = model(**batch, loss_normalizer=1.0, return_metrics=True)
         return jnp.stack([out.loss, out.metrics.num_tokens * out.metrics.accuracy, out.metrics.num_tokens])
 
     return sums
@@ -72,7 +74,8 @@ def mean_scores(totals: Sequence[float]) -> dict[str, float]:
         totals: what `score_sums` has returned, added up over all rows.
 
     Returns:
-        `eval_loss`, `eval_perplexity` and `eval_token_accuracy`, means over all scored tokens.
+        `eval_loss`, `eval_perplexity`, which is its exponential, and `eval_token_accuracy`: means over all scored
+        tokens.
 
     Example:
         >>> mean_scores([4.0, 1.0, 2.0])["eval_token_accuracy"]

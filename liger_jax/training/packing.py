@@ -165,8 +165,9 @@ def pad(
         pad_id: the token id at places that no document fills.
 
     Returns:
-        The model's arguments, int32 arrays of (rows, length): `input_ids`, and `labels`, which are -100 at empty
-        places. Attention is causal, so that no token sees the places behind it.
+        The model's arguments, int32 arrays of (rows, length): `input_ids`; `labels`, which are -100 at empty places;
+        and `token_mask`, 1 at tokens and 0 at empty places. Attention is causal, so that no token sees the places
+        behind it, and the routers of a mixture of experts do not count them.
 
     Raises:
         TypeError: a document's tokens are no integers.
@@ -177,21 +178,25 @@ def pad(
         >>> batch = pad([[5, 6, 7], [8, 9]], length=4)
         >>> batch["input_ids"].tolist(), batch["labels"].tolist()
         ([[5, 6, 7, 0], [8, 9, 0, 0]], [[5, 6, 7, -100], [8, 9, -100, -100]])
+        >>> batch["token_mask"].tolist()
+        [[1, 1, 1, 0], [1, 1, 0, 0]]
     """
     segments = _cut("pad", documents, length, labels)
     shape = len(segments), length
     batch = {"input_ids": np.full(shape, pad_id, np.int32), "labels": np.full(shape, IGNORE_INDEX, np.int32)}
+    batch["token_mask"] = np.zeros(shape, np.int32)
     for row, (tokens, targets) in enumerate(segments):
         batch["input_ids"][row, : len(tokens)] = tokens
         batch["labels"][row, : len(targets)] = targets
+        batch["token_mask"][row, : len(tokens)] = 1
     return batch
 
 
 def share_of_padding(batch: Mapping[str, np.ndarray]) -> float:
-    """The share of a packed batch's places that hold no token.
+    """The share of a batch's places that hold no token.
 
     Args:
-        batch: what `pack` returns, or some of its rows.
+        batch: what `pack` or `pad` returns, or some of its rows.
 
     Returns:
         A number in [0, 1).
@@ -200,7 +205,7 @@ def share_of_padding(batch: Mapping[str, np.ndarray]) -> float:
         >>> share_of_padding(pack([[1, 2, 3]], length=4))
         0.25
     """
-    return float(np.mean(batch["segment_ids"] == 0))
+    return float(np.mean(batch["segment_ids" if "segment_ids" in batch else "token_mask"] == 0))
 
 
 def _cut(op: str, documents: Any, length: int, labels: Any) -> Bundle:

@@ -17,6 +17,7 @@ from liger_jax.ops.labels import IGNORE_INDEX
 
 INPUTS = ("input_ids", "segment_ids", "positions")  # the arguments by which a model reads packed rows
 ARGUMENTS = (*INPUTS, "labels")  # and those by which it is scored, too
+MASKS = ("segment_ids", "token_mask", "attention_mask")  # those that are 0 at padding
 Rows = Mapping[str, Any]  # arrays, or what is indexed as they are, such as rows that lie in files
 Mixture = Sequence[tuple[int, float]]
 Item = TypeVar("Item")
@@ -67,7 +68,7 @@ def num_rows(rows: Rows) -> int:
 
 
 def num_tokens(batch: Any) -> int:
-    """Counts tokens without padding. An unpacked row's tokens are those up to its last label.
+    """Counts tokens without padding. Where nothing tells padding, a row's tokens are those up to its last label.
 
     Args:
         batch: (B, T) token ids, or a model's arguments.
@@ -81,19 +82,19 @@ def num_tokens(batch: Any) -> int:
     """
     if not isinstance(batch, Mapping):
         return batch.size
-    name = "segment_ids" if "segment_ids" in batch else "labels"
-    count = _num_packed if name == "segment_ids" else _num_padded
+    name = next((name for name in MASKS if name in batch), "labels")
+    count = _num_up_to_labels if name == "labels" else _num_not_zero
     values = batch[name]
     if isinstance(values, jax.Array) and not values.is_fully_addressable:  # other processes have a part of it
         return int(jax.jit(count, static_argnums=1)(values, jnp))
     return int(count(np.asarray(values), np))
 
 
-def _num_packed(segment_ids, xp):
-    return xp.count_nonzero(segment_ids)
+def _num_not_zero(mask, xp):
+    return xp.count_nonzero(mask)
 
 
-def _num_padded(labels, xp):
+def _num_up_to_labels(labels, xp):
     has_label = labels >= 0
     ends = has_label.shape[1] - xp.argmax(has_label[:, ::-1], axis=1)
     return xp.sum(xp.where(xp.any(has_label, axis=1), ends, 0))
@@ -192,20 +193,22 @@ def num_mixed(mixture: Mixture) -> int:
 
 
 def parts(rows: Rows, size: int) -> Iterator[Rows]:
-    """Cuts rows into equal parts. The last part is filled up with rows that are not scored, and so weigh nothing.
+    """Cuts rows into equal parts. The last part is filled up with rows of padding, which count nowhere.
 
     Args:
         rows: a model's arguments.
         size: rows in a part.
 
     Yields:
-        The parts in their order.
+        The parts in their order. Rows that do not tell what is padding get a `token_mask`, 0 in rows that are added.
 
     Example:
         >>> rows = {"input_ids": np.ones((3, 2), np.int32), "labels": np.ones((3, 2), np.int32)}
         >>> [part["labels"].tolist() for part in parts(rows, 2)]
         [[[1, 1], [1, 1]], [[1, 1], [-100, -100]]]
     """
+    if "input_ids" in rows and not any(name in rows for name in MASKS):
+        rows = {**rows, "token_mask": np.ones(np.shape(rows["input_ids"]), np.int32)}
     for begin in range(0, num_rows(rows), size):
         part = {name: values[begin : begin + size] for name, values in rows.items()}
         missing = size - num_rows(part)

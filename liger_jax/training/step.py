@@ -70,6 +70,8 @@ def scored_tokens(batch: Batch) -> jax.Array:
     if targets is None:
         targets = shifted_labels(named["labels"], named.get("segment_ids"))
     targets = as_labels(targets)
+    if named.get("segment_ids") is not None:
+        targets = jnp.where(named["segment_ids"] != 0, targets, IGNORE_INDEX)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     scored = targets != IGNORE_INDEX
     return jnp.where(jnp.any(scored & (weights != 0)), jnp.sum(weights, where=scored), 1.0)

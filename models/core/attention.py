@@ -17,6 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_INPUT, Remat
+from liger_jax.models.core.row_tokens import RowTokens
 from liger_jax.models.core.tensor_collectives import (
     all_tokens,
     axis_of_part,
@@ -101,7 +102,7 @@ class Attention(nnx.Module):
         x: Float[Array, "B own D"],
         cos: Float[Array, "#B T R"] | None,
         sin: Float[Array, "#B T R"] | None,
-        segments: ops.Segments | None,
+        rows: RowTokens | None,
         window: int | None,
         cache: LayerCache | None = None,
     ) -> Float[Array, "B own D"]:
@@ -130,6 +131,7 @@ class Attention(nnx.Module):
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_INPUT)
         options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
+        segments = None if rows is None else rows.segments
         sequence = layout.sequence_parts()
         sinks = None if self.sinks is None else self.sinks[...]
 

@@ -16,30 +16,11 @@ from liger_jax.models.core.embedding import embed, embed_tied, sums_gradients
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded, LayerKind, LayerStack
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.row_tokens import RowTokens, attention_segments, tokens_of
 from liger_jax.models.core.vocabulary_parts import embed_parts
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
-
-
-def attention_segments(
-    segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
-) -> Int[Array, "B T"] | None:
-    """The segments of tokens. Padding is one more segment, so that every token sees at least itself.
-
-    Args:
-        segment_ids: ids ≥ 0 of packed segments.
-        attention_mask: 0 or False where a token is padding.
-
-    Returns:
-        The segments' ids, −1 for padding; `None` if all tokens belong to one segment.
-
-    Example:
-        >>> attention_segments(None, jnp.array([[1, 1, 0]])).tolist()
-        [[0, 0, -1]]
-    """
-    if attention_mask is None:
-        return segment_ids
-    return jnp.where(attention_mask.astype(bool), 0 if segment_ids is None else segment_ids, -1)
+from liger_jax.ops.segment_ids import check_segment_ids, numbered
 
 
 class Decoder(nnx.Module):
@@ -148,6 +129,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+        token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         dropout_words: UInt32[Array, "B T 2"] | None = None,
     ) -> Decoded:
@@ -172,27 +154,37 @@ class Decoder(nnx.Module):
             is_mixed = mixes_ropes(config.rope_changes_at, before, jnp.max(order))
             positions = jnp.maximum(order, 0) if positions is None else positions
         positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
+        if sequence is not None:
+            in_order = lambda x: None if x is None else sequence.whole_rows(x)
+            segment_ids, attention_mask, token_mask = map(in_order, (segment_ids, attention_mask, token_mask))
+        padded_behind = dict(segment_ids=segment_ids, token_mask=token_mask)
+        padded_behind = {name: jnp.asarray(x).astype(jnp.int32) for name, x in padded_behind.items() if x is not None}
+        for name, x in padded_behind.items():
+            check_segment_ids(x, name=name)
         ids = attention_segments(segment_ids, attention_mask)
-        ids = ids if sequence is None or ids is None else sequence.whole_rows(ids)
+        is_token = tokens_of(segment_ids, attention_mask, token_mask) if config.experts is not None else None
         if (tensor := self.layout.tensor_parts()) is not None:
             if cache is not None:
                 raise ValueError(
                     f"cache is given on a mesh with {tensor.size} devices along tensor={tensor.axis!r}, on which it "
                     "cannot lie. Generate on a mesh whose devices split the batch."
                 )
-            positions, ids = tensor.padded(positions), tensor.padded_ids(ids, input_ids, config.experts is not None)
+            positions, ids = tensor.padded(positions), None if ids is None else tensor.padded(ids)
+            is_token = tensor.padded_mask(is_token, input_ids) if config.experts is not None else None
             if dropout_words is not None:
                 dropout_words = jnp.pad(dropout_words, ((0, 0), (0, -length % tensor.size), (0, 0)))
-        segments = None if ids is None else Segments.of(ids)
+        segments = None if ids is None else Segments.of(ids)._replace(is_valid=None)  # the embeddings are NaN instead
         inputs = {}
         for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
             tables = None, None
             if (rope := config.rope_of(kind)) is not None:
                 tables = rope_table(positions, config.rotary_width, theta=rope[0], scaling=rope[1])
-            inputs[kind] = (*tables, segments, config.window_of(kind))
+            inputs[kind] = (*tables, RowTokens(segments, is_token), config.window_of(kind))
         x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training
+        for ids in padded_behind.values():
+            x = x * numbered(ids).astype(x.dtype)[..., None]
         x, aux, cache = self.run_layers(x, inputs, cache, dropout_words)
         if cache is None:
             hidden = self.norm(x)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from liger_jax import ops
 from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.expert_parts import EXPERTS as EXPERTS
 from liger_jax.models.core.remat import Remat, keeps_products
+from liger_jax.models.core.row_tokens import RowTokens
 from liger_jax.models.core.tensor_collectives import all_tokens, summed_tokens
 from liger_jax.ops.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp
 from liger_jax.ops.block_quantized import BlockQuantized
@@ -153,12 +154,9 @@ class ExpertsFeedForward(nnx.Module):
         self.experts = ExpertWeights(width, experts, parameter=parameter)
 
     def __call__(
-        self, x: Float[Array, "B T D"], segments: ops.Segments | None = None
+        self, x: Float[Array, "B T D"], is_token: Bool[Array, "B row"] | None = None
     ) -> tuple[Float[Array, "B T D"], ops.RouterSums]:
-        """Returns y (B, T, D), and the router's sums over the tokens that are not padding.
-
-        Padding is what has the id −1 in `segments`, as `attention_segments` makes them.
-        """
+        """Returns y (B, T, D), and the router's sums over tokens. `None` is for rows without padding."""
         layout = self.kernels.mesh_layout
         logits = getattr(self, self.options.router)(x)
         k = self.options.per_token
@@ -168,7 +166,7 @@ class ExpertsFeedForward(nnx.Module):
             routing = ops.softmax_top_k(logits, k, normalized=self.options.normalized)
         _, down, *_ = of_experts = *self.experts.arrays(x.dtype), *self.experts.adapters(x.dtype)
         tensor = layout.tensor if down.shape[1] < self.options.width else None
-        sums = ops.router_sums(logits, routing.experts, self._counted(segments, x.shape[1], tensor))
+        sums = ops.router_sums(logits, routing.experts, self._of_device(is_token, x.shape[1], tensor))
         of_tokens = tuple(all_tokens(array, tensor) for array in (x, routing.weights, routing.experts))
         if (axis := layout.expert_axis()) is None:
             own = layout.expert if down.shape[0] < self.options.count else None  # inside of a shard_map
@@ -178,16 +176,16 @@ class ExpertsFeedForward(nnx.Module):
         specs = *(between for _ in of_tokens), *(P(axis) for _ in of_experts)
         return layout.run(mixed, (*of_tokens, *of_experts), spec=specs, out=between), sums
 
-    def _counted(self, segments: ops.Segments | None, own: int, tensor: str | None) -> jax.Array | None:
-        """Which of the tokens are no padding, (B, own): the rows of segments are whole, and in their own order."""
-        if segments is None:
+    def _of_device(self, is_token: jax.Array | None, own: int, tensor: str | None) -> jax.Array | None:
+        """The mask of the positions that x has, (B, own), from that of whole rows in their own order."""
+        if is_token is None:
             return None
-        counted, axes = segments.ids >= 0, () if tensor is None else (tensor,)
+        axes = () if tensor is None else (tensor,)
         if (sequence := self.kernels.mesh_layout.sequence_parts()) is not None:
-            counted, axes = in_chunks(counted, 1, sequence.size), (sequence.axis, *axes)
-        if counted.shape[1] == own:
-            return counted
-        return jax.lax.dynamic_slice_in_dim(counted, jax.lax.axis_index(axes) * own, own, 1)
+            is_token, axes = in_chunks(is_token, 1, sequence.size), (sequence.axis, *axes)
+        if is_token.shape[1] == own:
+            return is_token
+        return jax.lax.dynamic_slice_in_dim(is_token, jax.lax.axis_index(axes) * own, own, 1)
 
     def _mixed(self, x, weights, experts, gate_up, down, gate_up_bias, down_bias, *adapters, axis):
         """The experts' results (B, T, D), of one device's tokens; with an axis, whose devices have own experts."""
@@ -273,18 +271,20 @@ def misfits(**fields: int) -> Iterator[str]:
         yield f"{name}={per_token} must be at most {count_name}={count}, the experts that there are"
 
 
-def fed(feed_forward: Any, x: Float[Array, "B T D"], segments: ops.Segments | None) -> tuple[Any, Any]:
+def fed(feed_forward: Any, x: Float[Array, "B T D"], rows: RowTokens | None) -> tuple[Any, Any]:
     """A feed-forward's result and its sums. Experts need to know what is padding, which they do not count.
 
     Args:
         feed_forward: of a layer.
         x: what it takes.
-        segments: the segments of tokens, −1 for padding.
+        rows: what they hold; `None` for tokens everywhere.
 
     Returns:
         y (B, T, D) and its aux.
     """
-    return feed_forward(x, segments) if isinstance(feed_forward, ExpertsFeedForward) else feed_forward(x)
+    if not isinstance(feed_forward, ExpertsFeedForward):
+        return feed_forward(x)
+    return feed_forward(x, None if rows is None else rows.is_token)
 
 
 def router_loss(config: Any, sums: ops.RouterSums) -> Float[Array, ""]:
@@ -302,6 +302,20 @@ def router_loss(config: Any, sums: ops.RouterSums) -> Float[Array, ""]:
     if config.output_router_logits:
         loss += config.router_aux_loss_coef * ops.balancing_loss(sums)
     return loss + config.router_z_loss_coef * ops.router_z_loss(sums) if config.router_z_loss_coef else loss
+
+
+def without_router_loss(model: Any) -> Any:
+    """The model, whose loss is the cross-entropy alone from now on.
+
+    Args:
+        model: a causal language model.
+
+    Returns:
+        The same model.
+    """
+    if getattr(model.config, "experts", None) is not None:
+        model.config = dataclasses.replace(model.config, output_router_logits=False, router_z_loss_coef=0.0)
+    return model
 
 
 def expert_metrics(sums: ops.RouterSums) -> ExpertMetrics:

@@ -19,9 +19,10 @@ from liger_jax.losses import shifted_labels
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.layout import from_chunks, in_chunks
 
-# What a row is padded with, behind its last position: nothing is scored there. Tokens, positions and segments repeat
-# their last number, so that no largest one grows; no position sees those behind it. A mask tells routers not to count.
-_REPEATED = ("input_ids", "positions", "segment_ids")
+# What a row is padded with, behind its last position: nothing is scored there. Tokens and positions repeat their last
+# number, so that no largest one grows; no position sees those behind it. Segments and masks are 0, as at other padding.
+_REPEATED = ("input_ids", "positions")
+_PADDED_BEHIND = ("segment_ids", "attention_mask", "token_mask")  # which of them tell routers what they do not count
 _PADDING = {"shift_labels": IGNORE_INDEX}
 
 
@@ -67,8 +68,8 @@ class SequenceParts:
 
         Returns:
             The arguments, with `shift_labels` in the place of `labels`, `positions`, and rows of T′ positions, the next
-            multiple of `multiple`, in the order of the devices' chunks. Where T′ is not T there is an `attention_mask`,
-            0 behind the rows.
+            multiple of `multiple`, in the order of the devices' chunks. Where T′ is not T and nothing else tells
+            padding there is a `token_mask`, 0 behind the rows.
 
         Raises:
             ValueError: there are no `input_ids`, or `labels` stand beside `shift_labels`.
@@ -88,8 +89,8 @@ class SequenceParts:
         shape = jnp.shape(named["input_ids"])
         if named.get("positions") is None:
             named["positions"] = jnp.arange(shape[1], dtype=jnp.int32)[None]
-        if shape[1] % self.multiple and named.get("attention_mask") is None:
-            named["attention_mask"] = jnp.ones(shape, bool)
+        if shape[1] % self.multiple and all(named.get(name) is None for name in _PADDED_BEHIND):
+            named["token_mask"] = jnp.ones(shape, bool)
         return {name: self._in_order(name, x, shape) for name, x in named.items()}
 
     def _in_order(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:

@@ -176,22 +176,21 @@ class TensorParts:
         """
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.size)), mode="edge")
 
-    def padded_ids(self, ids: jax.Array | None, input_ids: jax.Array, has_experts: bool) -> jax.Array | None:
-        """The segments of padded rows. Routers count tokens, so that experts are told what is none.
+    def padded_mask(self, is_token: jax.Array | None, input_ids: jax.Array) -> jax.Array | None:
+        """Where padded rows hold a token: routers do not count the positions that are added.
 
         Args:
-            ids: (B, T), or `None` where all tokens belong to one segment.
+            is_token: (B, T) bool, or `None` for everywhere.
             input_ids: (B, T).
-            has_experts: whether the model has experts.
 
         Returns:
-            Rows as `padded` makes them; with experts those that are added have the id −1, as other padding.
+            The mask of rows as `padded` makes them; `None` for everywhere.
         """
         missing = -input_ids.shape[1] % self.size
-        if missing and has_experts:
-            ids = jnp.zeros(input_ids.shape, jnp.int32) if ids is None else ids
-            return jnp.pad(ids, ((0, 0), (0, missing)), constant_values=-1)
-        return None if ids is None else self.padded(ids)
+        if not missing:
+            return is_token
+        is_token = jnp.ones(input_ids.shape, bool) if is_token is None else is_token
+        return jnp.pad(is_token, ((0, 0), (0, missing)))
 
     def fsdp_axis(self, info: ParameterInfo, first: int) -> int | None:
         """The axis of a parameter that fsdp splits, too.

@@ -20,26 +20,35 @@ COLUMNS = 7  # columns of a `table`: the numbers of an entry
 _FARTHEST = 2**30  # a window that no row is longer than
 
 
+def is_numbered(ids: Any) -> Any:
+    """Whether rows of ids (..., T) count documents from 1, with padding, 0, behind them; (...,) bool."""
+    has_token_behind = (ids[..., :-1] == 0) & (ids[..., 1:] != 0)
+    return ~(ids < 0).any(axis=-1) & ~has_token_behind.any(axis=-1)
+
+
 class Segments(NamedTuple):
     """Segments of packed rows (B, T), and where they begin and end; made once, for all layers that attend to them.
 
-    `of` makes one. A segment is all positions of a row with one id, wherever they stand.
+    `of` makes one. A segment is all positions of a row with one id, wherever they stand. Ids count documents from 1,
+    and are 0 at padding, behind them.
 
     Attributes:
         ids: (B, T) integers.
         first: (B, T) int32, the first position with a position's id.
         last: (B, T) int32, the last one.
         is_foreign: (B,) whether some id of the row comes back after another id.
+        is_valid: (B,) whether ids are as they must be; attention makes other rows NaN. `None` where that is known.
 
     Example:
-        >>> Segments.of(jnp.array([[5, 5, 2, 2]])).first.tolist()
-        [[0, 0, 2, 2]]
+        >>> Segments.of(jnp.array([[1, 1, 2, 0]])).first.tolist()
+        [[0, 0, 2, 3]]
     """
 
     ids: jax.Array
     first: jax.Array
     last: jax.Array
     is_foreign: jax.Array
+    is_valid: jax.Array | None = None
 
     @classmethod
     def of(cls, ids: jax.Array) -> "Segments":
@@ -50,7 +59,7 @@ class Segments(NamedTuple):
         find = lambda side: jax.vmap(functools.partial(jnp.searchsorted, side=side, method="scan_unrolled"))(by_id, ids)
         begin, end = find("left").astype(jnp.int32), find("right").astype(jnp.int32) - 1
         first, last = (jnp.take_along_axis(position, at, axis=1) for at in (begin, end))
-        return cls(ids, first, last, jnp.any(last - first != end - begin, axis=1))
+        return cls(ids, first, last, jnp.any(last - first != end - begin, axis=1), is_numbered(ids))
 
 
 class Bounds(NamedTuple):

@@ -72,7 +72,7 @@ print("done")
     [("tpu", "v5e", True), ("gpu", "h200", False), ("gpu", "h200", True), ("gpu", "a100-80g", True)],
 )
 def test_no_scores_of_all_tokens_exist_in_a_compiled_model(kind, target, is_packed):
-    """Packed rows run in kernels; one segment in cuDNN where it is installed, else in chunks of queries."""
+    """Packed rows run in kernels; padded rows of one document in cuDNN where it is installed, else in chunks."""
     need_compiler(kind)
     script = f"""
 import re
@@ -87,8 +87,8 @@ graph, params = nnx.split(nnx.eval_shape(make))
 leaves, tree = jax.tree.flatten(params)
 
 def gradient(tokens, ids, *leaves):
-    segment_ids = ids if {is_packed} else None
-    loss = lambda params: nnx.merge(graph, params)(tokens, labels=tokens, segment_ids=segment_ids).loss
+    padding = dict(segment_ids=ids) if {is_packed} else dict(token_mask=ids)
+    loss = lambda params: nnx.merge(graph, params)(tokens, labels=tokens, **padding).loss
     return jax.grad(loss)(jax.tree.unflatten(tree, leaves))
 
 types = [((1, 1536), jnp.int32)] * 2 + [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -99,6 +99,8 @@ if "{kind}" == "tpu":
     assert len(set(re.findall(r"splash_m[hq]a\\w*", text))) >= 2, "splash attention's kernels, forward and backward"
 elif {is_packed}:
     assert "causal_attention_forward" in text and "causal_attention_key_gradients" in text
+else:
+    assert "causal_attention_forward" not in text
 print("done")
 """
     assert "done" in run("-c", script)

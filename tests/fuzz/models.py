@@ -10,7 +10,7 @@ from flax import nnx
 
 from liger_jax import models
 from liger_jax.models import lora
-from tests.fuzz.attention import segments
+from tests.fuzz.attention import segments, tokens
 from tests.fuzz.case import Case, Draw, options_text
 
 GEMMA = dict(query_pre_attn_scalar=(3, 9), sliding_window=(1, 3, 500))
@@ -64,26 +64,39 @@ def _config(draw: Draw, family: str):
     return model.config_type(**{name: x for name, x in fields.items() if name in known})
 
 
-def _batch(draw: Draw, vocab_size: int, shape: tuple[int, int], packed: bool, weighted: bool):
+def _batch(draw: Draw, vocab_size: int, shape: tuple[int, int], packed: bool, padded: bool, weighted: bool):
     """The arrays of a call: tokens, labels, and perhaps segments with their positions, or padding; and weights."""
-    tokens = draw.integers(vocab_size, shape)
+    input_ids = draw.integers(vocab_size, shape)
     ignored = draw.rng.uniform(size=shape) < draw.pick(0.0, 0.3, 1.0)
-    batch = {"input_ids": tokens, "labels": jnp.where(ignored, -100, tokens)}
+    batch = {"input_ids": input_ids, "labels": jnp.where(ignored, -100, input_ids)}
     if packed:
         ids = segments(draw, *shape)
         starts = np.concatenate([np.ones((shape[0], 1), bool), np.diff(np.asarray(ids)) != 0], axis=1)
         places = np.arange(shape[1])
         batch["segment_ids"] = ids
         batch["positions"] = jnp.asarray(places - np.maximum.accumulate(np.where(starts, places, 0), axis=1), jnp.int32)
+    elif padded:
+        batch["token_mask"] = jnp.asarray(tokens(draw, *shape))
+        batch["labels"] = jnp.where(batch["token_mask"] == 1, batch["labels"], -100)
     if weighted:
         batch["loss_weights"] = draw.uniform(shape, jnp.float32)
     return batch
+
+
+def _laid_otherwise(batch: dict):
+    """The arrays of rows with padding, with a row of padding and two places in each row more, told by another mask."""
+    told = batch.pop("token_mask", batch.get("segment_ids"))
+    if told is None:
+        return batch
+    more = lambda name, x: jnp.pad(x, ((0, 1), (0, 2)), constant_values=-100 if name == "labels" else 0)
+    return {name: more(name, x) for name, x in {**batch, "attention_mask": told != 0}.items()}
 
 
 def _model(family: str, draw: Draw) -> Case:
     config, dtype = _config(draw, family), draw.dtype()
     param_dtype = draw.pick(jnp.float32, dtype)
     shape, packed, weighted = (draw.size(3), draw.size(24, 300)), draw.chance(0.4), draw.chance(0.3)
+    padded = draw.chance(0.4)
     kernels = models.KernelOptions(**draw.optional(mode=("auto", "fast", "lean")))
     is_mixed = len({config.feed_forward_of(i) for i in range(config.num_hidden_layers)}) > 1
     options = dict(scan_layers=draw.chance(0.6) and not is_mixed, param_dtype=param_dtype)
@@ -101,21 +114,22 @@ def _model(family: str, draw: Draw) -> Case:
 
     def inputs(draw):
         arrays = {name: draw.normal(x.shape, x.dtype, config.initializer_range) for name, x in parameters.items()}
-        return arrays, _batch(draw, config.vocab_size, shape, packed, weighted)
+        return arrays, _batch(draw, config.vocab_size, shape, packed, padded, weighted)
 
-    def loss_of(build, cast):
+    def loss_of(build, cast, laid=lambda batch: batch):
         graph, state = nnx.split(nnx.eval_shape(build))
 
         def loss(**arrays):
             values = [cast(arrays.pop(name)) for name in parameters]
             model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
-            return model(**arrays, loss_normalizer=normalizer).loss
+            return model(**laid(arrays), loss_normalizer=normalizer).loss
 
         return loss
 
     ours = loss_of(functools.partial(build, **own), lambda x: x)
     # Norms and losses are float32 in the formula, too.
-    truth = loss_of(functools.partial(build, dtype=jnp.float32, kernels=plain), lambda x: x.astype(jnp.float32))
+    formula = functools.partial(build, dtype=jnp.float32, kernels=plain)
+    truth = loss_of(formula, lambda x: x.astype(jnp.float32), _laid_otherwise)
     return Case(
         family,
         ours,

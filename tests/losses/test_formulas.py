@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.losses import shifted_labels
+from liger_jax.losses import causal_lm_loss, shifted_labels
 from liger_jax.losses._checks import EXPONENT_LIMIT, clamp_exponent
 from liger_jax.losses._dpo_formulas import DIVERGENCES, score, smoothed_sigmoid
 from liger_jax.losses._policy_formulas import k3
@@ -50,11 +50,22 @@ def test_k3_is_never_negative_and_0_only_for_equal_probabilities():
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32"])
 def test_a_label_is_that_of_the_next_token_of_its_segment(dtype, rng):
     labels = rng.integers(0, 100, (3, 9)).astype(dtype)
-    segments = np.sort(rng.integers(0, 4, (3, 9)), axis=1).astype(np.int32)
+    segments = np.sort(rng.integers(1, 4, (3, 9)), axis=1).astype(np.int32)
+    segments[0, 6:] = segments[2] = 0
     found = shifted_labels(labels, segments)
     for b, t in np.ndindex(3, 9):
-        goes_on = t + 1 < 9 and segments[b, t] == segments[b, t + 1]
+        goes_on = t + 1 < 9 and segments[b, t] == segments[b, t + 1] > 0
         assert found[b, t] == (int(labels[b, t + 1]) if goes_on else -100)
+
+
+def test_labels_of_a_row_with_padding_before_a_segment_make_every_loss_nan(rng):
+    hidden, head = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (5, 4)))
+    labels, ids = jnp.ones((2, 3), jnp.int32), jnp.asarray([[1, 1, 0], [0, 0, 1]])
+    call = lambda ids: causal_lm_loss(hidden, head, labels, segment_ids=ids, reduction="none")
+    found = jax.jit(call)(ids)
+    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
+    with pytest.raises(ValueError, match="segment_ids hold a 0 at position 1 and 1 behind it, but 0 is padding"):
+        call(ids)
 
 
 def test_a_sequence_of_one_token_has_nothing_to_score():

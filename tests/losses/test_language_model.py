@@ -69,7 +69,7 @@ def test_a_linen_model_with_a_dense_head_gets_the_loss_and_gradients_of_its_logi
 
 def test_both_gradients_of_a_tied_nnx_embedding_add_up_and_segments_end(tokens):
     graph, params = nnx.split(Tied())
-    segments = jnp.asarray([[0] * 4 + [1] * 7, [0] * 11])
+    segments = jnp.asarray([[1] * 4 + [2] * 7, [1] * 11])
 
     def ours(params):
         model = nnx.merge(graph, params)

@@ -301,6 +301,22 @@ def test_a_policy_loss_with_a_row_that_does_not_fit_is_nan(loss_type):
     assert all(np.isnan(x).all() for x in jax.jit(numbers)(X, IDS))
 
 
+def test_a_row_with_padding_before_a_segment_is_nan():
+    ids = IDS.at[1].set(jnp.asarray([0, 0, 1, 1, 1]))
+
+    def numbers(x, ids):
+        segments = dict(segment_ids=ids, num_segments=3)
+        sums = lambda x: losses.sequence_log_probs(x, **segments)
+        spread = losses.spread_segments(jnp.ones((2, 3)), ids)
+        gradient = jax.grad(lambda x: sums(x)[:, 0].sum())(x)[:, 2:]
+        return sums(x), gradient, spread, losses.wpo_weights(x, x, ALL, **segments)
+
+    for x in jax.jit(numbers)(X, ids):
+        assert np.isnan(x[1]).all() and np.isfinite(x[0]).all()
+    with pytest.raises(ValueError, match="segment_ids hold a 0 at position 1 and 1 behind it, but 0 is padding"):
+        numbers(X, ids)
+
+
 def test_segments_that_a_row_does_not_have_are_0_and_count_for_nothing():
     ids = IDS.at[1].set(jnp.asarray([1, 1, 1, 0, 0]))
     sums = losses.sequence_log_probs(X, segment_ids=ids, num_segments=3, average=True)

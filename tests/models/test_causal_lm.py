@@ -316,7 +316,7 @@ def test_tokens_may_be_unsigned(kernels, dtype, tokens):
 
 def test_packed_segments_are_scored_as_if_they_were_alone(model, rng):
     first, second = random_tokens(rng, 1, 5), random_tokens(rng, 1, 7)
-    packed, segments = jnp.concatenate([first, second], axis=1), jnp.array([[0] * 5 + [1] * 7])
+    packed, segments = jnp.concatenate([first, second], axis=1), jnp.array([[1] * 5 + [2] * 7])
     apart = [loss_of(model, part, labels=part, loss_normalizer=10) for part in (first, second)]
     close(loss_of(model, packed, labels=packed, segment_ids=segments), sum(apart))
 

@@ -25,7 +25,7 @@ def batch_of(rng, length, segments=True):
     tokens = jnp.asarray(rng.integers(0, 28, (4, length)), jnp.int32)
     batch = dict(input_ids=tokens, labels=jnp.where(jnp.asarray(rng.random(tokens.shape)) < 0.3, -100, tokens))
     if segments:
-        batch["segment_ids"] = jnp.asarray(np.cumsum(rng.random(tokens.shape) < 0.2, 1), jnp.int32)
+        batch["segment_ids"] = jnp.asarray(1 + np.cumsum(rng.random(tokens.shape) < 0.2, 1), jnp.int32)
     return batch
 
 

@@ -83,14 +83,14 @@ def test_a_layer_is_the_sum_of_its_experts_and_counts_what_is_no_padding(family,
     layer = blocks.mlp()
     assert isinstance(layer, ExpertsFeedForward)
     x = 4 * rng.standard_normal((2, 7, 16))
-    ids = jnp.array([[0] * 7, [0] * 4 + [-1] * 3])
+    is_token = jnp.array([[1] * 7, [1] * 4 + [0] * 3]) == 1
     graph, state = nnx.split(layer)
-    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x, ops.Segments.of(ids)))
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x, is_token))
     with jax.default_matmul_precision("highest"):
         found, sums = run(state, jnp.asarray(x, jnp.float32))
     expected, logits, chosen = every_expert(np.asarray(x, np.float32).astype(np.float64), layer, config)
     assert largest_error(found, expected) <= TOLERANCE
-    counts = np.asarray(ids >= 0)
+    counts = np.asarray(is_token)
     assert sums.count == 11
     chosen = [np.sum((chosen == e) & counts[..., None]) for e in range(config.experts.count)]
     np.testing.assert_array_equal(sums.chosen, chosen)
@@ -227,7 +227,7 @@ def test_adapters_go_to_attention():
 @each_family
 def test_scanned_unrolled_and_rematerialised_layers_of_experts_have_the_same_loss_and_gradients(family, rng):
     tokens = jnp.asarray(rng.integers(0, 28, (2, 12)), jnp.int32)
-    ids = jnp.asarray(np.cumsum(rng.random((2, 12)) < 0.2, 1), jnp.int32)
+    ids = jnp.asarray(1 + np.cumsum(rng.random((2, 12)) < 0.2, 1), jnp.int32)
     config = dataclasses.replace(CONFIGS[family], output_router_logits=True, router_z_loss_coef=0.01)
     results = []
     for options in ({}, dict(scan_layers=False), dict(remat="full"), dict(remat="dots", scan_layers=False)):

@@ -56,7 +56,7 @@ def test_position_t_has_the_log_prob_of_label_t_plus_1(model, tokens):
 
 
 def test_segments_masks_and_ignored_labels_are_those_of_the_loss(model, tokens):
-    segments = jnp.asarray([[0] * 5 + [1] * 7, [0] * 12])
+    segments = jnp.asarray([[1] * 5 + [2] * 7, [1] * 12])
     arrays = dict(segment_ids=segments, attention_mask=jnp.ones_like(tokens).at[1, 9:].set(0))
     labels = tokens.at[0, 3].set(-100)
     log_probs = found(model, tokens, labels=labels, **arrays).log_probs

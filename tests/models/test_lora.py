@@ -105,7 +105,7 @@ CASES = {
 def test_gradients_of_adapters_follow_from_those_of_the_merged_weights(options, rng):
     """With W' = W + s·A·B the chain rule says dA = s·dW'·Bᵀ and dB = s·Aᵀ·dW'; dW' is the model's own gradient."""
     model, tokens = adapted(**options), random_tokens(rng)
-    arguments = {"segment_ids": jnp.asarray(np.repeat([[0, 1, 2]], 4, axis=1).repeat(2, axis=0))}
+    arguments = {"segment_ids": jnp.asarray(np.repeat([[1, 2, 3]], 4, axis=1).repeat(2, axis=0))}
     merged = merge_lora(with_adapters(model, True))
     truth, gradients = loss_and_gradients(merged, tokens, arguments)
     of_weights = by_path(gradients)

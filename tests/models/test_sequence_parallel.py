@@ -227,7 +227,7 @@ def test_twenty_steps_learn_what_one_device_learns(shape, axis_type, devices, rn
 def test_a_batch_is_shifted_padded_and_put_in_the_order_of_chunks(devices):
     mesh = mesh_of(devices, (1, 1, 2))
     tokens = jnp.arange(10, 22).reshape(2, 6)
-    batch = dict(input_ids=tokens, labels=tokens, segment_ids=jnp.array([[0, 0, 0, 1, 1, 1]] * 2), scale=3.0,
+    batch = dict(input_ids=tokens, labels=tokens, segment_ids=jnp.array([[1, 1, 1, 2, 2, 2]] * 2), scale=3.0,
                  loss_weights=jnp.ones((2, 6)), of_rows=jnp.ones(2))  # fmt: skip
     with jax.set_mesh(mesh):
         placed = LAYOUT.place(batch)
@@ -236,10 +236,9 @@ def test_a_batch_is_shifted_padded_and_put_in_the_order_of_chunks(devices):
     assert placed["input_ids"][0].tolist() == [10, 11, 15, 15, 12, 13, 14, 15]
     assert placed["shift_labels"][0].tolist() == [11, 12, -100, -100, -100, 14, 15, -100]
     assert placed["positions"].tolist() == [[0, 1, 5, 5, 2, 3, 4, 5]]
-    assert placed["segment_ids"][0].tolist() == [0, 0, 1, 1, 0, 1, 1, 1]
+    assert placed["segment_ids"][0].tolist() == [1, 1, 0, 0, 1, 2, 2, 2]  # a router counts no padding
     assert placed["loss_weights"][0].tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
-    assert placed["attention_mask"][0].tolist() == [1, 1, 0, 0, 1, 1, 1, 1]  # a router counts no padding
-    assert set(placed) == {*batch, "shift_labels", "positions", "attention_mask"} - {"labels"}
+    assert set(placed) == {*batch, "shift_labels", "positions"} - {"labels"}
     assert placed["input_ids"].addressable_shards[1].data.tolist() == [[12, 13, 14, 15], [18, 19, 20, 21]]
     assert [x.sharding.spec for x in (placed["positions"], placed["of_rows"])] == [P(None, "sequence"), P("fsdp")]
     for name, x in placed.items():
@@ -251,9 +250,19 @@ def test_tokens_alone_are_their_own_labels_and_padding_fits_a_tensor_axis(device
         pytest.skip("a mesh of two axes")
     placed = LAYOUT.place(jnp.arange(10).reshape(2, 5), mesh_of(devices, (1, 2, 2)))
     assert {name: x.shape for name, x in placed.items()} == dict(
-        input_ids=(2, 8), shift_labels=(2, 8), positions=(1, 8), attention_mask=(2, 8)
+        input_ids=(2, 8), shift_labels=(2, 8), positions=(1, 8), token_mask=(2, 8)
     )
-    assert "attention_mask" not in LAYOUT.place(jnp.arange(16).reshape(2, 8), mesh_of(devices, (1, 2, 2)))
+    assert placed["token_mask"][0].tolist() == [
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+        1,
+        0,
+    ]  # chunks 0, 3, 1, 2
+    assert "token_mask" not in LAYOUT.place(jnp.arange(16).reshape(2, 8), mesh_of(devices, (1, 2, 2)))
 
 
 def test_what_cannot_be_split_into_rows_is_refused(devices):

@@ -101,7 +101,7 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(family, split, remat
     tokens = jnp.asarray(rng.integers(0, SIZES["vocab_size"], (8, 37)))
     labels = jnp.where(jnp.asarray(rng.random((8, 37)) < 0.3), -100, tokens)  # unequal numbers count on each device
     weights = jnp.asarray(rng.random((8, 37)), jnp.float32)
-    segments = jnp.asarray(np.cumsum(rng.random((8, 37)) < 0.1, axis=1), jnp.int32)
+    segments = jnp.asarray(1 + np.cumsum(rng.random((8, 37)) < 0.1, axis=1), jnp.int32)
     batch = tokens, labels, weights, segments
 
     def value_and_grad(batch_axes):

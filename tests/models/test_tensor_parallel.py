@@ -94,7 +94,7 @@ def batch_of(rng, length, vocab_size):
     shape = 4, length
     tokens = rng.integers(0, vocab_size, shape)
     labels = np.where(rng.random(shape) < 0.3, -100, tokens)
-    segments = np.cumsum(rng.random(shape) < 0.15, axis=1)
+    segments = 1 + np.cumsum(rng.random(shape) < 0.15, axis=1)
     as_int32 = lambda x: jnp.asarray(x, jnp.int32)
     return as_int32(tokens), as_int32(labels), jnp.asarray(rng.random(shape), jnp.float32), as_int32(segments)
 

@@ -30,7 +30,7 @@ def batch(rng):
     """Packed sequences with unequal numbers of scored tokens, and weights."""
     tokens = rng.integers(0, CONFIG.vocab_size, (8, 21))
     labels = np.where(rng.random(tokens.shape) < np.linspace(0, 0.8, 8)[:, None], -100, tokens)
-    segments = np.cumsum(rng.random(tokens.shape) < 0.1, axis=1)
+    segments = 1 + np.cumsum(rng.random(tokens.shape) < 0.1, axis=1)
     arrays = dict(input_ids=tokens, labels=labels, segment_ids=segments)
     weights = jnp.asarray(rng.random(tokens.shape), jnp.float32)
     return {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()} | {"loss_weights": weights}

@@ -39,7 +39,7 @@ from tests.ops._oracle import (
 )
 
 LENGTH = 256
-SEGMENTS = jnp.repeat(jnp.array([[0, 1, 2, 2], [0, 0, 0, 1]]), LENGTH // 4, axis=1)
+SEGMENTS = jnp.repeat(jnp.array([[1, 2, 3, 3], [1, 1, 1, 2]]), LENGTH // 4, axis=1)
 
 
 def inputs(rng, dtype=jnp.float32, length=LENGTH, width=64):
@@ -96,17 +96,17 @@ def packed(request, platform):
 
 
 def random_ids(rng, kind, batch, length):
-    """Segments of every length; in one of ids that come back, and with padding on both sides."""
+    """Segments of every length; in one of ids that come back, and with padding."""
     if kind == "one segment":
         return None
     if kind == "one-token segments":
-        return jnp.broadcast_to(jnp.arange(length), (batch, length))
-    ids = np.cumsum(rng.random((batch, length)) < 0.02, axis=1)
+        return jnp.broadcast_to(1 + jnp.arange(length), (batch, length))
+    ids = 1 + np.cumsum(rng.random((batch, length)) < 0.02, axis=1)
     if kind == "ids that come back":
-        return jnp.asarray(rng.integers(0, 3, (batch, length)), jnp.int32)
+        return jnp.asarray(rng.integers(1, 4, (batch, length)), jnp.int32)
     if kind == "padded":
-        ids[0, : length // 5] = -1
-        ids[0, -length // 7 :] = ids[1, -length // 3 :] = -1
+        ids[0, : length // 5] = 2**31 - 1  # as a model's attention_mask makes of padding on the left
+        ids[0, -length // 7 :] = ids[1, -length // 3 :] = 0
     return jnp.asarray(ids, jnp.int32)
 
 
@@ -165,10 +165,27 @@ def test_chunks_have_the_values_of_every_layout(case, rng):
 
 def test_no_nan_leaves_another_segment(packed, rng):
     q, k, v = (jnp.asarray(rng.standard_normal((1, 200, 1, 64)), jnp.bfloat16) for _ in range(3))
-    ids = (jnp.arange(200)[None] >= 90).astype(jnp.int32)
+    ids = jnp.where(jnp.arange(200)[None] >= 90, 2, 1)
     attend = jax.jit(functools.partial(causal_attention, segment_ids=ids, implementation=packed))
     clean, dirty = attend(q, k, v), attend(q, k.at[:, :90].set(jnp.nan), v)
     np.testing.assert_array_equal(clean[:, 90:], dirty[:, 90:])
+
+
+@pytest.mark.parametrize("as_segments", [False, True])
+def test_a_row_with_padding_before_a_segment_is_nan_and_its_neighbour_is_not(packed, as_segments, rng):
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 136, 1, 64)), jnp.bfloat16) for _ in range(3))
+    ids = jnp.where(jnp.arange(136)[None] >= 70, jnp.array([[0], [1]]), jnp.array([[2], [0]]))
+
+    def attend(q, ids):
+        ids = Segments.of(ids) if as_segments else ids
+        return causal_attention(q, k, v, ids, implementation=packed)
+
+    found = jax.jit(lambda q, ids: (attend(q, ids), jax.grad(lambda q: attend(q, ids).sum())(q)))(q, ids)
+    for x in found:
+        assert np.isfinite(x[0]).all() and np.isnan(x[1]).all()
+    for wrong, message in ((ids, "hold a 0 at position 69 and 1 behind it"), (ids - 1, "hold -1, but must count from")):
+        with pytest.raises(ValueError, match=f"causal_attention: segment_ids {message}"):
+            attend(q, wrong)
 
 
 @pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.full)])

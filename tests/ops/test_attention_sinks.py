@@ -37,7 +37,7 @@ def inputs(rng, length, dtype, heads=(4, 2), width=64):
 
 
 def packed_ids(rng, length):
-    return jnp.asarray(np.cumsum(rng.random((2, length)) < 0.02, axis=1), jnp.int32)
+    return jnp.asarray(1 + np.cumsum(rng.random((2, length)) < 0.02, axis=1), jnp.int32)
 
 
 def with_sinks(attend, **options):

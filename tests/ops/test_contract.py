@@ -60,7 +60,7 @@ CASES = {
     "geglu": (ops.geglu, {"gate": X, "up": X}, {}),
     "gated_mlp": (ops.gated_mlp, {"x": X, **KERNELS}, {}),
     "apply_rope": (ops.apply_rope, HEADS, TABLE),
-    "causal_attention": (ops.causal_attention, {**HEADS, "v": HEADS["k"]}, {"segment_ids": [[0, 0, 1]]}),
+    "causal_attention": (ops.causal_attention, {**HEADS, "v": HEADS["k"]}, {"segment_ids": [[1, 1, 2]]}),
     "apply_mrope": (functools.partial(ops.apply_mrope, sections=(1, 0, 1)), HEADS, TABLES),
     "cross_entropy": (ops.cross_entropy, {"logits": (4, V), "token_weights": (4,)}, {**LABELS, **TOKENS}),
     "fused_linear_cross_entropy, fast": (functools.partial(fused, mode="fast"), FUSED, {**LABELS, **TOKENS}),
@@ -75,7 +75,7 @@ CASES = {
     "causal_lm_loss": (
         losses.causal_lm_loss,
         {"hidden": (1, *X), "head": (V, D)},
-        {"labels": [[1, 5, 6]], "segment_ids": [[0, 0, 1]]},
+        {"labels": [[1, 5, 6]], "segment_ids": [[1, 1, 2]]},
     ),
     "softmax_cross_entropy_with_integer_labels": (
         losses.softmax_cross_entropy_with_integer_labels,

@@ -62,8 +62,20 @@ def test_tokens_are_counted_without_padding():
     labels = [np.where(each > 1, each, -100) for each in documents]  # answers behind a prompt
     assert rows.num_tokens(pack(documents, 8, labels=labels)) == rows.num_tokens(pad(documents, 8, labels=labels)) == 7
     assert rows.num_tokens(np.ones((2, 8), np.int32)) == 16
+    labels[0][-2:] = -100  # as a question at the end, which is not scored
+    assert rows.num_tokens(pack(documents, 8, labels=labels)) == rows.num_tokens(pad(documents, 8, labels=labels)) == 7
     empty = {"input_ids": np.ones((1, 8), np.int32), "labels": np.full((1, 8), -100)}
     assert rows.num_tokens(empty) == 0
+
+
+def test_rows_that_fill_up_a_part_are_padding():
+    padded, packed = pad([[1, 2], [3]], 2), pack([[1, 2], [3]], 2)
+    plain = {name: padded[name] for name in ("input_ids", "labels")}
+    for data, name in ((padded, "token_mask"), (packed, "segment_ids")):
+        (part,) = rows.parts(data, 4)
+        assert part[name].tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]] and set(part) == set(data)
+    for size in (2, 4):  # what tells padding is there in every part, so that a program fits them all
+        assert [part["token_mask"].sum() for part in rows.parts(plain, size)] == [4]
 
 
 @pytest.mark.parametrize("mixture", [None, [(5, 2.0), (6, 0.5)]], ids=["each once", "mixed"])

@@ -1,0 +1,50 @@
+"""What `segment_ids` mean in every op, loss and model: a row's documents count from 1, and 0 is padding behind them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from liger_jax.pallas_kernels.attention.intervals import is_numbered as is_numbered
+
+
+def check_segment_ids(ids: jax.Array, prefix: str = "", name: str = "segment_ids") -> None:
+    """Raises a ValueError where concrete ids break the rule. Traced ones make their row NaN instead: `numbered`.
+
+    Args:
+        ids: (..., T) integers.
+        prefix: how the message begins, such as "causal_attention: ".
+        name: the argument's name.
+
+    Raises:
+        ValueError: an id is negative, or a 0 stands before another id.
+    """
+    if isinstance(ids, Tracer) or not ids.is_fully_addressable or not ids.size:
+        return
+    values = np.asarray(ids)
+    if values.min() < 0:
+        raise ValueError(f"{prefix}{name} hold {values.min()}, but must count from 1, and be 0 at padding.")
+    wrong = ~is_numbered(values)
+    if wrong.any():
+        row = values[wrong][0]
+        at = int(np.argmax((row[:-1] == 0) & (row[1:] != 0)))
+        raise ValueError(
+            f"{prefix}{name} hold a 0 at position {at} and {row[at + 1]} behind it, but 0 is padding, which stands "
+            "behind a row's tokens. Number documents from 1, and pass padding on the left as a model's attention_mask."
+        )
+
+
+def numbered(ids: jax.Array) -> jax.Array:
+    """The factor that refuses rows under jit, where nothing can be raised.
+
+    Args:
+        ids: (..., T) integers.
+
+    Returns:
+        (..., 1) float32: 1, or NaN for a row in which an id is negative or a 0 stands before another id.
+
+    Example:
+        >>> numbered(jnp.array([[1, 1, 0], [0, 0, 1]])).tolist()
+        [[1.0], [nan]]
+    """
+    return jnp.where(is_numbered(ids), 1.0, jnp.nan).astype(jnp.float32)[..., None]

@@ -1,0 +1,61 @@
+"""What a batch's rows hold, for all layers: which tokens belong together, and which positions are padding."""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Num
+
+from liger_jax.ops import Segments
+
+
+class RowTokens(NamedTuple):
+    """What layers know of rows.
+
+    Attributes:
+        segments: what attention stays within; `None` for rows of one document, which need no mask.
+        is_token: (B, T) bool of whole rows, which positions routers count; `None` for all.
+    """
+
+    segments: Segments | None
+    is_token: Bool[Array, "B row"] | None
+
+
+def attention_segments(
+    segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
+) -> Int[Array, "B T"] | None:
+    """The segments of tokens. Padding is one more segment, so that every token sees at least itself.
+
+    Args:
+        segment_ids: ids of packed documents from 1, and 0 at padding.
+        attention_mask: 0 or False where a token is padding.
+
+    Returns:
+        The segments' ids. What the mask hides, wherever it stands, has the largest int32. `None` if all tokens belong
+        to one segment.
+
+    Example:
+        >>> attention_segments(None, jnp.array([[0, 1, 1]])).tolist()
+        [[2147483647, 1, 1]]
+    """
+    if attention_mask is None:
+        return segment_ids
+    ids = jnp.int32(1) if segment_ids is None else segment_ids.astype(jnp.int32)
+    return jnp.where(attention_mask.astype(bool), ids, jnp.int32(jnp.iinfo(jnp.int32).max))
+
+
+def tokens_of(*masks: Num[Array, "B T"] | Bool[Array, "B T"] | None) -> Bool[Array, "B T"] | None:
+    """Where rows hold a token.
+
+    Args:
+        *masks: arrays that are 0 at padding; `None` entries say nothing.
+
+    Returns:
+        The mask; `None` if nothing is said.
+
+    Example:
+        >>> tokens_of(jnp.array([[1, 2, 0]]), None).tolist()
+        [[True, True, False]]
+    """
+    given = [mask != 0 for mask in masks if mask is not None]
+    return functools.reduce(jnp.logical_and, given) if given else None
