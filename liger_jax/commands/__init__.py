@@ -15,6 +15,7 @@ from liger_jax.commands._errors import writable_folder as writable_folder
 from liger_jax.commands._files import read_texts as read_texts
 from liger_jax.commands._hub import tries_told_once
 from liger_jax.commands._parser import Parser
+from liger_jax.training import processes, waiting
 from liger_jax.training.listening import OutputError, output_needed
 
 _COMMANDS = {
@@ -32,11 +33,20 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code, which is 2 for whatever the user can mend, and 1 if nobody reads the output any more.
     """
+    if argv is not None and list(argv) != sys.argv[1:]:  # called by a program, which does not end here
+        return _main(argv)
+    code = _main(argv, owns_process=True)
+    if waiting.is_busy():
+        processes.leave(code)
+    return code
+
+
+def _main(argv: list[str] | None, owns_process: bool = False) -> int:
     name = ""
     try:
         with output_needed():
             args = _parsers()[0].parse_args(argv)
-            name = f" {args.command}"
+            name, args.owns_process = f" {args.command}", owns_process
             with compiled_programs_kept(args.cache is not False), _warnings.in_one_line(), tries_told_once():
                 return args.run(args)
     except OutputError as error:

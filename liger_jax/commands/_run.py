@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from liger_jax._install import version
 from liger_jax.commands import (
     _beginning,
     _course,
@@ -63,6 +64,8 @@ def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
         raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
         run, like, shown = _decided_run.decided(asked, task, out)
+    with user_errors():
+        processes.check_same("settings", run.settings.of_all_processes() | run.precision | _versions())
     trained = _run_model.trained_lines(run.settings, like, run.architecture)
     for line in filter(None, (run.devices.line, dropout(run.source.config), *trained)):
         print(line)
@@ -77,6 +80,7 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     data, steps = course.data, course.steps
     with user_errors():
         made_of = _resume.made_of(run, course)
+        processes.check_same("model and data", made_of | {"steps": steps})
         checkpoints = _resume.checkpoints_of(run, {"steps": steps} | made_of)
     checkpoints.check()
     if processes.is_first():
@@ -121,6 +125,12 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     processes.by_first(lambda: _ending.leave(settings, checkpoints, target, early))
     _ending.tell(run, log["steps"], done, target, checkpoints)
     return 0
+
+
+def _versions() -> dict[str, Any]:
+    """What else makes the programs of several processes the same."""
+    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+    return {"jax": jax.__version__, "liger-jax": version()} | {name: getattr(jax.config, name) for name in names}
 
 
 def _write_result_of(run: Run, course: _course.Course, checkpoints: Checkpoints, made_of: dict[str, str]) -> int:

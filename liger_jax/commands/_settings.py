@@ -284,6 +284,15 @@ class Settings:
         """
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NOT_WRITTEN}
 
+    def of_all_processes(self) -> dict[str, Any]:
+        """The settings that are the same in all processes of a run.
+
+        Returns:
+            Values by the options' names.
+        """
+        values = dataclasses.asdict(self)
+        return {f"--{name.replace('_', '-')}": value for name, value in values.items() if name != "distributed"}
+
     def of_the_run(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is continued.
 

@@ -1,6 +1,7 @@
 """The commands that train, around their runs: a user's error is one sentence, whichever of them it is."""
 
 import argparse
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages, user_errors
 from liger_jax.commands._settings import Settings, settings_of
-from liger_jax.training import processes
+from liger_jax.training import processes, signals
 from liger_jax.training.listening import listened_or_not
 
 
@@ -26,7 +27,9 @@ def trained(
     Returns:
         The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
     """
-    with listened_or_not():
+    stopped, in_order = f"liger-jax {name}: stopped outside of training; nothing new is saved.", True
+    at_once = signals.ending_now(processes.leave, stopped) if args.owns_process else contextlib.nullcontext()
+    with listened_or_not(), at_once:
         try:
             code = _trained(name, args, task, settings_type)
         except Exception:
@@ -34,7 +37,10 @@ def trained(
                 raise
             traceback.print_exc()
             code = 1
-        return processes.end(code)
+        except KeyboardInterrupt:  # where a program has called the command
+            print(stopped, file=sys.stderr)
+            code, in_order = 130, False
+        return processes.end(code, in_order)
 
 
 def _trained(name, args, task, settings_type) -> int:
@@ -54,6 +60,7 @@ def _trained(name, args, task, settings_type) -> int:
         if settings.distributed is not None:
             with user_errors():
                 processes.begin(settings.distributed)
+                processes.check_same("options", settings.of_all_processes())
         if processes.is_first():
             print("".join(f"{line}\n" for line in lines), end="")
         return _run.train(settings, task())
@@ -63,6 +70,3 @@ def _trained(name, args, task, settings_type) -> int:
     except MemoryError:
         print(f"liger-jax {name}: This machine has too little memory. Pass a smaller --batch.", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # the training loop has a handler of its own
-        print(f"liger-jax {name}: stopped outside of training; nothing new is saved.", file=sys.stderr)
-        return 130

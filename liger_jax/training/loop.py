@@ -3,18 +3,16 @@
 import contextlib
 import dataclasses
 import math
-import signal
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from liger_jax._install import install_command
-from liger_jax.training import processes
+from liger_jax.training import processes, signals
 from liger_jax.training.checkpoints import Checkpoints
 from liger_jax.training.errors import NotFiniteError, TrainingError, memory_errors
 from liger_jax.training.listening import listened_or_not
@@ -22,8 +20,6 @@ from liger_jax.training.optimizer import Schedule
 from liger_jax.training.rows import num_tokens
 from liger_jax.training.waiting import telling
 
-# SIGHUP comes when a terminal is closed. Windows has none.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _WORDS = {  # how a figure is told; others are told as "name 0.123"
     "perplexity": "perplexity {:.2f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -38,8 +34,9 @@ class Loop:
     Each step's figures are `step`, `loss`, what the step returns beside it, `learning_rate` if `rate` is given,
     `tokens_per_second`, `memory_gib`, and what `evaluate` returns after some steps.
 
-    A signal, such as Ctrl-C, `kill` or a terminal that is closed, stops the loop between two steps, and the state is
-    saved; of several processes all stop, whichever of them got it. So are the steps before one that fails with an error
+    A signal, such as Ctrl-C, `kill` or a terminal that is closed, stops the loop between two steps, which a line says,
+    and the state is saved; of several processes all stop, whichever of them got it. A second one raises
+    `KeyboardInterrupt`, and nothing is saved. So are the steps before one that fails with an error
     before it has taken the state, as where a batch cannot be made. What is saved has a finite loss. A SIGHUP that is
     ignored, as under `nohup`, stays so. The loop goes on if nobody reads what it prints any more.
 
@@ -113,7 +110,7 @@ class Loop:
         """
         log = {"steps": []} if log is None else log
         figures: list[dict[str, Any]] = log["steps"]
-        with _signals() as received, listened_or_not():
+        with listened_or_not(), signals.listed() as received:
             if not figures and self.evaluate is not None:
                 with telling("scoring what is held out"):
                     scores = self.evaluate(state[0])
@@ -249,23 +246,6 @@ def memory_in_use() -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """A context in which signals end nothing, but are listed: a step's donated state must not be torn."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # whose handlers Python calls, and nobody else's
-        yield received
-        return
-    ignored = {number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN} - {signal.SIGINT}
-    handled = [number for number in SIGNALS if number not in ignored]
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in handled}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _NoBar(contextlib.nullcontext):

@@ -10,13 +10,15 @@ The service lives in process 0. The others reach it through a `Relay`, which say
 
 import contextlib
 import itertools
+import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -26,6 +28,7 @@ from liger_jax.training.relay import Relay
 BEAT_SECONDS, SILENT_SECONDS = 2.0, 30.0
 _PLACE = re.compile(r"(.+:\d+),(\d+)/(\d+)")  # HOST:PORT,INDEX/NUMBER
 _ENDED = "ended"
+_NAMED = 3  # differences that a message names
 _barriers = itertools.count()
 
 
@@ -37,7 +40,8 @@ def begin(place: str) -> None:
             many there are; empty for what JAX finds in the environment, as under SLURM, Open MPI or on a cloud TPU.
 
     Raises:
-        ValueError: the place cannot be read, or the environment says nothing, or the others do not come.
+        ValueError: the place cannot be read, or the environment says nothing, or the others do not come; or JAX has
+            devices or has joined processes already.
     """
     options: dict[str, Any] = dict(heartbeat_timeout_seconds=100, shutdown_timeout_seconds=20)
     if place:
@@ -48,6 +52,13 @@ def begin(place: str) -> None:
             )
         options |= dict(coordinator_address=found[1], process_id=int(found[2]), num_processes=int(found[3]))
         options |= dict(cluster_detection_method="deactivate")
+    if jax.distributed.is_initialized():
+        raise ValueError(
+            "JAX has joined its processes already. Call processes.begin once, and in the place of "
+            "jax.distributed.initialize: it also watches whether the other processes live."
+        )
+    if _has_devices():
+        raise ValueError("JAX has devices already, which would be this process's alone. Call processes.begin first.")
     jax.config.update("jax_enable_recoverability", True)  # the service ends no process because another one has died
     relay = None
     try:
@@ -55,7 +66,8 @@ def begin(place: str) -> None:
         if address is not None and index and not getattr(jax.config, "jax_mtls_cert_file", None):
             relay = Relay(address)
             address = relay.address
-        jax.distributed.initialize(**options | dict(coordinator_address=address))
+        with _handlers_kept():
+            _interruptible(lambda: _joined(**options | dict(coordinator_address=address)))
     except (RuntimeError, ValueError) as error:
         cure = "" if place else " Where JAX knows no cluster, pass HOST:PORT,INDEX/NUMBER, as in 'host0:1234,0/2'."
         raise ValueError(f"The processes do not find each other: {' '.join(str(error).split())}.{cure}") from error
@@ -79,7 +91,7 @@ def are_several() -> bool:
         >>> are_several()
         False
     """
-    return jax.distributed.is_initialized() and jax.process_count() > 1
+    return bool(_watching)
 
 
 def is_first() -> bool:
@@ -96,10 +108,40 @@ def is_first() -> bool:
 
 
 def wait() -> None:
-    """Waits until all processes have come here."""
+    """Waits until all processes have come here. Ctrl-C ends the wait."""
     if jax.process_count() > 1:
         name = f"liger_jax/barrier/{next(_barriers)}"  # each process comes to all of them in the same order
-        _client().wait_at_barrier(name, timeout_in_ms=24 * 3600 * 1000)
+        _interruptible(lambda: _client().wait_at_barrier(name, timeout_in_ms=24 * 3600 * 1000))
+
+
+def check_same(what: str, values: Mapping[str, Any]) -> None:
+    """Checks that all processes have the same values, such as options: other ones would train something else, unseen.
+
+    Args:
+        what: what the values are of, in words.
+        values: JSON's, by name.
+
+    Raises:
+        ValueError: in all processes, where one differs from the first. The message names it.
+
+    Example:
+        >>> check_same("options", {"steps": 3})
+    """
+    if jax.process_count() == 1:
+        return
+    place = f"liger_jax/same/{next(_barriers)}/"
+    _client().key_value_set(f"{place}{jax.process_index()}", json.dumps(dict(values), sort_keys=True))
+    wait()
+    told = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in _client().key_value_dir_get(place)}
+    wait()  # before one that differs takes the service with it
+    for i, found in sorted(told.items()):
+        if names := [name for name in {**told[0], **found} if told[0].get(name) != found.get(name)]:
+            shown = ", ".join(f"{name}={found.get(name)!r} for {told[0].get(name)!r}" for name in names[:_NAMED])
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            raise ValueError(
+                f"Process {i} has other {what} than process 0: {shown}{more}. All processes of a run need the same "
+                "ones."
+            )
 
 
 def by_first(work: Callable[[], Any]) -> None:
@@ -187,11 +229,12 @@ def agreed(received: list[int]) -> list[int]:
     return received
 
 
-def end(code: int) -> int:
+def end(code: int, in_order: bool = True) -> int:
     """Ends this process's part of a run.
 
     Args:
         code: the exit code. After an error the others are told, and the process ends here.
+        in_order: whether 0 and the codes of signals are those of all processes. Else such a code is an error, too.
 
     Returns:
         The code.
@@ -202,19 +245,33 @@ def end(code: int) -> int:
     """
     if not are_several():
         return code
-    is_in_order = code in (0, *range(129, 160))  # the same in all processes
-    if is_in_order:
-        wait()
+    if not in_order or code not in (0, *range(129, 160)):
+        leave(code)
+    wait()
     _over.set()
     if not _why:  # else the service may not answer
         _watching[0].join(SILENT_SECONDS)
-        _tell(_ENDED if is_in_order else f"{_ENDED} {code}")
-    if is_in_order:
-        _leave_in_order()
-        return code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # JAX would wait for the others
+        _tell(_ENDED)
+    _leave_in_order()
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once, whatever its other threads are at. The other processes of its run are told.
+
+    Args:
+        code: the exit code.
+    """
+    _over.set()
+    if are_several() and not _why:  # else the service may not answer
+        _watching[0].join(2 * BEAT_SECONDS)
+        telling = threading.Thread(target=_tell, args=(f"{_ENDED} {code}",), daemon=True)
+        telling.start()
+        telling.join(BEAT_SECONDS)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)  # JAX would wait for the others, and Python for its threads
 
 
 def lost() -> str:
@@ -239,6 +296,11 @@ def lost() -> str:
 _why: list[str] = []  # the sentence, once a process is lost
 _watching: list[threading.Thread] = []
 _over = threading.Event()  # this process is at its end
+
+
+def _joined(**options: Any) -> None:
+    jax.distributed.initialize(**options)
+    jax.process_count()  # waits until all processes have told their devices
 
 
 def _watch(client: Any) -> None:
@@ -311,6 +373,41 @@ def _tell(text: str) -> None:
 
 def _key(process: int) -> str:
     return f"liger_jax/alive/{process}"
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """A context that undoes JAX's own handling of SIGTERM, by which the signal would end nothing."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _has_devices() -> bool:
+    from jax._src import xla_bridge  # JAX has no public way to know it without making them
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _interruptible(work: Callable[[], Any]) -> None:
+    """Does something in a thread: within a call that waits in C++, Python would not handle Ctrl-C."""
+    done, errors = threading.Event(), []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="waiting", daemon=True).start()
+    done.wait()
+    if errors:
+        raise errors[0]
 
 
 def _client() -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -45,7 +46,28 @@ def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[An
         >>> beside(sum, [1, 2]).result()
         3
     """
-    return ThreadPoolExecutor(1, function.__name__).submit(function, *args, **kwargs)
+    return _noted(ThreadPoolExecutor(1, function.__name__).submit(function, *args, **kwargs))
+
+
+def is_busy() -> bool:
+    """Whether a call of `beside` or a compilation still goes on, for which Python would wait at its end.
+
+    Returns:
+        `True` also for a call that has not begun.
+
+    Example:
+        >>> is_busy()
+        False
+    """
+    return any(not each.done() for each in _futures)
+
+
+_futures: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+
+def _noted(future: Future[Any]) -> Future[Any]:
+    _futures.add(future)
+    return future
 
 
 class Compiling:
@@ -75,4 +97,4 @@ class Compiling:
         Returns:
             The compiled program's future. The program takes arguments of these very types.
         """
-        return self._threads.submit(program.lower(*types).compile)
+        return _noted(self._threads.submit(program.lower(*types).compile))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from liger_jax.training import Checkpoints, Loop, NotFiniteError, OutOfHostMemoryError, OutOfMemoryError
-from liger_jax.training.loop import SIGNALS
+from liger_jax.training.signals import SIGNALS
 
 
 def step(state, batch):

@@ -8,15 +8,30 @@ import sys
 import time
 from typing import Any
 
+import jax
 import pytest
 
 from liger_jax.training import processes
 
 PROGRAM = """
 import sys, time
+import jax
 from liger_jax.training import processes
 processes.begin(sys.argv[1])
 print("joined", flush=True)
+if sys.argv[2] == "same":
+    for values in ({"steps": 2, "seed": 0}, {"steps": 2, "seed": jax.process_index()}):
+        try:
+            processes.check_same("options", values)
+        except ValueError as error:
+            print(error, flush=True)
+            processes.leave(2)
+if sys.argv[2] == "leaves" and jax.process_index() == int(sys.argv[3]):
+    try:
+        processes.wait()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        processes.end(130, in_order=False)
 if sys.argv[2] == "ends":
     sys.exit(processes.end(int(sys.argv[3])))
 time.sleep(300)
@@ -86,3 +101,32 @@ def test_processes_that_end_in_order_lose_nobody(code, started):
     for process in started(3, ("ends", str(code))):
         _, error = process.communicate(timeout=100)
         assert process.returncode == code and "Start all" not in error and "stack trace" not in error, error
+
+
+@pytest.mark.full
+def test_values_that_differ_are_named_in_all_processes(started):
+    said = "Process 1 has other options than process 0: seed=1 for 0. All processes of a run need the same ones.\n"
+    for process in started(2, ("same",)):
+        printed, error = process.communicate(timeout=100)
+        assert (process.returncode, printed) == (2, said), error
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_ends_a_process_that_waits_for_the_others(victim, started):
+    both = started(2, ("leaves", str(victim)))
+    time.sleep(1)  # until it waits
+    both[victim].send_signal(signal.SIGINT)
+    assert both[victim].communicate(timeout=20)[0] == "interrupted\n" and both[victim].returncode == 130
+    how, seconds = lost(both[1 - victim], victim, 2)
+    assert how == "has ended" and seconds < 20
+
+
+def test_processes_are_joined_once_and_before_there_are_devices():
+    jax.devices()
+    with pytest.raises(ValueError, match="JAX has devices already.* Call processes.begin first"):
+        processes.begin("127.0.0.1:1,0/2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.distributed, "is_initialized", lambda: True)
+        with pytest.raises(ValueError, match="joined its processes already. Call processes.begin once"):
+            processes.begin("127.0.0.1:1,0/2")
