@@ -2,11 +2,10 @@
 
 import argparse
 import dataclasses
-import math
 from typing import Any
 
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._settings import Settings
+from liger_jax.commands._settings import LEAST_FLOAT, MOST_FLOAT, Settings
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.ops.linear.fused_linear_distillation import DIVERGENCES
 from liger_jax.ops.linear.fused_linear_topk_distillation import TAILS
@@ -53,8 +52,10 @@ class DistillSettings(Settings):
         for name, choices in (("divergence", DIVERGENCES), ("tail", TAILS), ("teacher_quantize", KINDS)):
             if (value := getattr(self, name)) is not None and value not in choices:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be one of {', '.join(choices)}.")
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"--temperature={self.temperature} must be a finite number above 0.")
+        if not LEAST_FLOAT <= self.temperature <= MOST_FLOAT:
+            raise UserError(
+                f"--temperature={self.temperature} must be a finite number above 0, of those that float32 holds."
+            )
         if not 0 <= self.hard_weight < 1:
             raise UserError(
                 f"--hard-weight={self.hard_weight} must be in [0, 1); 0 leaves the labels out, and with 1 there would "

@@ -2,10 +2,9 @@
 
 import argparse
 import dataclasses
-import math
 
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._settings import DTYPES, MOST
+from liger_jax.commands._settings import DTYPES, LEAST_FLOAT, MOST, MOST_FLOAT
 from liger_jax.ops.block_quantized import KINDS
 
 MOST_NEW_TOKENS = 512
@@ -46,10 +45,13 @@ class Generation:
         for name in ("max_new_tokens", "top_k"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= MOST:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1 and at most {MOST}.")
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature={self.temperature} must be 0, for the likeliest token, or a number above.")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p={self.top_p} must be above 0 and at most 1.")
+        if not (self.temperature == 0 or LEAST_FLOAT <= self.temperature <= MOST_FLOAT):
+            raise UserError(
+                f"--temperature={self.temperature} must be 0, for the likeliest token, or a number above, of those "
+                "that float32 holds."
+            )
+        if not LEAST_FLOAT <= self.top_p <= 1:
+            raise UserError(f"--top-p={self.top_p} must be above 0, of the numbers that float32 holds, and at most 1.")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed={self.seed} must be at least 0 and below 2**32.")
         for name, given in (("top-p", self.top_p != 1), ("top-k", self.top_k is not None)):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._settings import ADAPTER_CONFIG, Settings
+from liger_jax.commands._settings import ADAPTER_CONFIG, LEAST_FLOAT, MOST_FLOAT, Settings
 
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
 LEVELS = ("token", "sequence")
@@ -102,10 +102,12 @@ class GrpoSettings(Settings):
             )
         if self.batch % self.group:
             raise UserError(f"--batch={self.batch} completions must be a multiple of --group={self.group}.")
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"--temperature={self.temperature} must be a finite number above 0.")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p={self.top_p} must be above 0 and at most 1.")
+        if not LEAST_FLOAT <= self.temperature <= MOST_FLOAT:
+            raise UserError(
+                f"--temperature={self.temperature} must be a finite number above 0, of those that float32 holds."
+            )
+        if not LEAST_FLOAT <= self.top_p <= 1:
+            raise UserError(f"--top-p={self.top_p} must be above 0, of the numbers that float32 holds, and at most 1.")
         if not 0 <= self.beta < math.inf:
             raise UserError(f"--beta={self.beta} must be a finite number, at least 0.")
         if not 0 < self.importance_max < math.inf:

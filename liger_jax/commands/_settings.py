@@ -18,11 +18,11 @@ LOGS = ("csv", "tensorboard", "wandb")
 SCHEDULES = ("cosine", "linear", "constant")
 ADAPTER_CONFIG = "adapter_config.json"  # a folder with it holds adapters, whose training goes on
 MOST = 2**31 - 1  # JAX counts in int32
+LEAST_FLOAT, MOST_FLOAT = 1.1754944e-38, 3.4e38  # of float32: devices take a smaller number for 0
 _BOUNDS = dict(
     length=(2, MOST), batch=(1, MOST), micro_batches=(1, MOST), steps=(1, MOST), lora=(1, 2**16), every=(1, MOST),
     keep=(1, MOST), result_of=(1, MOST), seed=(0, 2**32 - 1), samples=(0, 2**16), patience=(1, MOST),
 )  # fmt: skip
-_MOST_FLOAT = 3.4e38  # of float32
 # What may change when a run is continued: where figures and results go, how often it saves and looks at itself, and how
 # a step is laid into memory.
 _NOT_OF_THE_RUN = (
@@ -186,10 +186,10 @@ class Settings:
         for name in ("learning_rate", "epochs", "lora_alpha"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number above 0.")
-            if value is not None and value > _MOST_FLOAT:
+            if value is not None and value > MOST_FLOAT:
                 raise UserError(f"--{name.replace('_', '-')}={value} is more than a float32 holds.")
         for name in ("warmup", "weight_decay", "clip"):
-            if not 0 <= (value := getattr(self, name)) <= _MOST_FLOAT:
+            if not 0 <= (value := getattr(self, name)) <= MOST_FLOAT:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number, at least 0.")
         if self.warmup > 1 and self.warmup % 1:
             raise UserError(f"--warmup={self.warmup} must be a share of the steps below 1, or a whole number of steps.")

@@ -59,7 +59,7 @@ def score(log_ratio: jax.Array, divergence: str, alpha: float) -> jax.Array:
 def smoothed_sigmoid(logits: jax.Array, label_smoothing: float) -> jax.Array:
     """−(1 − ε) log σ(x) − ε log σ(−x)."""
     right, wrong = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
-    return -(1.0 - label_smoothing) * right - label_smoothing * wrong
+    return -right if label_smoothing == 0 else -(1.0 - label_smoothing) * right - label_smoothing * wrong
 
 
 def pair_losses(loss_type: str, p: Pairs, beta: float, label_smoothing: float, discopop_tau: float) -> jax.Array:
@@ -83,6 +83,8 @@ def pair_losses(loss_type: str, p: Pairs, beta: float, label_smoothing: float, d
             return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
         case "robust":
             clean, flipped = -log_sigmoid(logits), -log_sigmoid(-logits)
+            if label_smoothing == 0:
+                return clean  # 0 · inf would be NaN
             return ((1.0 - label_smoothing) * clean - label_smoothing * flipped) / (1.0 - 2.0 * label_smoothing)
         case "bco_pair":
             return -log_sigmoid(chosen) - log_sigmoid(-rejected)

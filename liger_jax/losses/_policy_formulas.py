@@ -128,9 +128,9 @@ class Objective:
         losses = losses if importance is None else losses * importance
         if self.beta == 0:
             return losses
-        penalty = k3(log_probs, reference)
         is_unbiased = self.unbiased_kl or (self.unbiased_kl is None and self.loss_type != "gmpo")
-        return losses + self.beta * (penalty * ratio if is_unbiased else penalty)
+        penalty = weighted_k3(log_ratio, log_probs, reference) if is_unbiased else k3(log_probs, reference)
+        return losses + self.beta * penalty
 
     def clipped_log_ratio(self, log_ratio: jax.Array, advantages: jax.Array) -> jax.Array:
         """GMPO's, clipped on the side to which the advantage pulls. On a bound, the gradient is the inner one."""
@@ -170,8 +170,26 @@ def log_ratio(log_probs: jax.Array, old_log_probs: jax.Array) -> jax.Array:
 
 def k3(log_probs: jax.Array, reference: jax.Array) -> jax.Array:
     """e^d − d − 1 with d = reference − log_probs: an estimate of KL(policy ‖ reference) that is never negative."""
-    d = clamp_exponent(reference - log_probs)
+    d = clamp_exponent(_log_ratio_of_reference(log_probs, reference))
     return jnp.expm1(d) - d
+
+
+def weighted_k3(log_ratio: jax.Array, log_probs: jax.Array, reference: jax.Array) -> jax.Array:
+    """ρ · k3, at most e^80 and then without gradient, as `clamp_exponent` has it; 0 where ρ is."""
+    d = _log_ratio_of_reference(log_probs, reference)
+    # k3 < e^d above 0, and k3 ≤ −d below.
+    exponent = log_ratio + jnp.where(d > 0, d, jnp.log1p(jnp.maximum(-d, 0.0)))
+    is_beyond, is_nothing = (exponent > _checks.EXPONENT_LIMIT) & (d > -jnp.inf), jnp.exp(log_ratio) == 0
+    is_plain = ~(is_beyond | is_nothing)
+    d, log_ratio = (jnp.where(is_plain, x, 0.0) for x in (d, log_ratio))
+    product = jnp.exp(log_ratio) * (jnp.expm1(d) - d)
+    return jnp.where(is_nothing, 0.0, jnp.where(is_beyond, math.exp(_checks.EXPONENT_LIMIT), product))
+
+
+def _log_ratio_of_reference(log_probs: jax.Array, reference: jax.Array) -> jax.Array:
+    """reference − log_probs; 0 for a token that is impossible under both, as one that a mask forbids."""
+    is_impossible = (log_probs == -jnp.inf) & (reference == -jnp.inf)
+    return jnp.where(is_impossible, 0.0, reference - log_probs)
 
 
 def vespo_log_ratio(log_ratio: jax.Array) -> jax.Array:

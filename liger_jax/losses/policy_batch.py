@@ -10,6 +10,7 @@ from liger_jax.losses._sequences import Sequences, sequences_of
 from liger_jax.ops._checks import ArrayLike, check_choice, check_shape
 
 ADVANTAGE_METHODS = ("grpo", "dr_grpo", "rloo")
+_LARGEST_REWARD = 1e15  # whose square, summed over a batch, is far below float32's end
 _STD_OFFSET = 1e-4  # TRL's; keeps a group of equal rewards at 0
 
 
@@ -143,6 +144,10 @@ def group_advantages(
     def total(x):
         return jnp.sum(jnp.where(where, x, 0.0), axis=-1, keepdims=True)
 
+    # Divided by a power of two, which is exact, where their squares or sums would be more than float32 holds.
+    largest = jnp.max(jnp.where(where, jnp.abs(rewards), 0.0), axis=-1, keepdims=True)
+    unit = jnp.where(largest > _LARGEST_REWARD, 2.0**96, 1.0)
+    rewards = rewards / unit
     # From one of them on, because a sum is rounded: equal rewards differ by exactly 0 from it, and not from their mean.
     first = jnp.take_along_axis(rewards, jnp.argmax(where, axis=-1, keepdims=True), axis=-1)
     rewards = jnp.where(where, rewards - first, 0.0)
@@ -150,10 +155,10 @@ def group_advantages(
     mean = total(rewards) / jnp.maximum(count, 1.0)
     centred = jnp.where(where, rewards - mean, 0.0)
     if method == "rloo":  # reward − the others' mean = n / (n − 1) · (reward − mean)
-        return centred * (count / jnp.maximum(count - 1.0, 1.0))
+        return unit * (centred * (count / jnp.maximum(count - 1.0, 1.0)))
     if method == "dr_grpo":
-        return centred
-    return centred / (jnp.sqrt(total(jnp.square(centred)) / jnp.maximum(count - 1.0, 1.0)) + _STD_OFFSET)
+        return unit * centred
+    return centred / (jnp.sqrt(total(jnp.square(centred)) / jnp.maximum(count - 1.0, 1.0)) + _STD_OFFSET / unit)
 
 
 def reinforce_advantages(

@@ -82,7 +82,8 @@ def sequence_log_probs(
         check_shape(op, "shared_tokens", shared_tokens, shape, "one count for each sequence")
         shared_tokens = (shared_tokens[..., None] if sequences.ids is None else shared_tokens).astype(jnp.int32)
         is_tail = sequences.rank(where) > sequences.spread(shared_tokens)
-        counted = jnp.where(is_tail, ld_alpha * counted, counted)
+        # A weight of 0 leaves a token out: 0 · −inf would be NaN.
+        counted = jnp.where(is_tail, ld_alpha * counted if ld_alpha else 0.0, counted)
     if average:
         _check_counts(op, sequences, where)
     result = sequences.mean(counted, where) if average else sequences.sum(counted)

@@ -12,7 +12,7 @@ from liger_jax.ops import expert_exchange
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.grouped_matmul import grouped_matmul
-from liger_jax.ops.moe_mlp import EXPERT_GATE_UP, _Order, _plus_bias, _sorted_by_expert, _summed
+from liger_jax.ops.moe_mlp import EXPERT_GATE_UP, _Order, _sorted_by_expert, _summed
 from liger_jax.pallas_kernels._tiles import cdiv, promoted
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.grouped_matmul import formulas
@@ -81,9 +81,9 @@ def adapted_moe_mlp(
         """The results of rows that are sorted by expert, in groups of these sizes."""
         group = formulas.group_of_rows(sizes, rows.shape[0])
         product = functools.partial(_product, sizes=sizes, implementation=implementation)
-        both = _plus_bias(product(rows, gate_up, gate_up_adapter), gate_up_bias, group)
+        both = _with_bias(product(rows, gate_up, gate_up_adapter), gate_up_bias, group)
         h = _gated(checkpoint_name(both, EXPERT_GATE_UP), activation)
-        return _plus_bias(product(h, down, down_adapter), down_bias, group)
+        return _with_bias(product(h, down, down_adapter), down_bias, group)
 
     own = gate_up.shape[0]
     if axis is None:
@@ -98,6 +98,11 @@ def adapted_moe_mlp(
     y = of_experts(_rows_of_experts(received, there), there.sizes)
     y = _rows_of_tokens(y, jnp.ones((y.shape[0], 1), weights.dtype), there)
     return _rows_of_tokens(expert_exchange.returned(y, exchange, axis, experts.size), weights, order)
+
+
+def _with_bias(y: jax.Array, bias: jax.Array | None, group: jax.Array) -> jax.Array:
+    """Adds each row's bias. Rows behind the last group have none, and none has their cotangents, which may be NaN."""
+    return y if bias is None else y + bias.at[group].get(mode="fill", fill_value=0)
 
 
 def _product(rows, weight, adapter, *, sizes, implementation):

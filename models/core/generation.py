@@ -79,8 +79,8 @@ def generate(
 
     Returns:
         (B·num_return_sequences, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. The
-        sequences of a prompt follow one another. From the first position whose logits are NaN, tokens are −1. The dtype
-        is input_ids', or int32 if that is narrower.
+        sequences of a prompt follow one another. From the first position whose logits have no softmax, since one is NaN
+        or inf, tokens are −1. The dtype is input_ids', or int32 if that is narrower.
 
         With `return_log_probs` a pair of these and float32 in the new tokens' shape, the log-probability of each new
         token by softmax(logits/temperature) over the whole vocabulary, before top_p and top_k; for the likeliest

@@ -9,18 +9,23 @@ from jax.core import Tracer
 
 from liger_jax.ops import DynamicRope, LongRope
 
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # XLA takes a smaller number for 0
+
 
 def check_choice(max_new_tokens: int, temperature: float, top_p: float, top_k: int | None, key: Any) -> None:
     """Raises a ValueError unless tokens can be chosen so."""
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens={max_new_tokens} must be at least 1.")
-    if not 0 <= temperature < float("inf"):
+    if not (temperature == 0 or _LEAST <= temperature <= _MOST):
         raise ValueError(
-            f"generate: temperature={temperature} must be 0, for the likeliest token, or positive and finite, since "
-            "logits are divided by it."
+            f"generate: temperature={temperature} must be 0, for the likeliest token, or positive and finite in "
+            f"float32, from {_LEAST:.2g} to {_MOST:.2g}, since logits are divided by it."
         )
-    if not 0 < top_p <= 1:
-        raise ValueError(f"generate: top_p={top_p} must lie in (0, 1]; pass 1.0 to draw from all tokens.")
+    if not _LEAST <= top_p <= 1:
+        raise ValueError(
+            f"generate: top_p={top_p} must lie in (0, 1], and be at least {_LEAST:.2g}, which float32 holds; pass 1.0 "
+            "to draw from all tokens."
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"generate: top_k={top_k} must be at least 1; pass None to draw from all tokens.")
     if temperature == 0 and (top_p != 1 or top_k is not None or key is not None):

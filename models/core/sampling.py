@@ -22,7 +22,7 @@ def chosen(count: Any, rows: Any, logits: Any, ended: Any, choice: Any, ends: An
         ends: the tokens that end a row, and the one that fills it then.
 
     Returns:
-        (B,) int32, −1 where logits are NaN, and (B,) bool.
+        (B,) int32, −1 where the logits have no softmax: one is NaN or inf, or all are −inf; and (B,) bool.
     """
     stops, pad = ends
     if choice is None:
@@ -31,7 +31,8 @@ def chosen(count: Any, rows: Any, logits: Any, ended: Any, choice: Any, ends: An
         key, temperature, top_p, top_k = choice
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, count), rows)
         token = draw(keys, logits, temperature, top_p, top_k)
-    token = jnp.where(jnp.isnan(logits[:, 0]), -1, token)  # all of a row's logits are NaN, or none
+    is_finite = jnp.isfinite(jnp.max(logits, axis=-1))  # not so if one is NaN or inf, or all are −inf
+    token = jnp.where(is_finite, token, -1)
     token = jnp.where(ended, pad, token)
     return token, ended | jnp.any(token[:, None] == stops[None], axis=1)
 
@@ -41,7 +42,7 @@ def log_probs_of(tokens: Any, logits: Any, temperature: Any) -> jax.Array:
 
     Without a temperature, None, it counts as 1.
     """
-    scaled = logits if temperature is None else logits / temperature
+    scaled = logits if temperature is None else _scaled(logits, temperature)
     target = jnp.take_along_axis(scaled, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
     return target - jax.nn.logsumexp(scaled, axis=-1)
 
@@ -61,7 +62,7 @@ def draw(
     Args:
         keys: of `jax.random`, one for each row.
         logits: float32.
-        temperature: positive.
+        temperature: positive, and not subnormal.
         top_p: in (0, 1): the fewest likeliest whose probabilities, among those of top_k, reach it; `None` for all.
         top_k: how many of the likeliest; `None` for all.
 
@@ -73,9 +74,9 @@ def draw(
         >>> draw(keys, logits, jnp.float32(1), jnp.float32(0.5)).tolist()
         [1]
     """
-    scaled = logits / temperature
+    scaled = _scaled(logits, temperature)
     if top_p is not None or top_k is not None:
-        p = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))  # in [0, 1], the likeliest has 1
+        p = jnp.exp(scaled)  # in [0, 1], the likeliest has 1
         if top_k is not None:
             p = jnp.where(p >= _least(p, jnp.ones_like(p), jnp.minimum(top_k, p.shape[-1])), p, 0.0)
         if top_p is not None:
@@ -83,6 +84,11 @@ def draw(
         scaled = jnp.where(p > 0, scaled, -jnp.inf)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scaled.shape[1:], scaled.dtype))(keys)
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+
+
+def _scaled(logits, temperature):
+    """(logits − their largest)/temperature: at a low temperature the largest does not overflow, and others are −inf."""
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
 
 
 def _least(p, weights, target):

@@ -59,9 +59,9 @@ def terms(
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     d = jnp.where((p == 0) & (q == 0), 0.0, log_q - log_p)
     if options.divergence == "forward_kl":
-        return jnp.where(q > 0, q * d, 0.0), -q, p
+        return jnp.where(q == 0, 0.0, q * d), -q, p  # and not q > 0, which would take NaN for 0
     if options.divergence == "reverse_kl":
-        return jnp.zeros_like(p), jnp.where(p > 0, p * -d, 0.0), p
+        return jnp.zeros_like(p), jnp.where(p == 0, 0.0, p * -d), p
     return 0.5 * jnp.abs(p - q), 0.5 * p * jnp.sign(p - q), p
 
 

@@ -34,7 +34,7 @@ def cross_entropy(student, labels):
 def topk_divergence(student, token_ids, log_probs, *, tail):
     """D (N,) of logits (N, V) from the teacher's log-probabilities (N, K) of these tokens."""
     log_p = jnp.take_along_axis(jax.nn.log_softmax(student), token_ids, axis=1)
-    q, used = jnp.exp(log_probs), log_probs > -jnp.inf
+    q, used = jnp.exp(log_probs), log_probs != -jnp.inf
     divergence = jnp.sum(jnp.where(used, q * (jnp.where(used, log_probs, 0.0) - log_p), 0.0), axis=1)
     if tail == "ignore":
         return divergence

@@ -68,7 +68,7 @@ def reduced(
     z_k = jnp.take_along_axis(z, jnp.where(own, columns, 0), axis=1)
     log_p = over_shards(jnp.where(own, z_k, 0.0), axis) - lse[:, None]
     log_q = teacher.log_probs
-    q, used = jnp.exp(log_q), log_q > -jnp.inf
+    q, used = jnp.exp(log_q), log_q != -jnp.inf  # NaN is used, and makes the loss NaN
     divergence = jnp.sum(jnp.where(used, q * (log_q - log_p), 0.0), axis=1)
     total = jnp.sum(q, axis=1)
     sign, log_factor = jnp.ones_like(total), jnp.log(total)
@@ -76,10 +76,10 @@ def reduced(
         without = z.at[_rows(columns), columns].set(-jnp.inf, mode="drop")
         log_rest = log_normalizer(without, axis) - lse
         rest = _probability_of_others(q, log_rest, own, z.shape[1], axis)
-        log_term = jnp.log(jnp.where(rest > 0, rest, 1.0)) - log_rest
-        divergence += jnp.where(rest > 0, rest * log_term, 0.0)
+        log_term = jnp.log(jnp.where(rest == 0, 1.0, rest)) - log_rest
+        divergence += jnp.where(rest == 0, 0.0, rest * log_term)
         total = total + rest
-        sign, log_factor = _log_difference(jnp.log(total), jnp.where(rest > 0, jnp.log(rest) - log_rest, -jnp.inf))
+        sign, log_factor = _log_difference(jnp.log(total), jnp.where(rest == 0, -jnp.inf, jnp.log(rest) - log_rest))
     stored = total[:, None] * jnp.exp(log_p) - q
     loss, hard_lse = with_cross_entropy(in_one_shard(divergence, axis), raw, lse, labels, options)
     return loss, Statistics(lse, hard_lse, sign, lse - log_factor, stored)
@@ -137,7 +137,7 @@ def logit_gradient(
 def _columns(teacher: TopK, start: jax.Array | int, size: int) -> jax.Array:
     """(N, K): the stored tokens' columns from `start` on; `size` where a token is in none of them, or not used."""
     columns = teacher.token_ids - start
-    here = (columns >= 0) & (columns < size) & (teacher.log_probs > -jnp.inf)
+    here = (columns >= 0) & (columns < size) & (teacher.log_probs != -jnp.inf)
     return jnp.where(here, columns, size)
 
 

@@ -48,8 +48,8 @@ def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Arra
     g, u = jnp.minimum(gate, _CLAMP), jnp.clip(up, -_CLAMP, _CLAMP) + 1.0
     sigmoid = jax.lax.logistic(_SHARPNESS * g)
     slope = sigmoid + _SHARPNESS * g * sigmoid * (1.0 - sigmoid)
-    by_gate = jnp.where(gate <= _CLAMP, slope * u, 0.0)
-    return g * sigmoid * u, by_gate, jnp.where(jnp.abs(up) <= _CLAMP, g * sigmoid, 0.0)
+    by_gate = jnp.where(gate > _CLAMP, 0.0, slope * u)
+    return g * sigmoid * u, by_gate, jnp.where(jnp.abs(up) > _CLAMP, 0.0, g * sigmoid)
 
 
 def product(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:

@@ -6,4 +6,4 @@ import jax.numpy as jnp
 
 def relu_squared(x: jax.Array) -> jax.Array:
     """max(x, 0)²."""
-    return jnp.where(x > 0, x, 0) ** 2
+    return jnp.maximum(x, 0) ** 2

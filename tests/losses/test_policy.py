@@ -228,6 +228,24 @@ def test_ratios_that_overflow_stay_finite(loss_type, level):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "gmpo"])
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_the_penalty_of_what_is_impossible_for_both_is_0_and_no_ratio_makes_it_overflow(loss_type, unbiased):
+    """Against the same tokens with −1 under policy and reference, and a ratio of 1e-30 where −inf makes 0."""
+    policy, old = jnp.asarray([[-1.0, -jnp.inf, -2.0]]), jnp.asarray([[-1.2, -3.0, -2.0]])
+    kl = None if loss_type == "gmpo" else unbiased
+    options = options_of(loss_type) | dict(advantages=jnp.ones(1), mask=jnp.ones((1, 3), bool), beta=0.1)
+    options |= dict(unbiased_kl=kl)
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: loss(x, old, policy, **options)))(policy)
+    without = jax.jit(lambda x: loss(x, old, None, **options | dict(beta=0.0, unbiased_kl=None)))(policy)
+    close(value, without)
+    assert np.isfinite(gradient).all()
+    far_old, reference = jnp.asarray([[-100.0, -79.9, -1.0]]), jnp.asarray([[-1.0, -9999.0, -1.0]])
+    policy = jnp.asarray([[-22.0, -0.5, -2.0]])
+    found = jax.jit(jax.value_and_grad(lambda x: loss(x, far_old, reference, **options)))(policy)
+    assert all(np.isfinite(x).all() for x in found) and found[1][0, 2] != 0
+
+
 @pytest.mark.parametrize(
     "loss_type, level", [("dapo", "token"), ("grpo", "sequence"), ("cispo", "token"), ("sapo", "token")]
 )
@@ -330,6 +348,14 @@ def test_advantages_compare_with_the_group(method, rng):
     close(found[0], expected[0])
     close(found[1, [0, 2, 3]], group_advantages(jnp.asarray(rewards[1:2, [0, 2, 3]]), method)[0])
     assert not found[1, [1, 4]].any() and not found[2].any()
+
+
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
+def test_rewards_of_any_size_have_advantages(method, rng):
+    rewards = jnp.asarray(rng.uniform(-3.0, 3.0, (3, 5)), jnp.float32)
+    found, scale = group_advantages(1e4 * rewards, method), 1e4 if method == "grpo" else 1.0
+    for size in (1e16, 1e30, 5e37):
+        close(group_advantages(size * rewards, method) / (size / 1e4 * scale if method != "grpo" else 1.0), found)
 
 
 @pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])

@@ -49,6 +49,14 @@ def test_tokens_beyond_the_shared_length_weigh_ld_alpha(ld_alpha, log_probs, whe
     assert_matches(ours, oracle, [log_probs])
 
 
+def test_an_impossible_token_of_weight_0_has_no_part(log_probs, where):
+    shared = jnp.ones(log_probs.shape[0], jnp.int32)
+    spoilt = jnp.where(jnp.cumsum(where, -1) > 1, -jnp.inf, jnp.asarray(log_probs, jnp.float32))
+    of = lambda x: sequence_log_probs(x, jnp.asarray(where), ld_alpha=0.0, shared_tokens=shared)
+    close(of(spoilt), of(jnp.asarray(log_probs, jnp.float32)))
+    assert np.isfinite(jax.grad(lambda x: of(x).sum())(spoilt)).all()
+
+
 def test_tokens_that_do_not_count_may_be_anything(log_probs, where):
     spoiled = jnp.asarray(np.where(where, log_probs, [np.nan, np.inf, -np.inf, np.nan, 0, 1, 2]), jnp.float32)
     f = lambda x: sequence_log_probs(x, jnp.asarray(where)).sum()

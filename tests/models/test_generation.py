@@ -418,6 +418,28 @@ def test_both_of_two_random_tokens_have_the_model_s_probabilities(rng):
     assert_drawn_from(out[out[:, 3] == common, 4], nucleus(logits[3], 0.8, 0.9))
 
 
+@pytest.mark.parametrize("choice", [{}, dict(temperature=0.7, key=jax.random.key(3))], ids=["likeliest", "random"])
+def test_a_logit_without_a_softmax_gives_minus_one_wherever_it_is(choice, rng):
+    model, prompts = make_model(), random_tokens(rng)
+    head = model.lm_head[...]
+    decode = nnx.jit(lambda model: generate(model, prompts, max_new_tokens=2, eos_token_id=(), **choice))
+    for wrong in (jnp.nan, jnp.inf):  # an infinite weight makes logits of inf or −inf, or NaN; all but −inf are wrong
+        for row in (0, 5):
+            model.lm_head[...] = head.at[row].set(wrong)
+            logits = np.asarray(logits_of(model, prompts))[:, -1]
+            is_wrong = ~np.isfinite(logits.max(-1))
+            assert wrong == jnp.inf or is_wrong.all()
+            assert np.array_equal(np.asarray(decode(model))[:, prompts.shape[1]] == -1, is_wrong)
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1.2e-38, None), (1.2e-38, 0.5), (1.0, 1.2e-38), (1.2e-38, 1.2e-38)])
+def test_at_the_least_temperature_and_top_p_the_likeliest_token_is_drawn(temperature, top_p, rng):
+    logits = jnp.asarray(100 * rng.standard_normal((5, 61)), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 5)
+    found = jax.jit(draw)(keys, logits, jnp.float32(temperature), None if top_p is None else jnp.float32(top_p))
+    np.testing.assert_array_equal(found, logits.argmax(-1))
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -429,8 +451,11 @@ def test_both_of_two_random_tokens_have_the_model_s_probabilities(rng):
         (dict(max_new_tokens=62), "3 positions of input_ids and max_new_tokens=62 are more than the 64 that .* fewer"),
         (dict(temperature=-1.0), "temperature=-1.0 must be 0, .* or positive"),
         (dict(temperature=float("nan")), "temperature=nan must be 0"),
+        (dict(temperature=1e-39), "temperature=1e-39 must be 0, .* in float32, from 1.2e-38 to 3.4e.38"),
+        (dict(temperature=1e39), "temperature=1e.39 must be 0, .* in float32"),
         (dict(temperature=1.0), "temperature=1.0 draws random tokens, and key is None. Pass key="),
         (dict(top_p=0.0), r"top_p=0.0 must lie in \(0, 1\]"),
+        (dict(top_p=1e-39), r"top_p=1e-39 must lie in \(0, 1\], and be at least 1.2e-38, which float32 holds"),
         (dict(top_p=1.5), r"top_p=1.5 must lie in \(0, 1\]"),
         (dict(top_p=0.5), "temperature=0 takes the likeliest token, and key, top_p and top_k would be ignored"),
         (dict(top_k=3), "temperature=0 takes the likeliest token, and key, top_p and top_k would be ignored"),

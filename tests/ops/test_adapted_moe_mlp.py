@@ -72,6 +72,31 @@ def test_adapters_are_what_their_products_add_to_the_weights(rng, which):
     assert_close((y, dx, dweights, ddown), (right, *expected[:2], expected[3]))
 
 
+def test_a_token_without_an_expert_reaches_no_parameter(rng):
+    """Its own result and gradients are NaN, as `moe_mlp` has them, and so may its cotangent be."""
+    x, weights, experts, gate_up, down = inputs(rng)
+    experts = experts.at[3].set(-1)
+    dy = jnp.asarray(rng.standard_normal((N, D)), jnp.float32).at[3].set(jnp.nan)
+    biases = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((E, 2 * F), (E, D))]
+
+    def of(function):
+        def value(gate_up, down, gate_up_bias, down_bias, **adapters):
+            options = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, activation="silu")
+            return function(x, weights, experts, gate_up, down, **options, **adapters)
+
+        return value
+
+    _, expected = pulled_back(of(moe_mlp), dy, gate_up, down, *biases)
+    _, found = pulled_back(of(adapted_moe_mlp), dy, gate_up, down, *biases)
+    assert_close(found, expected)
+    of_adapters = lambda a, b, c, d: of(adapted_moe_mlp)(
+        gate_up, down, *biases, gate_up_adapter=ExpertAdapter(a, b), down_adapter=ExpertAdapter(c, d)
+    )
+    pairs = adapters(rng)
+    _, found = pulled_back(of_adapters, dy, *pairs[0], *pairs[1])
+    assert all(np.isfinite(g).all() and np.asarray(g).any() for g in found)
+
+
 def shapes_made(jaxpr):
     """The shapes of all arrays that a program computes, inner programs included. Guards hand arrays on."""
     for equation in jaxpr.eqns:

@@ -225,6 +225,23 @@ def test_opposite_certainties_are_finite(kind, rng):
     assert np.max(np.abs(np.asarray(grad) - np.asarray(expected_grad))) < TOLERANCE * 80 * 320
 
 
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tvd", "bucket", "ignore"])
+def test_nan_in_either_model_is_a_loss_of_nan(kind, rng):
+    hidden, teacher = (jnp.asarray(rng.standard_normal((3, D)), jnp.float32) for _ in range(2))
+    weight = jnp.asarray(rng.standard_normal((V, D)), jnp.float32)
+
+    @jax.jit
+    def loss(hidden, teacher):
+        if kind not in ("bucket", "ignore"):
+            heads = hidden, weight, teacher, 1.1 * weight
+            return fused_linear_distillation(*heads, divergence=kind, reduction="none")
+        log_probs, ids = jax.lax.top_k(jax.nn.log_softmax(1.1 * teacher @ weight.T), K)
+        return fused_linear_topk_distillation(hidden, weight, ids, log_probs, tail=kind, reduction="none")
+
+    for arrays in ((hidden.at[1, 0].set(jnp.nan), teacher), (hidden, teacher.at[1, 0].set(jnp.nan))):
+        assert np.isnan(loss(*arrays)).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_a_probability_of_zero_is_no_nan(kind):
     """Minus infinity as a bias forbids a token to the teacher, or to both."""
