@@ -19,7 +19,7 @@ from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, load_adapters, with_dropout
 from liger_jax.training.rows import Rows
 
-_NUMBERS = "dropout_numbers"  # in a batch, a number for each row
+PIECES, STEP = "dropout_pieces", "dropout_step"  # in a batch of a run with dropout
 # Options that adapters in a folder have already.
 _OF_NEW = ("lora", "lora_alpha", "lora_targets", "lora_experts", "rslora", "dora")
 
@@ -145,25 +145,23 @@ def loss_of(settings: Settings, loss: Callable[..., Any]) -> Callable[..., Any]:
 
     def loss_with_dropout(model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None) -> Any:
         arguments = dict(batch)
-        number = arguments.pop(_NUMBERS)[0]  # each micro-batch has others
-        key = jax.random.fold_in(jax.random.key(settings.seed), number)
-        return loss(with_dropout(model, key), arguments, normalizer)
+        key = jax.random.fold_in(jax.random.key(settings.seed), arguments.pop(STEP))
+        return loss(with_dropout(model, key, arguments.pop(PIECES)), arguments, normalizer)
 
     return loss_with_dropout
 
 
-def numbered(settings: Settings, batch: Rows, step: int) -> Rows:
-    """A step's batch, with numbers for its dropout that no other step has.
+def numbered(batch: Rows, pieces: np.ndarray, step: int) -> dict[str, Any]:
+    """A step's batch, with what its dropout needs.
 
     Args:
-        settings: the run.
-        batch: the rows.
-        step: the step's number.
+        batch: (B, T) arrays.
+        pieces: for each token of the first rows, which may be fewer than B, the number of its piece in the step.
+        step: a number that no other update has.
 
     Returns:
-        The batch; without dropout, as it is.
+        The batch with (B, T) numbers in `PIECES` and a number in `STEP`.
     """
-    if not settings.lora_dropout:
-        return batch
-    numbers = (step * settings.batch + np.arange(settings.batch)) % 2**32
-    return {**batch, _NUMBERS: numbers.astype(np.uint32)}
+    numbers = np.zeros(batch["input_ids"].shape, np.uint32)
+    numbers[: len(pieces)] = pieces.astype(np.uint32)
+    return {**batch, PIECES: numbers, STEP: np.uint32(step % 2**32)}

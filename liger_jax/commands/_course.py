@@ -66,7 +66,10 @@ def course_of(run: Run) -> Course:
     optimizer = _recipe.optimizer(settings, rate if updates == 1 else lambda count: rate(count // updates))
     rows_of = data.batches(settings, devices.own_rows(settings.batch))
     filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
-    batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
+    batch_of = lambda step: devices.place(filled(step))
+    if settings.lora_dropout and task.played is None:
+        pieces_of = data.pieces(settings)
+        batch_of = lambda step: devices.place(_adapters.numbered(filled(step), pieces_of(step), step))
     return Course(tokenizer, data, steps, rate, optimizer, rows_of, batch_of)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from liger_jax import losses
-from liger_jax.commands import _rewards
+from liger_jax.commands import _adapters, _rewards
 from liger_jax.commands._completions_file import CompletionsFile
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._prompt_rows import Line, PromptRows
@@ -111,6 +111,7 @@ class Rollouts:
         batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
         batch |= {OLD: np.zeros(shape, np.float32)} if self._settings.updates > 1 else {}
         batch |= {SAMPLED: np.zeros(shape, np.float32)} if self._settings.importance_sampling else {}
+        batch = _adapters.numbered(batch, np.zeros(shape), 0) if self._settings.lora_dropout else batch
         return batch | {"denominator": np.float32(1), "num_tokens": np.float32(1)}
 
     def step(self, graph: Any, update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
@@ -142,7 +143,10 @@ class Rollouts:
         if self._settings.updates > 1:
             batch[OLD] = self._old_log_probs(graph, state[0], frozen, batch)
         told, seen, batch = [], np.count_nonzero(batch["segment_ids"]), self._place(batch)
-        for _ in range(self._settings.updates):
+        for i in range(self._settings.updates):
+            if self._settings.lora_dropout:
+                step = np.uint32((number * self._settings.updates + i) % 2**32)
+                batch = {**batch, **self._place({_adapters.STEP: step})}
             state, found = update(state, batch, frozen)
             told.append(found)
         loss, others = jax.tree.map(lambda *x: sum(map(float, x)) / len(x), *told)
@@ -297,12 +301,17 @@ class Rollouts:
     def _numbers(
         self, packed: Rows, places: np.ndarray, completions: Sequence[Completion], advantages: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """What packed rows have beside tokens: advantages, and perhaps the sampler's log-probabilities."""
-        names = ("advantages", SAMPLED) if self._settings.importance_sampling else ("advantages",)
-        found = {name: np.zeros(packed["input_ids"].shape, np.float32) for name in names}
-        for (row, segment), advantage, (tokens, _, _, log_probs) in zip(places, advantages, completions, strict=True):
+        """What packed rows have beside tokens: advantages, and perhaps the sampler's log-probabilities and pieces."""
+        dtypes: dict[str, Any] = {"advantages": np.float32}
+        dtypes |= {SAMPLED: np.float32} if self._settings.importance_sampling else {}
+        dtypes |= {_adapters.PIECES: np.uint32} if self._settings.lora_dropout else {}
+        found = {name: np.zeros(packed["input_ids"].shape, dtype) for name, dtype in dtypes.items()}
+        of_each = zip(places, advantages, completions, strict=True)
+        for number, ((row, segment), advantage, (tokens, _, _, log_probs)) in enumerate(of_each):
             at = np.flatnonzero(packed["segment_ids"][row] == segment + 1)
             found["advantages"][row][at] = advantage
+            if self._settings.lora_dropout:
+                found[_adapters.PIECES][row][at] = number
             if log_probs is not None:  # a token's stands where the one before it is, as the policy's does
                 found[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
         return found

@@ -94,7 +94,7 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     played = None if task.played is None else task.played(settings, data, course.tokenizer, devices.place)
     reading = beside(_beginning.read, run)
     with user_errors(), telling("tracing"):
-        batches = course.batch_of(0) if played is None else played.example, course.batch_of(0)
+        batches = course.batch_of(0) if played is None else played.example, course.rows_of(0)
         programs, shapes = _run_loop.programs(run, course, like, batches)
     checkpoints.check_space(shapes, _output.most_bytes(settings, run.source, shapes[0]))
     graph, state, frozen, keeps = _beginning.begun(run, course, reading, made_of)

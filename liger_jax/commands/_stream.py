@@ -52,7 +52,7 @@ class Stream:
         self._rows = _data.dataset(self._name, settings.subset, streaming=True)
         noted = np.fromfile(self._path, np.int64) if self._path.is_file() else np.zeros(0, np.int64)
         self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
-        self._done: dict[int, Rows] = {}
+        self._done: dict[int, tuple[Rows, np.ndarray]] = {}
         self._pieces: Iterator[tuple[Place, Piece]] = iter(())
         self._told: set[str] = set()  # what was said already: each batch of documents would repeat it
         self._next = -1  # the step that `_pieces` has come to
@@ -69,19 +69,34 @@ class Stream:
         Raises:
             UserError: a row of the stream cannot be used, or the stream cannot be read.
         """
+        return self._of_step(step)[0]
+
+    def pieces_of(self, step: int) -> np.ndarray:
+        """Which piece each token of a step belongs to.
+
+        Args:
+            step: its number, from 0.
+
+        Returns:
+            (rows, length), the piece's place among those of the step.
+        """
+        return self._of_step(step)[1]
+
+    def _of_step(self, step: int) -> tuple[Rows, np.ndarray]:
+        """A step's rows, and the pieces of their tokens."""
         while step not in self._done:
             begun = min(step, len(self._places) - 1)  # a step whose begin is not known comes by those before it
             if self._next != begun:
                 self._pieces, self._next = self._from(self._places[begun]), begun
-            batch, place = self._batch()
+            found, place = self._batch()
             self._note(begun + 1, place)
-            self._done[begun], self._next = batch, begun + 1
+            self._done[begun], self._next = found, begun + 1
             for old in sorted(self._done, key=lambda each: abs(each - step))[_KEPT:]:
                 del self._done[old]
         return self._done[step]
 
-    def _batch(self) -> tuple[Rows, Place]:
-        """The next rows, and the place behind them."""
+    def _batch(self) -> tuple[tuple[Rows, np.ndarray], Place]:
+        """The next rows with the pieces of their tokens, and the place behind them."""
         length, count, packed = self._settings.length, self._settings.batch, self._settings.pack
         chosen: list[Piece] = []
         room: list[int] = []  # what the rows have left
@@ -92,7 +107,9 @@ class Stream:
             if row == count:
                 self._pieces = itertools.chain([(place, piece)], self._pieces)
                 lay = pack if packed else pad
-                return lay([each.tokens for each in chosen], length, labels=[each.labels for each in chosen]), place
+                rows = lay([each.tokens for each in chosen], length, labels=[each.labels for each in chosen])
+                numbers = [np.full(len(each.tokens), i, np.int32) for i, each in enumerate(chosen)]
+                return (rows, lay(numbers, length)["input_ids"]), place
             if row == len(room):
                 room.append(length)
             room[row] -= size

@@ -85,6 +85,30 @@ class TrainingRows:
             return self.stream.rows_of
         return rows.batches(self.rows, settings.batch, settings.seed, settings.epochs_to_train, self.mixture, own)
 
+    def pieces(self, settings: Settings) -> Callable[[int], np.ndarray]:
+        """Which piece each token of a step belongs to, by numbers that do not depend on the rows.
+
+        Args:
+            settings: the run.
+
+        Returns:
+            A function of the step: numbers (rows, length). What comes twice in a step has two numbers, and places
+            without a token have any.
+        """
+        if self.stream is not None:
+            return self.stream.pieces_of
+        laid = self.rows
+        assert laid is not None
+        options = settings.batch, settings.seed, settings.epochs_to_train, self.mixture
+        places_of = rows.batches({"input_ids": laid["pieces"]}, *options)
+
+        def pieces_of(step: int) -> np.ndarray:
+            places = places_of(step)["input_ids"]
+            turn = [np.count_nonzero(places[:row, 0] == first) for row, first in enumerate(places[:, 0])]
+            return laid.pieces[places] + len(laid.tokens) * np.array(turn)[:, None]
+
+        return pieces_of
+
     @property
     def num_segments(self) -> int:
         """The most pieces that a row has."""

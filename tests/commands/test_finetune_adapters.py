@@ -4,13 +4,18 @@ import csv
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax.commands import _adapters, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.lora import add_lora
 from tests.commands import _tiny
 
 pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
@@ -65,14 +70,28 @@ def test_training_goes_on_from_a_folder_of_adapters(tuned, source, tmp_path, cap
     assert "which is --model itself. Pass another --out" in capsys.readouterr().err
 
 
-def test_dropout_is_another_in_every_step_and_row():
-    settings = Settings(model="m", data="d", lora=2, lora_dropout=0.1, batch=4)
-    batches = [_adapters.numbered(settings, {"labels": np.zeros((4, 2))}, step) for step in range(3)]
-    numbers = np.concatenate([batch["dropout_numbers"] for batch in batches])
-    assert len(set(numbers.tolist())) == 12
-    assert list(_adapters.numbered(Settings(model="m", data="d", lora=2), {"labels": np.zeros((4, 2))}, 0)) == [
-        "labels"
-    ]
+@pytest.mark.full
+@pytest.mark.parametrize("options", [["--pack"], ["--mesh=fsdp=2"], ["--mesh=sequence=2"], ["--mesh=tensor=2"]])
+def test_dropout_is_the_same_in_micro_batches_in_packed_rows_and_on_two_devices(options, source, tmp_path):
+    (tmp_path / "chats.jsonl").write_text(_tiny.chats(8))
+    found = []
+    for number, more in enumerate((["--micro-batches=4"], ["--micro-batches=1", *options])):
+        own = ["--length=96", "--batch=8", "--lora=3", "--lora-dropout=0.5", "--dtype=float32", *more]
+        assert run(source, tmp_path / "chats.jsonl", tmp_path / str(number), *own) == 0
+        found.append(losses(tmp_path / str(number))[:2])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_dropout_is_another_in_each_step_and_without_it_rows_bring_nothing(source):
+    settings = Settings(model="m", data="d", lora=2, lora_dropout=0.5)
+    drawn = lambda model, batch, normalizer: model.model.layers.self_attn.q_proj.dropout_key[...]
+    model = add_lora(
+        AutoModelForCausalLM.from_pretrained(source), 2, alpha=4, targets=["q_proj"], dropout=0.5, rngs=nnx.Rngs(0)
+    )
+    loss, batch = _adapters.loss_of(settings, drawn), {"input_ids": np.zeros((2, 4), np.int32)}
+    keys = [loss(model, jax.tree.map(jnp.asarray, _adapters.numbered(batch, np.zeros((1, 4)), i))) for i in (0, 0, 1)]
+    assert keys[0] == keys[1] != keys[2]
+    assert _adapters.loss_of(Settings(model="m", data="d", lora=2), drawn) is drawn
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from liger_jax import losses
 from liger_jax.commands import UserError, _ending, _prompt_rows, _rollouts, _sources, main
+from liger_jax.commands._adapters import PIECES, STEP
 from liger_jax.commands._completions_file import CompletionsFile
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._grpo_task import DIFFERENCE, TASK
@@ -257,7 +258,7 @@ def test_the_sampler_s_log_probabilities_are_those_of_the_policy_that_it_is(upda
 def test_each_update_of_a_step_has_the_log_probabilities_of_the_policy_that_sampled(rng, monkeypatch):
     settings = GrpoSettings(
         model="m", data="d", reward=f"{__name__}:ones", group=2, batch=4, micro_batches=2, prompt_length=4,
-        completion_length=5, updates=3, temperature=0.7,
+        completion_length=5, updates=3, temperature=0.7, lora=2, lora_dropout=0.1,
     )  # fmt: skip
     config = LlamaConfig(
         vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -280,6 +281,10 @@ def test_each_update_of_a_step_has_the_log_probabilities_of_the_policy_that_samp
     assert len(seen) == 3 and loss == 2.0 and figures["clip_ratio/low_mean"] == 4.0
     np.testing.assert_allclose(jax.tree.leaves(state[0])[0] * 8, jax.tree.leaves(params)[0], rtol=1e-6)
     assert set(seen[0]) == set(rollouts.example)
+    assert len({int(batch[STEP]) for batch in seen}) == 3  # each update drops others
+    for number, each in enumerate(sampled):
+        at = (seen[0][PIECES] == number) & (seen[0]["segment_ids"] > 0)
+        np.testing.assert_array_equal(seen[0]["input_ids"][at], [3, 4, *each.tokens])
     named = {name: jnp.asarray(seen[0][name]) for name in ("input_ids", "labels", "segment_ids", "positions")}
     log_probs = nnx.jit(lambda model, named: model.log_probs(**named, temperature=0.7).log_probs)
     expected = log_probs(nnx.merge(graph, params), named)

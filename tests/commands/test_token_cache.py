@@ -191,3 +191,17 @@ def test_laid_rows_of_several_groups_share_no_row(source, tmp_path):
     assert laid.counts[1] == 0 and sum(laid.counts) == laid.num_rows
     first = set(laid["pieces"][: laid.counts[0]].ravel().tolist()) - {-1}
     assert first == set(range(9))
+
+
+def test_pieces_have_one_number_in_packed_and_padded_rows_and_another_where_they_come_twice(source, tmp_path):
+    settings = settings_of(source, "mixed.jsonl", batch=50, seed=3)
+    tokens = _training_rows.prepared(settings, tokenizer(source), tmp_path).rows.tokens
+    for packed in (True, False):
+        laid = LaidRows(tokens, [np.arange(2, 12)], 32, packed)
+        data = _training_rows.TrainingRows(laid, None, [(laid.num_rows, 2.0)], "")
+        ids, numbers = data.batches(settings)(0)["input_ids"], data.pieces(settings)(0)
+        for number in range(2, 12):
+            expected = tokens.arrays(number)[0]
+            for turn in (0, len(tokens)):  # places without a token have any number
+                own = [row[is_own][: len(expected)] for row, is_own in zip(ids, numbers == number + turn, strict=True)]
+                np.testing.assert_array_equal([each for each in own if each.any()], [expected])
