@@ -7,7 +7,7 @@ answer stands where the template prints its message, behind the prompt.
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from liger_jax.commands import _jinja, _left_out
 from liger_jax.commands._budget import OverBudget
@@ -16,6 +16,8 @@ from liger_jax.commands._messages import IS_TRAINED, REASONING, is_trained
 from liger_jax.commands._prompts import Prompts
 from liger_jax.commands._spans import Layout, Span
 from liger_jax.commands._traced import NOBODY, Origin, traced
+
+_Of = TypeVar("_Of")
 
 
 @dataclasses.dataclass
@@ -52,7 +54,7 @@ class Rendered(NamedTuple):
     Attributes:
         text: the text.
         spans: where each answer that is trained on begins and ends; none of a prompt.
-        behind: what the template prints behind the last of these answers, up to the span's end.
+        behind: what the template prints behind the words of the last of these answers, up to its end.
         own_words: what the template itself prints within these answers, as between thoughts and a content.
         missing: what the template leaves out beside answers, as `_left_out.of` says it.
     """
@@ -103,23 +105,18 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the messages, or nothing proves which words are the assistant's.
         """
-        self._environment.clock.start()
-        failed: UserError | None = None
-        for form, is_parsed in _forms(messages):
-            try:
-                layout, spans = self._rendered(form, {"tools": tools, **(values or {})})
-                missing = self._missing(layout, form, {"tools": tools, **(values or {})})
-            except UserError as error:
-                failed = failed or error
-                continue
-            except OverBudget as error:
-                raise UserError(f"The chat template {error} for one conversation. Pass a model with another.") from None
-            self.notes.parsed |= self._environment.parsed or is_parsed
-            self.notes.endless |= any(not span.has_end for span in spans)
+
+        def rendered(form: Sequence[Any], given: Mapping[str, Any]) -> tuple[Rendered, bool]:
+            layout, spans = self._rendered(form, given)
             places = [(span.begin, span.end) for span in spans]
-            behind = layout.text[layout.end_of_words(spans[-1]) : spans[-1].end] if spans else ""
-            return Rendered(layout.text, places, behind, layout.own_words(spans), missing)
-        raise failed or UserError("The conversation has no messages.")
+            behind = layout.behind_words(spans[-1]) if spans else ""
+            missing = self._missing(layout, form, given, {span.message for span in spans})
+            found = Rendered(layout.text, places, behind, layout.own_words(spans), missing)
+            return found, any(not span.has_end for span in spans)
+
+        found, is_endless = self._in_some_form(messages, {"tools": tools, **(values or {})}, rendered)
+        self.notes.endless |= is_endless
+        return found
 
     def prompt(self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None) -> Rendered:
         """The text of a conversation up to the words that the assistant is to say.
@@ -135,19 +132,41 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the messages.
         """
+
+        def rendered(form: Sequence[Any], given: Mapping[str, Any]) -> Rendered:
+            layout = Layout(self._text(form, given, prompt=True))
+            return Rendered(layout.text, [], "", set(), self._missing(layout, form, given, set(), prompt=True))
+
+        return self._in_some_form(messages, {"tools": tools, **(values or {})}, rendered)
+
+    def _in_some_form(
+        self, messages: Sequence[Any], values: Mapping[str, Any], render: Callable[[list[Any], Mapping[str, Any]], _Of]
+    ) -> _Of:
+        """What `render` makes of the first form of the messages that the template takes."""
         self._environment.clock.start()
-        try:
-            given = {"tools": tools, **(values or {})}
-            layout = Layout(self._text(messages, given, prompt=True))
-            return Rendered(layout.text, [], "", set(), self._missing(layout, messages, given, prompt=True))
-        except OverBudget as error:
-            raise UserError(f"The chat template {error} for one conversation. Pass a model with another.") from None
+        failed: UserError | None = None
+        for form, is_parsed in _forms(messages):
+            try:
+                found = render(form, values)
+            except UserError as error:
+                failed = failed or error
+                continue
+            except OverBudget as error:
+                raise UserError(f"The chat template {error} for one conversation. Pass a model with another.") from None
+            self.notes.parsed |= self._environment.parsed or is_parsed
+            return found
+        raise failed or UserError("The conversation has no messages.")
 
     def _missing(
-        self, layout: Layout, messages: Sequence[Any], values: Mapping[str, Any], prompt: bool = False
+        self,
+        layout: Layout,
+        messages: Sequence[Any],
+        values: Mapping[str, Any],
+        answers: Set[int],
+        prompt: bool = False,
     ) -> list[str]:
         without_tools = lambda: str.__str__(self._text(messages, {**values, "tools": None}, prompt))
-        return list(_left_out.of(self._source, layout, messages, values, without_tools))
+        return list(_left_out.of(self._source, layout, messages, answers, values, without_tools))
 
     def _rendered(self, messages: Sequence[Any], values: Mapping[str, Any]) -> tuple[Layout, list[Span]]:
         layout = Layout(self._text(messages, values))

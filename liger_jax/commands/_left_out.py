@@ -1,10 +1,10 @@
 """What a chat template leaves out of conversations beside answers: a system message, a tool's result, the tools."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from liger_jax.commands._messages import REASONING, is_trained
+from liger_jax.commands._messages import REASONING
 from liger_jax.commands._spans import Layout
 
 _WORDS = {"tool": "tool result", "function": "tool result", "ipython": "tool result"}
@@ -43,6 +43,7 @@ def of(
     source: str,
     layout: Layout,
     messages: Sequence[Mapping[str, Any]],
+    answers: Set[int],
     values: Mapping[str, Any],
     without_tools: Callable[[], str],
 ) -> Iterator[str]:
@@ -52,32 +53,33 @@ def of(
         source: the template.
         layout: what it printed.
         messages: the conversation.
+        answers: the indices of the answers, whose content and calls are checked elsewhere.
         values: the variables that the conversation gives it, `tools` among them.
         without_tools: what it prints without tools.
 
     Yields:
         Words that follow "the chat template", such as "prints no system message".
     """
-    printed = {run.origin.message for run in layout.runs if run.is_content and layout.text[run.begin : run.end].strip()}
+    origins = [run.origin for run in layout.runs if run.origin and layout.text[run.begin : run.end].strip()]
+    printed = {(origin.message, field) for origin in origins for field in origin.field.split("+")}
     for i, message in enumerate(messages):
         content, role = message.get("content"), message["role"]
-        if not isinstance(content, str) or not content.strip() or role == "assistant" and is_trained(message):
+        if i in answers:
             continue
-        if i not in printed and content.strip() not in layout.text:
+        is_said = not isinstance(content, str) or content.strip() in layout.text  # an empty one, too
+        if not is_said and (i, "content") not in printed:
             yield f"prints no {_WORDS.get(role, f'{role} message')}"
+        if message.get("tool_calls") and (i, "name") not in printed:
+            yield "prints no tool call"
     last = messages[-1] if messages else {}
     thoughts = next((last[name] for name in REASONING if last.get(name)), "")  # earlier ones are left out by design
-    if last.get("role") == "assistant" and is_trained(last) and thoughts.strip() and not _has(layout, "reasoning"):
+    if len(messages) - 1 in answers and thoughts.strip() and not any(field == "reasoning" for _, field in printed):
         yield "prints no reasoning"
     if values.get("tools") and (not _names(source, "tools") or layout.text == without_tools()):
         yield "prints no tools"
     for name in values:
         if name != "tools" and not _names(source, name):
             yield f"reads no variable {name!r}"
-
-
-def _has(layout: Layout, field: str) -> bool:
-    return any(run.origin is not None and field in run.origin.field.split("+") for run in layout.runs)
 
 
 def _names(source: str, name: str) -> bool:

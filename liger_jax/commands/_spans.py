@@ -51,11 +51,6 @@ class Run(NamedTuple):
     origin: Origin | None
     at: int
 
-    @property
-    def is_content(self) -> bool:
-        """Whether they are from a message's content."""
-        return "content" in _fields(self.origin)
-
     def is_spoken_by(self, message: int) -> bool:
         """Whether they are a message's own words, and not its role or another small field."""
         return self.origin is not None and self.origin.message == message and bool(_fields(self.origin) & _SPOKEN)
@@ -199,7 +194,8 @@ class Layout:
         """
         found = set()
         for span in spans:
-            last = self.end_of_words(span)
+            own = (run.end for run in self.between(span.begin, span.end) if run.is_spoken_by(span.message))
+            last = min(span.end, max(own, default=span.begin))
             found |= {
                 self.text[max(span.begin, run.begin) : min(last, run.end)]
                 for run in self.between(span.begin, last)
@@ -207,10 +203,10 @@ class Layout:
             }
         return found
 
-    def end_of_words(self, span: Span) -> int:
-        """Where the message's own words end in an answer."""
-        own = (run.end for run in self.between(span.begin, span.end) if run.is_spoken_by(span.message))
-        return min(span.end, max(own, default=span.begin))
+    def behind_words(self, span: Span) -> str:
+        """What stands from the end of a message's own words to the end of a span, which may begin there."""
+        own = (self.runs[n].end for n in self._spoken.get(span.message, ()))
+        return self.text[max((end for end in own if end <= span.end), default=span.begin) : span.end]
 
     def lead_of(self, i: int) -> str | None:
         """What the template printed at message i before its own words, or `None` if it printed none in a loop."""

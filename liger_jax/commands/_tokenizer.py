@@ -70,7 +70,7 @@ class Tokenizer:
         self._special = _chat_templates.special_tokens(self._config)
         eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
-        self._stops = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
+        self._stops: list[int] = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
         self._conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
         self.left_out: dict[str, str] = {}  # what documents without a piece have instead, where there is a word for it
         self._repeated: dict[tuple[str, str], int] = {}  # texts that "begin" or "end" with what the tokenizer adds
