@@ -10,6 +10,7 @@ them. There is no logarithm.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +53,10 @@ def decode_unsigned(codes: jax.Array) -> jax.Array:
     return _value(codes.astype(jnp.float32), _UNSIGNED)
 
 
-def looked_up(decode: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """The decoder that looks a code's number up, among 256 that `decode` has made."""
+def looked_up(decode: Callable[[jax.Array], jax.Array], place: Any = None) -> Callable[[jax.Array], jax.Array]:
+    """The decoder that looks up a number among 256 that `decode` has made. `place` is the codes' on Explicit axes."""
     numbers = jax.lax.optimization_barrier(decode(jnp.arange(256, dtype=jnp.uint8)))  # XLA would make them once a code
-    return lambda codes: numbers.at[codes].get(mode="promise_in_bounds")
+    return lambda codes: numbers.at[codes].get(mode="promise_in_bounds", out_sharding=place)
 
 
 def _place(x, top):

@@ -21,30 +21,8 @@ MIN_SIZE = 4096  # bitsandbytes' too: smaller arrays are no memory, and some of 
 MIN_WIDTH = 16  # of the last axis: narrower ones would have a scale for hardly any numbers
 BLOCK_SIZE = 256  # bitsandbytes' too
 _LARGEST = 2.0**62  # of a gradient: its square's reciprocal, by which a block is scaled, is a normal float32 number
+_LEAST_PIECE = 32  # numbers of a block: maxima of pieces are few beside them
 _LEAST_SHARE = 1e-30  # of a block's largest second moment: what is less may be 0 in float32, and must not
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BlockScales:
-    """The scales of a parameter's codes. A mesh splits a last axis between blocks only, so they lie as the codes do.
-
-    Attributes:
-        values: float32, (…, ⌈D / block_size⌉) for codes (…, D).
-    """
-
-    values: Any
-
-    def split_like(self, sharding: NamedSharding) -> "BlockScales":
-        """How the scales lie on a mesh, from how their parameter lies: `Layout.shardings` asks this.
-
-        Args:
-            sharding: the parameter's.
-
-        Returns:
-            The scales' sharding in their place.
-        """
-        return BlockScales(sharding)
 
 
 class ScaleByAdam8bitState(NamedTuple):
@@ -53,7 +31,7 @@ class ScaleByAdam8bitState(NamedTuple):
     Attributes:
         count: how many updates there were.
         mu: first moments: uint8 codes of the parameter's shape, or float32 numbers.
-        mu_scale: `BlockScales` of codes; the number 1 beside float32 moments.
+        mu_scale: the scales of codes (…, D), float32 (…, ⌈D / block_size⌉); the number 1 beside float32 moments.
         nu: second moments: uint8 codes of the parameter's shape, or float32 numbers.
         nu_scale: their scales.
     """
@@ -89,8 +67,9 @@ def adamw_8bit(
 
     For parameters in bfloat16, put `stochastic_rounding` around it. The state then takes 2.03 bytes beside the
     parameter's 2, and a run goes on from a saved state as if it had not stopped. Codes have the parameter's shape, so
-    they lie on a mesh as the parameter does, and a saved state can be read onto another mesh. A mesh axis may split a
-    parameter's last axis at the ends of blocks only.
+    they lie on a mesh as the parameter does. Blocks follow from that shape alone, and a saved state can be read onto
+    another mesh. Where a mesh splits blocks, its devices exchange the maxima of pieces of them; scales whose number the
+    mesh does not divide are whole on every device.
 
     Args:
         learning_rate: a number or an optax schedule. `optax.inject_hyperparams` may hand this number, and the next
@@ -109,7 +88,7 @@ def adamw_8bit(
 
     Raises:
         ValueError: `b1`, `b2`, `eps` or `block_size` is out of range; from `init`, that no path has a name of
-            `float32_names`, or that a mesh splits a block; from `update`, that the state has other blocks.
+            `float32_names`; from `update`, that the state has other blocks.
         TypeError: `block_size` is an array, or `b1` or `b2` is one of 16 bits; from `init`, that a parameter is not of
             real floating-point numbers.
 
@@ -117,7 +96,7 @@ def adamw_8bit(
         >>> params = {"kernel": jnp.ones((64, 512), jnp.float32)}
         >>> optimizer = adamw_8bit(1e-3)
         >>> updates, state = optimizer.update(params, optimizer.init(params), params)
-        >>> state[0].mu["kernel"].dtype, state[0].mu_scale["kernel"].values.shape
+        >>> state[0].mu["kernel"].dtype, state[0].mu_scale["kernel"].shape
         (dtype('uint8'), (64, 2))
 
     References:
@@ -165,7 +144,6 @@ def scale_by_adam_8bit(
     def init(params):
         _check_names(params, float32_names)
         leaves, structure = jax.tree.flatten_with_path(params)
-        _check_splits([leaf for leaf in leaves if _is_in_8_bits(*leaf, float32_names)], block_size)
         fields = zip(*(_zeros(path, x, block_size, float32_names) for path, x in leaves), strict=True)
         trees = [jax.tree.unflatten(structure, field) for field in fields] or [params] * 4
         return ScaleByAdam8bitState(jnp.zeros((), jnp.int32), *trees)
@@ -227,8 +205,8 @@ def _zeros(path, param, block_size, float32_names):
         # Each an array of its own, since a step may be given the state to overwrite.
         zeros, one = (lambda: jnp.zeros_like(param, jnp.float32)), (lambda: jnp.ones((), jnp.float32))
         return zeros(), one(), zeros(), one()
-    shape, place = code.scale_shape(param.shape, block_size), _sharding(param)  # each scale lies beside its block
-    scales = [BlockScales(jnp.zeros(shape, jnp.float32, device=place)) for _ in range(2)]
+    shape = code.scale_shape(param.shape, block_size)
+    scales = [jnp.zeros(shape, jnp.float32, device=_scales_sharding(param, shape[-1])) for _ in range(2)]
     return jnp.full_like(param, code.ZERO, jnp.uint8), scales[0], jnp.zeros_like(param, jnp.uint8), scales[1]
 
 
@@ -244,46 +222,35 @@ def _updated(path, arrays, corrections, settings, block_size):
             f"adamw_8bit: the state of {_text(path)} has scales of shape {mu_scale.shape}, and block_size={block_size} "
             f"makes them {wanted}. Pass the block_size with which the state was made."
         )
-    # shard_map takes arrays as arguments only. Python numbers stay numbers, of which 1 − b is more exact.
-    given = {i: x for i, x in enumerate(settings) if isinstance(x, jax.Array)}
-
-    def step(given, corrections, *arrays):
-        own = [given.get(i, x) for i, x in enumerate(settings)]
-        return _updated_codes(arrays, corrections, own, block_size)
-
-    sharding = jax.typeof(grad).sharding
-    if _is_explicit(sharding):  # a block lies whole on one device, so each updates its own
-        _check_splits([(path, grad)], block_size, "this parameter")
-        step = jax.shard_map(step, in_specs=(P(), P(), *[sharding.spec] * 5), out_specs=sharding.spec)
-    update, mu, mu_scale, nu, nu_scale = step(given, corrections, *arrays)
-    return update, mu, BlockScales(mu_scale), nu, BlockScales(nu_scale)
+    return _updated_codes(arrays, corrections, settings, _Blocks.of(grad, block_size))
 
 
-def _updated_codes(arrays, corrections, settings, block_size):
+def _updated_codes(arrays, corrections, settings, blocks):
     """`_updated` for moments in codes, in two passes over them: the scales, then codes and update."""
     grad, mu_codes, mu_scale, nu_codes, nu_scale = arrays
     b1, b2, eps = settings
-    spread = lambda scales: code.spread(scales, grad.shape[-1], block_size)
     decoders = code.decode_signed, code.decode_unsigned
 
     def moments(zero, decoders=decoders):
         signed, unsigned = decoders
-        mu, nu = signed(mu_codes ^ zero) * spread(mu_scale), unsigned(nu_codes ^ zero) * spread(nu_scale)
+        mu, nu = signed(mu_codes ^ zero) * blocks.spread(mu_scale), unsigned(nu_codes ^ zero) * blocks.spread(nu_scale)
         return _next_moments(grad, mu, nu, b1, b2)
 
     # A GPU looks numbers up faster than it computes them. A TPU does not, and the second pass must not: XLA copies
     # codes by which it looks something up before it writes over them.
     on_gpu = place_of(grad).platform == "gpu"
-    mu, nu = moments(jnp.uint8(0), tuple(map(code.looked_up, decoders)) if on_gpu else decoders)
-    mu_max, nu_max = code.block_maxima(jnp.abs(mu), block_size), code.block_maxima(nu, block_size)
+    looked_up = lambda decode: code.looked_up(decode, blocks.place)
+    mu, nu = moments(jnp.uint8(0), tuple(map(looked_up, decoders)) if on_gpu else decoders)
+    mu_max, nu_max = blocks.maxima(jnp.abs(mu)), blocks.maxima(nu)
     # XLA would make moments with several uses once, and keep them in float32. It does not know these zeros, so it takes
     # the moments of each use for others, and makes them within the use from one byte each.
     zeros = jax.lax.optimization_barrier((jnp.uint8(0),) * 3)
     (mu, _), (_, nu) = moments(zeros[0]), moments(zeros[1])
-    new_mu = code.encode_signed(mu * spread(code.reciprocals(mu_max)))
-    shares = nu * spread(code.reciprocals(nu_max))
+    new_mu = code.encode_signed(mu * blocks.spread(code.reciprocals(mu_max)))
+    shares = nu * blocks.spread(code.reciprocals(nu_max))
     new_nu = code.encode_unsigned(jnp.where(nu > 0, jnp.maximum(shares, _LEAST_SHARE), shares))
-    return _direction(*moments(zeros[2]), corrections, eps), new_mu, mu_max, new_nu, nu_max
+    update = _direction(*moments(zeros[2]), corrections, eps)
+    return update, new_mu, blocks.placed(mu_max, mu_scale), new_nu, blocks.placed(nu_max, nu_scale)
 
 
 def _next_moments(grad, mu, nu, b1, b2):
@@ -295,6 +262,71 @@ def _next_moments(grad, mu, nu, b1, b2):
 def _direction(mu, nu, corrections, eps):
     """m̂ / (√v̂ + eps)."""
     return mu * corrections[0] / (jnp.sqrt(nu * corrections[1]) + eps)
+
+
+# --- blocks on a mesh -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a parameter (…, D).
+
+    Attributes:
+        width: D.
+        size: of a block.
+        piece: how many numbers of a block are together on one device, as far as is known. It divides size, and D where
+            D may be split. Maxima are made of pieces first, so that a mesh may split blocks between them.
+        place: how the parameter lies on Explicit axes; `None` where there are none.
+    """
+
+    width: int
+    size: int
+    piece: int
+    place: NamedSharding | None
+
+    @classmethod
+    def of(cls, x: jax.Array, size: int) -> "_Blocks":
+        """The blocks of an array. Auto axes do not show which of them split its last axis: each may."""
+        width, sharding = x.shape[-1], jax.typeof(x).sharding
+        mesh, explicit = sharding.mesh, _parts_of_last_axis(sharding, x.ndim)
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        auto = [size for name, size in mesh.shape.items() if kinds[name] == AxisType.Auto]
+        own = width // explicit
+        piece = size if explicit == 1 else math.gcd(own, size)
+        if (parts := math.lcm(*auto)) > 1 and (least := math.gcd(own, piece, _LEAST_PIECE)) > 1:
+            piece = max(math.gcd(own // math.gcd(own, parts), piece), least)
+        return cls(width, size, piece, sharding if _is_explicit(sharding) else None)
+
+    def maxima(self, x: jax.Array) -> jax.Array:
+        """The largest number of each block: x (…, D), not below 0 → (…, ⌈D / size⌉)."""
+        maxima = code.block_maxima(x, self.piece)
+        return maxima if self.piece == self.size else code.block_maxima(self._whole(maxima), self.size // self.piece)
+
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Each block's scale for each of its numbers: (…, ⌈D / size⌉) → (…, D)."""
+        scales = self._whole(scales)
+        if self.piece < self.size:
+            scales = code.spread(scales, self.width // self.piece, self.size // self.piece)
+        scales = scales if self.place is None else jax.sharding.reshard(scales, self.place)
+        return code.spread(scales, self.width, self.piece)
+
+    def placed(self, scales: jax.Array, old: jax.Array) -> jax.Array:
+        """New scales that lie as the old ones do."""
+        return scales if self.place is None else jax.sharding.reshard(scales, jax.typeof(old).sharding)
+
+    def _whole(self, x):
+        """An array whose last axis is whole on each device, where it counts pieces or blocks that a mesh splits."""
+        if self.place is None or self.piece == self.size:
+            return x
+        return jax.sharding.reshard(x, NamedSharding(self.place.mesh, P(*self.place.spec[:-1])))
+
+
+def _scales_sharding(param, num_blocks):
+    """How a parameter's scales lie: as the parameter does, but with every block where the mesh does not divide them."""
+    if (sharding := _sharding(param)) is None or num_blocks % _parts_of_last_axis(sharding, param.ndim) == 0:
+        return sharding
+    spec = P(*sharding.spec[: param.ndim - 1])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 # --- paths and meshes -------------------------------------------------------------------------------------------------
@@ -336,28 +368,8 @@ def _is_in_8_bits(path, param, float32_names):
     return is_matrix(path, param)
 
 
-def _check_splits(params, block_size, those="all parameters"):
-    """Refuses a mesh that splits a block of one of these (path, array), where it is known how they lie."""
-    shardings = [(path, x, _sharding(x)) for path, x in params]
-    parts = [(path, x, 1 if lies is None else _parts_of_last_axis(lies, x.ndim)) for path, x, lies in shardings]
-    split = [(path, x.shape[-1], x.shape[-1] // n) for path, x, n in parts if n > 1]
-    common = _common(math.gcd(*(own for *_, own in split)))
-    fits = f"pass block_size={common}, which fits {those}, " if common >= MIN_WIDTH else ""
-    for path, whole, own in split:
-        if own % block_size:
-            raise ValueError(
-                f"adamw_8bit: each device has {own} of the {whole} numbers of {_text(path)}'s last axis, and blocks of "
-                f"{block_size} must not be split. Split another axis, {fits}or name the parameter in float32_names."
-            )
-
-
 def _parts_of_last_axis(sharding, ndim):
     spec = sharding.spec
     entry = spec[ndim - 1] if len(spec) >= ndim else None
     axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
     return math.prod(sharding.mesh.shape[axis] for axis in axes)
-
-
-def _common(own):
-    """The largest block of at most 256 numbers, or all numbers, that a device's part is made of."""
-    return next((size for size in range(min(own, 256), MIN_WIDTH - 1, -1) if own % size == 0), own)

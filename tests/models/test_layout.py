@@ -138,34 +138,34 @@ def test_a_vector_that_the_mesh_does_not_divide_is_whole_and_a_matrix_is_refused
         Layout().shardings({"embed_tokens": jnp.zeros((3, 4))}, MESH)
 
 
-def test_state_of_another_shape_states_its_rule_or_is_refused():
-    params = {"kernel": jnp.zeros((8, 4))}
-    rows = lambda make: optax.GradientTransformation(
-        lambda params: jax.tree.map(make, params), lambda updates, state, params=None: (updates, state)
-    )
-    with pytest.raises(ValueError, match=r"has an array at \['kernel'\] that is neither a scalar nor"):
-        refused = rows(lambda x: jnp.zeros(x.shape[:1]))
-        Layout().shardings((params, refused.init(params)), MESH, refused)
-    with pytest.raises(ValueError, match="has an array at  that is neither a scalar nor"):
-        table = optax.GradientTransformation(lambda params: jnp.zeros(3), lambda *_: None)
-        Layout().shardings((params, table.init(params)), MESH, table)
+def test_state_of_another_shape_follows_its_parameter_or_is_whole():
+    params = {"kernel": jnp.zeros((8, 4)), "square": {"kernel": jnp.zeros((4, 4))}}
+    spec_of = lambda tree: jax.tree.map(lambda sharding: sharding.spec, tree)
 
-    ruled = rows(lambda x: RowScales(jnp.zeros(x.shape[:1])))
-    _, of_state = Layout().shardings((params, ruled.init(params)), MESH, ruled)
-    assert of_state["kernel"].scales.spec == P("fsdp")
+    def specs(make, other=None):
+        init = lambda params: (jax.tree.map(make, params), other)
+        optimizer = optax.GradientTransformation(init, lambda *_: (None, None))
+        return spec_of(Layout().shardings((params, optimizer.init(params)), MESH, optimizer)[1])
+
+    factors, kept = specs(lambda x: [jnp.zeros(x.shape[:1]), jnp.zeros(x.shape[1:])], jnp.zeros(3))
+    assert factors["kernel"] == [P("fsdp"), P(None)] and factors["square"]["kernel"] == [P(), P()] and kept == P()
+    for shape, spec in {
+        (3, 8, 4): P(None, "fsdp", None),
+        (4, 1): P("fsdp", None),
+        (3, 4): P(None, None),
+        (5,): P(),
+    }.items():
+        assert specs(lambda x, shape=shape: jnp.zeros(shape))[0]["kernel"] == spec
+    for optimizer in (optax.adafactor(1.0, min_dim_size_to_factor=2), optax.sm3(1.0), optax.contrib.muon(1.0)):
+        state = optimizer.init(params)
+        found = Layout().shardings((params, state), MESH, optimizer)[1]
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+            sharding.shard_shape(jnp.shape(x))
+    with pytest.warns(UserWarning, match=r"an array of shape \(65536,\) at \[1\], which has no axis of a parameter"):
+        specs(jnp.zeros_like, jnp.zeros(65_536))
     with pytest.raises(ValueError, match="is no parameter of a model.*layout.shardings"):
         Layout().shardings((params, optax.adam(1.0).init(params)), MESH)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class RowScales:
-    """One number for each row of a matrix."""
-
-    scales: jax.Array
-
-    def split_like(self, sharding):
-        return RowScales(NamedSharding(sharding.mesh, P(sharding.spec[0])))
 
 
 def test_a_batch_is_placed_by_its_rows(devices):

@@ -1,5 +1,7 @@
 """AdamW with 8-bit state: bitsandbytes' code, AdamW's update, the bytes that were counted, the same on every mesh."""
 
+import math
+import re
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AbstractDevice, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,7 +81,7 @@ def quantised(x, kind):
 
 def of_state(state) -> Any:
     """The moments of a state in float64, by bitsandbytes' table."""
-    spread = lambda scale: np.repeat(np.float64(scale.values), BLOCK, axis=1)[:, : state.mu.shape[1]]
+    spread = lambda scale: np.repeat(np.float64(scale), BLOCK, axis=1)[:, : state.mu.shape[1]]
     mu = TABLES["signed"][np.asarray(state.mu)] * spread(state.mu_scale)
     return mu, TABLES["unsigned"][np.asarray(state.nu)] * spread(state.nu_scale)
 
@@ -270,23 +273,45 @@ def test_codes_are_looked_up_on_the_device_that_has_them(rng, devices):
         assert same(whole, jax.jit(optimizer.update)(own, optimizer.init(own)))
 
 
-def test_a_split_between_the_ends_of_blocks_is_refused(devices):
-    if len(devices) != 4:
-        pytest.skip("the sizes are those of four devices")
-    optimizer = adamw_8bit(1e-3)
-    for axis_type in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((4,), ("tensor",), axis_types=(axis_type,), devices=devices)
-        with jax.set_mesh(mesh):
-            params = dict(kernel=jax.device_put(jnp.ones((16, 896)), NamedSharding(mesh, P(None, "tensor"))))
-            with pytest.raises(
-                ValueError, match="each device has 224 of the 896 numbers of kernel's last axis, and blocks"
-            ):
-                optimizer.init(params)
-            adamw_8bit(1e-3, block_size=224).init(params)
-            other = jax.device_put(jnp.ones((16, 640)), NamedSharding(mesh, P(None, "tensor")))
-            with pytest.raises(ValueError, match="pass block_size=32, which fits all parameters"):
-                optimizer.init(params | dict(other=other))  # parts of 224 and of 160
-            adamw_8bit(1e-3, block_size=32).init(params | dict(other=other))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("width", [896, 128, 300], ids=["3.5 blocks", "half a block", "no whole pieces"])
+def test_a_mesh_may_split_blocks(width, axis_type, rng, devices):
+    """State and update are one device's; what is sent is as small as maxima of pieces."""
+    optimizer, rows = scale_by_adam_8bit(), 64
+    grads = jnp.asarray(rng.normal(size=(2, rows, width)), jnp.float32)
+    update = jax.jit(optimizer.update)
+    whole: Any = optimizer.init(grads[0])
+    expected, found = None, None
+    for grad in grads:
+        expected, whole = update(grad, whole)
+    mesh = jax.make_mesh((len(devices),), ("tensor",), axis_types=(axis_type,), devices=devices)
+    with jax.set_mesh(mesh):
+        own = [jax.device_put(grad, NamedSharding(mesh, P(None, "tensor"))) for grad in grads]
+        state: Any = optimizer.init(own[0])
+        step = jax.jit(optimizer.update).lower(own[0], state).compile()
+        for grad in own:
+            found, state = jax.jit(optimizer.update)(grad, state)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    for ours, theirs in zip(state[1:], whole[1:], strict=True):  # a code between two may become the other
+        difference = np.abs(np.float64(ours) - np.float64(theirs))
+        assert np.mean(difference > 1e-6) < 0.01 and difference.max() <= (1 if ours.dtype == jnp.uint8 else 1e-6)
+    assert state.mu.sharding.spec == P(None, "tensor")
+    text: Any = step.as_text()
+    sent = re.findall(
+        r"= \(?(\w+)\[([\d,]*)\][^=]* (?:all-gather|all-to-all|all-reduce|collective-permute)", step.as_text()
+    )
+    largest = max((math.prod(map(int, shape.split(","))) for _, shape in sent), default=0)
+    assert largest <= rows * width // (32 if width % 32 == 0 else 1)
+
+
+def test_wrappers_with_a_condition_take_it_in_nnx_s_optimizer():
+    """Their state has one structure before and after an update."""
+    model = nnx.Linear(64, 96, rngs=nnx.Rngs(0))
+    wrapped = optax.apply_if_finite(adamw_8bit(1e-2), 3)
+    optimizer = nnx.Optimizer(model, wrapped, wrt=nnx.Param)
+    structure, before = jax.tree.structure(nnx.state(optimizer)), model.kernel[...]
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    assert jnp.any(model.kernel[...] != before) and jax.tree.structure(nnx.state(optimizer)) == structure
 
 
 @pytest.mark.parametrize(
