@@ -278,29 +278,23 @@ def test_codes_are_looked_up_on_the_device_that_has_them(rng, devices):
 def test_a_mesh_may_split_blocks(width, axis_type, rng, devices):
     """State and update are one device's; what is sent is as small as maxima of pieces."""
     optimizer, rows = scale_by_adam_8bit(), 64
-    grads = jnp.asarray(rng.normal(size=(2, rows, width)), jnp.float32)
-    update = jax.jit(optimizer.update)
-    whole: Any = optimizer.init(grads[0])
-    expected, found = None, None
-    for grad in grads:
-        expected, whole = update(grad, whole)
+    first, second = jnp.asarray(rng.normal(size=(2, rows, width)), jnp.float32)
+    _, state = optimizer.update(first, optimizer.init(first))
+    expected: Any = jax.jit(optimizer.update)(second, state)
     mesh = jax.make_mesh((len(devices),), ("tensor",), axis_types=(axis_type,), devices=devices)
     with jax.set_mesh(mesh):
-        own = [jax.device_put(grad, NamedSharding(mesh, P(None, "tensor"))) for grad in grads]
-        state: Any = optimizer.init(own[0])
-        step = jax.jit(optimizer.update).lower(own[0], state).compile()
-        for grad in own:
-            found, state = jax.jit(optimizer.update)(grad, state)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-    for ours, theirs in zip(state[1:], whole[1:], strict=True):  # a code between two may become the other
+        own = jax.device_put(second, NamedSharding(mesh, P(None, "tensor")))
+        places = jax.tree.map(lambda x: x.sharding, optimizer.init(own))
+        arguments = own, jax.device_put(state, places)
+        found: Any = jax.jit(optimizer.update)(*arguments)
+        program: Any = jax.jit(optimizer.update).lower(*arguments).compile().as_text()
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-6)
+    for ours, theirs in zip(found[1][1:], expected[1][1:], strict=True):  # a code between two may become the other
         difference = np.abs(np.float64(ours) - np.float64(theirs))
         assert np.mean(difference > 1e-6) < 0.01 and difference.max() <= (1 if ours.dtype == jnp.uint8 else 1e-6)
-    assert state.mu.sharding.spec == P(None, "tensor")
-    text: Any = step.as_text()
-    sent = re.findall(
-        r"= \(?(\w+)\[([\d,]*)\][^=]* (?:all-gather|all-to-all|all-reduce|collective-permute)", step.as_text()
-    )
-    largest = max((math.prod(map(int, shape.split(","))) for _, shape in sent), default=0)
+    assert found[1].mu.sharding.spec == P(None, "tensor")
+    sent = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* (?:all-gather|all-to-all|all-reduce|collective)", program)
+    largest = max((math.prod(map(int, shape.split(","))) for shape in sent), default=0)
     assert largest <= rows * width // (32 if width % 32 == 0 else 1)
 
 
