@@ -27,6 +27,8 @@ class Case:
         silent: gradients by name, and for each the constant that marks the rows where it must be exactly 0.
         computes_in: a dtype that it computes in, if no array has it.
         depth: how many ops follow each other.
+        cancels: whether gradients may be differences of two products that are equal, as those of the scores of a token
+            that sees itself alone are. The formula has 0 there, and a kernel that sums both has their rounding.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     silent: Arrays = dataclasses.field(default_factory=dict)
     computes_in: Any = None
     depth: int = 1
+    cancels: bool = False
 
 
 class Draw:

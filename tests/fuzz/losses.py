@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import losses, ops
@@ -46,11 +47,12 @@ def softmax_cross_entropy_with_integer_labels(draw: Draw) -> Case:
 
 def group_advantages(draw: Draw) -> Case:
     shape, method = (draw.size(9), draw.size(16, least=2)), draw.pick("grpo", "dr_grpo", "rloo")
+    size = draw.pick(1.0, 1.0, 1e18, 1e30)
 
     def inputs(draw):
         # Rewards are often the same for a whole group, and their advantages are then 0.
         rewards = draw.rng.choice(draw.pick((0.0, 1.0), (12345.678,), (0.1, 0.3, 0.7)), shape)
-        return {}, {"rewards": jnp.asarray(rewards, jnp.float32)}
+        return {}, {"rewards": jnp.asarray(size * rewards, jnp.float32)}
 
     def truth(rewards):
         centred = rewards - rewards[..., :1]  # exact where all are equal
@@ -60,6 +62,34 @@ def group_advantages(draw: Draw) -> Case:
         return centred if method == "dr_grpo" else centred / (jnp.std(centred, axis=-1, ddof=1, keepdims=True) + 1e-4)
 
     return Case("group_advantages", lambda rewards: losses.group_advantages(rewards, method), truth, inputs, method)
+
+
+def policy_loss(draw: Draw) -> Case:
+    """With tokens that policy and reference call impossible, and ratios away from where they are clipped."""
+    shape, unbiased = (draw.size(5), draw.size(40)), draw.chance(0.5)
+
+    def inputs(draw):
+        log_probs, reference = (-draw.rng.gamma(1.0, 2.0, shape) for _ in range(2))
+        old = log_probs - draw.rng.choice([-1.0, -0.05, 0.05, 1.0], shape)
+        impossible = draw.rng.uniform(size=shape) < 0.1
+        log_probs, reference = (np.where(impossible, -np.inf, x) for x in (log_probs, reference))
+        mask = (draw.rng.uniform(size=shape) < 0.8) | (np.arange(shape[1]) == 0)
+        tokens = dict(old=old, reference=reference, advantages=draw.rng.standard_normal(shape[0]))
+        constants = {name: jnp.asarray(x, jnp.float32) for name, x in tokens.items()}
+        return {"log_probs": jnp.asarray(log_probs, jnp.float32)}, constants | {"mask": jnp.asarray(mask)}
+
+    def ours(log_probs, old, reference, advantages, mask):
+        others = dict(mask=mask, reference_log_probs=reference, beta=0.3, unbiased_kl=unbiased)
+        return losses.policy_loss(log_probs, old, advantages, **others).loss
+
+    def truth(log_probs, old, reference, advantages, mask):
+        ratio, advantages = jnp.exp(log_probs - old), advantages[:, None]
+        d = jnp.where(log_probs == -jnp.inf, 0.0, reference - log_probs)
+        penalty = (jnp.exp(d) - d - 1.0) * (ratio if unbiased else 1.0)
+        of_tokens = 0.3 * penalty - jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+        return jnp.sum(jnp.where(mask, of_tokens, 0.0)) / jnp.sum(mask)
+
+    return Case("policy_loss", ours, truth, inputs, f"unbiased_kl={unbiased}")
 
 
 def split_log_probs(draw: Draw) -> Case:

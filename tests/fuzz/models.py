@@ -141,6 +141,7 @@ def _model(family: str, draw: Draw) -> Case:
         may_refuse=("mode",) if kernels.mode == "fast" and dtype == jnp.float16 else (),
         computes_in=dtype,
         depth=2 * config.num_hidden_layers,
+        cancels=True,
     )
 
 

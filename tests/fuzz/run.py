@@ -28,7 +28,13 @@ OPS: dict[str, Callable[[Draw], Case]] = {
 FAMILIES_IN_A_TURN = 2  # a model takes the time of ten ops
 BEYOND: dict[str, Callable[[Draw], Case]] = {
     name: getattr(losses, name)
-    for name in ("softmax_cross_entropy_with_integer_labels", "group_advantages", "split_log_probs", "quantized_head")
+    for name in (
+        "softmax_cross_entropy_with_integer_labels",
+        "group_advantages",
+        "policy_loss",
+        "split_log_probs",
+        "quantized_head",
+    )
 }
 DRAWN = {**OPS, **BEYOND, **MODELS}
 
