@@ -105,9 +105,11 @@ class Conversations:
         """
         is_last = messages[-1]["role"] == "assistant" and is_trained(messages[-1])
         earlier, last = (ends[:-1], ends[-1:]) if is_last else (ends, [])
-        self.marks["earlier"] |= self._added & {*earlier}
-        # The answer's own last token ends nothing, unless it is a special one.
-        self.marks["last"] |= (self._added if found.behind.strip() else self._special) & {*last}
+        # A mark that is no special token may end a tool's call, behind which another call may follow. The answer's own
+        # last token ends nothing, unless it is a special one.
+        has_calls = any(message.get("tool_calls") for message in messages)
+        self.marks["earlier"] |= (self._special if has_calls else self._added) & {*earlier}
+        self.marks["last"] |= (self._special if has_calls or not found.behind.strip() else self._added) & {*last}
         for name, texts in (("behind", {found.behind} if is_last else set()), ("inside", found.own_words)):
             for text in texts - self._seen[name]:
                 self._seen[name].add(text)

@@ -7,12 +7,18 @@ import importlib
 import importlib.util
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as Plain
 
 from liger_jax.commands._chat import ChatTemplate
+from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.models.hugging_face.source import Source
 
 FOUND = importlib.util.find_spec("trl")
 FOLDER = Path(str(FOUND and FOUND.origin)).parent / "chat_templates"
@@ -42,6 +48,10 @@ CHATS = {
     "system": [{"role": "system", "content": "Be brief."}, *chat("red?", "Yes.", "blue?", "No.")],
     "assistant first": [{"role": "assistant", "content": "Welcome!"}, *chat("red?", "Yes.")],
     "reasoning": chat("red?", "Yes.", reasoning_content="It is."),
+    "two thoughts": [
+        *chat("red?", "Yes.", reasoning_content="It is."),
+        *chat("blue?", "No.", reasoning_content="It is not."),
+    ],
     "thoughts": chat("red?", "<think>\nIt is.\n</think>\n\nYes."),
     "tools": [
         *chat("warm?", "", tool_calls=[CALL]),
@@ -55,6 +65,23 @@ OF_THE_PROMPT = ("", "<think>", "<think></think>", "<｜Assistant｜>", "<｜too
 PARTS_ONLY = ("idefics3", "llava_next", "smolvlm")  # take contents as lists of parts
 MARKS_MORE = ("glm4moe",)  # takes the next header for the end of an answer
 IN_THE_ANSWER = ("diffusion_gemma",)  # prints what tools say within the answer
+
+
+# The tokens that end a text, of templates whose answers end with a mark; those of a family are alike.
+STOPS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>", "cohere2": "<|END_OF_TURN_TOKEN|>",
+    "deepseek_r1_distill": "<｜end▁of▁sentence｜>", "deepseekv3": "<｜end▁of▁sentence｜>",
+    "diffusion_gemma": "<turn|>", "gemma": "<end_of_turn>", "gemma3": "<end_of_turn>",
+    "gptoss": "<|return|>", "lfm2": "<|im_end|>", "lfm2_v2": "<|im_end|>", "llama3": "<|eot_id|>",
+    "muse_glimmer": "<|eot|>", "nemotron_3_5_lightning": "<|im_end|>", "nemotron_3_nano": "<|im_end|>",
+    "nemotron_3_super": "<|im_end|>", "nemotron_3_ultra": "<|im_end|>",
+    "phi3": "<|end|> </s>", "phi3_5": "<|end|> </s>",
+    "qwen2_5": "<|im_end|>", "qwen2_5_vl": "<|im_end|>", "qwen3": "<|im_end|>", "qwen3_5_nothink": "<|im_end|>",
+    "qwen3_5_think": "<|im_end|>", "qwen3_6": "<|im_end|>", "qwen3_8": "<|im_end|>",
+    "qwen3_instruct_2507": "<|im_end|>", "qwen3_vl": "<|im_end|>",
+    "glm4moe": "",  # the next message's header ends its answers
+}  # fmt: skip
+MARK = r"</?[|｜]?[^<>\s{}%]+?[|｜]?>|\[/?[A-Z_]+\]"  # what templates print that may be a token
 
 
 def names():
@@ -112,3 +139,24 @@ def test_texts_are_those_of_transformers(name):
         except Exception:  # where arguments must be a text, as in DeepSeek's
             continue
         assert text == theirs
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name not in PARTS_ONLY])
+@pytest.mark.parametrize("copy", ["", MARKED])
+def test_a_text_ends_with_what_ends_last_answers(name, copy, tmp_path):
+    """With every mark of a template as a special token, thoughts and two turns in the data, and without any data."""
+    source = (FOLDER / f"{name}{copy}.jinja").read_text()
+    plain = Plain(models.BPE({each: i for i, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.add_special_tokens([AddedToken(each, special=True) for each in {"<s>", "</s>", *re.findall(MARK, source)}])
+    plain.save(str(tmp_path / "tokenizer.json"))
+    config = SPECIAL | {"chat_template": source}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    expected = "<|user|>" if name == "glm4moe" and copy else STOPS[name]  # the copy marks the next header, too
+    for whats in ([], ["turns", "reasoning", "two thoughts", "one turn"]):
+        tokenizer = Tokenizer(Source(tmp_path), 10_000, [])
+        tokenizer.prompt(Document("prompt", messages=CHATS["one turn"][:1]))
+        rows = [Document(what, messages=CHATS[what]) for what in whats]
+        list(tokenizer.encoded(rows, 10_000, refused := {}))
+        assert not refused
+        assert {plain.id_to_token(stop) for stop in tokenizer.stops} == {"</s>", *expected.split()}
