@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from liger_jax.models.core.dropout import DropoutWords, drops, give_words, token_words
 from liger_jax.models.core.remat import Remat, is_offloaded, keeps_products
+from liger_jax.ops._mesh import align_varying, cast, varying_axes
 from liger_jax.ops.block_quantized import BlockQuantized
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096  # of a tile
@@ -163,7 +164,9 @@ def in_tiles(
         return *_backward(of_tile, leaves, trained, x, numbers, dys, size), None
 
     tiled.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
-    ys = tiled(leaves, by_token(x), jax.tree.map(by_token, numbers))
+    arrays = leaves, by_token(x), jax.tree.map(by_token, numbers)
+    arrays, structure = jax.tree.flatten(arrays)
+    ys = tiled(*jax.tree.unflatten(structure, align_varying(*arrays)))
     return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), ys)
 
 
@@ -175,7 +178,7 @@ def _forward(of_tile, leaves, x, numbers, size):
         return jax.tree.map(lambda y, tile: jax.lax.dynamic_update_slice_in_dim(y, tile, start, 0), ys, tiles), None
 
     types = jax.eval_shape(of_tile, leaves, *_slices((x, numbers), 0, size))
-    ys = jax.tree.map(lambda y: jnp.zeros((len(x), *y.shape[1:]), y.dtype), types)
+    ys = jax.tree.map(lambda y: _like(x, (len(x), *y.shape[1:]), y.dtype), types)
     return jax.lax.scan(step, ys, _starts(len(x), size))[0]
 
 
@@ -201,7 +204,7 @@ def _backward(of_tile, leaves, trained, x, numbers, dys, size):
         sums = [total + leaf.astype(total.dtype) for total, leaf in zip(sums, of_leaves, strict=True)]
         return (jax.lax.dynamic_update_slice_in_dim(dx, of_x, start, 0), sums), None
 
-    sums = [jnp.zeros(leaves[i].shape, jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in trained]
+    sums = [_like(x, leaves[i].shape, jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in trained]
     starts = _starts(len(x), size)
     # The last tile goes first, without the tokens that it shares with another tile, which writes over it later.
     shared = np.where(np.arange(len(starts)) == 0, -len(x) % size, 0).astype(np.int32)
@@ -210,6 +213,11 @@ def _backward(of_tile, leaves, trained, x, numbers, dys, size):
     for i, total in zip(trained, sums, strict=True):
         of_leaves[i] = total.astype(leaves[i].dtype)
     return of_leaves, dx
+
+
+def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros that vary over the axes of a `jax.shard_map` over which x does."""
+    return cast(jnp.zeros(shape, dtype), varying_axes(x))
 
 
 def _slices(tree: Any, start: Any, size: int) -> Any:

@@ -104,11 +104,11 @@ def _model(family: str, draw: Draw) -> Case:
     plain = models.KernelOptions(
         rope=False, rms_norm=False, glu=False, fused_linear_cross_entropy=False, attention="xla", implementation="xla"
     )
-    rank, normalizer = draw.pick(0, 0, 1), draw.pick(None, None, 37.0)
+    rank, normalizer, dropout = draw.pick(0, 0, 1), draw.pick(None, None, 37.0), draw.pick(0.0, 0.5)
 
     def build(**others):
         model = FAMILIES[family][0](config, **options, **others, rngs=nnx.Rngs(0))
-        return lora.add_lora(model, 1, alpha=2, rngs=nnx.Rngs(1)) if rank else model
+        return lora.add_lora(model, 1, alpha=2, dropout=dropout, rngs=nnx.Rngs(1)) if rank else model
 
     parameters = {".".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(nnx.eval_shape(build)))}
 
@@ -122,6 +122,7 @@ def _model(family: str, draw: Draw) -> Case:
         def loss(**arrays):
             values = [cast(arrays.pop(name)) for name in parameters]
             model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
+            model = lora.with_dropout(model, jax.random.key(1)) if rank and dropout else model
             return model(**laid(arrays), loss_normalizer=normalizer).loss
 
         return loss
@@ -135,7 +136,7 @@ def _model(family: str, draw: Draw) -> Case:
         ours,
         truth,
         inputs,
-        f"{config} {options_text({**options, **own, 'rank': rank, 'loss_normalizer': normalizer})}",
+        f"{config} {options_text({**options, **own, 'rank': rank, 'dropout': dropout, 'loss_normalizer': normalizer})}",
         has_products=True,
         # "fast" makes gradients before a loss scale reaches them, which float16 may round to 0.
         may_refuse=("mode",) if kernels.mode == "fast" and dtype == jnp.float16 else (),

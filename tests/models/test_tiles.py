@@ -151,6 +151,20 @@ def test_bfloat16_weights_have_gradients_summed_in_float32(rng):
     assert rms(gradient(tiled, jnp.bfloat16)) <= 1.5 * rms(gradient(whole, jnp.bfloat16))
 
 
+def test_tiles_inside_a_checking_shard_map_have_the_gradients_of_one_device(devices, rng):
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((len(devices), 40, 8), (8, 8)))
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+
+    def local(weight, x):
+        return jax.lax.psum(
+            jnp.sum(tiles.in_tiles(lambda weight, tile, _: jnp.tanh(tile @ weight), weight, x, 16)), "data"
+        )
+
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())  # check_vma is JAX's default
+    found = jax.jit(jax.grad(loss, (0, 1)))(weight, x)
+    assert worst(found, jax.grad(lambda weight, x: jnp.sum(jnp.tanh(x @ weight)), (0, 1))(weight, x)) < 1e-5
+
+
 def test_weights_that_nobody_trains_have_no_sums(rng):
     x = jnp.asarray(rng.normal(size=(1, 40, 8)), jnp.float32)
     weights = dict(frozen=jnp.eye(8), trained=jnp.ones(8))
