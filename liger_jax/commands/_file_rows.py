@@ -5,7 +5,7 @@ import importlib
 import io
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,7 @@ def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Foun
     table = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         names = next(table)
-        if len({*names}) < len(names):
-            raise UserError(f"{path}, line 1: two columns have one name, among {names}. Rename one.")
+        _check_names(f"{path}, line 1", names)
         for cells in table:
             where = f"{path}, line {table.line_num}"
             if not cells:  # an empty line
@@ -146,6 +145,12 @@ def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Foun
             yield where, dict(zip(names, cells, strict=True))
     except csv.Error as error:
         raise UserError(f"{path}, line {table.line_num}: {error}, so that the table cannot be read.") from error
+
+
+def _check_names(where: str, names: Sequence[str]) -> None:
+    """Raises a UserError if two columns have one name."""
+    if len({*names}) < len(names):
+        raise UserError(f"{where}: two columns have one name, among {names}. Rename one.")
 
 
 def _of_json(path: Path, text: str) -> Iterator[Found]:
@@ -213,6 +218,7 @@ def _of_columns(path: Path) -> Iterator[Found]:
         else:
             batches = iter(arrow.ipc.open_stream(arrow.memory_map(str(path))))
         for batch in batches:
+            _check_names(str(path), batch.schema.names)
             for begin in range(0, batch.num_rows, _ROWS_AT_ONCE):
                 for row in batch.slice(begin, _ROWS_AT_ONCE).to_pylist():
                     number += 1

@@ -17,6 +17,7 @@ from liger_jax.commands._traced import NOBODY, Origin, parts_of
 
 MARK_IT = "Mark the assistant's words in the template: {% generation %} … {% endgeneration %}."
 _SPOKEN = {"content", "reasoning", "name", "arguments", "argument"}  # fields that are an answer's own words
+_MARK = r"<[^<>\s]*>|\[[^\[\]\s]*\]"  # such as </s>, <|im_end|> and [/INST]
 _TAG = r"[<\[](?=[^\w]*[A-Za-z])[^<>\[\]\s]*[>\]]"  # such as <think>, </think> and [THINK]
 
 
@@ -172,7 +173,7 @@ class Layout:
         own_end = self.runs[own[-1]].end
         end = max(begin + len(self.text[begin:limit].rstrip()), own_end)
         rest = self.text[limit:] if is_last else ""
-        if rest.strip() and prompts.end().rstrip().endswith(rest.strip()):
+        if rest.strip() and not _is_prose(rest) and prompts.end().rstrip().endswith(rest.strip()):
             return Span(begin, len(self.text.rstrip()), i, True)
         return Span(begin, end, i, end > own_end)
 
@@ -264,6 +265,11 @@ class Layout:
             f"The chat template does not tell where the answer of message {i + 1} begins: it prints {lead[:60]!r} "
             f"before it, and the prompt is {prompts.added(i)[:60]!r}. {MARK_IT}"
         )
+
+
+def _is_prose(text: str) -> bool:
+    """Whether a text has words, beside marks: it is an instruction then, such as one that follows all messages."""
+    return re.search(r"\w\W*\s\W*\w", re.sub(_MARK, " ", text)) is not None
 
 
 def _fields(origin: Origin | None) -> set[str]:

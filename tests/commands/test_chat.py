@@ -70,6 +70,14 @@ def test_answers_and_their_end_marks_are_found_and_nothing_else(name, rng):
 
 
 @pytest.mark.parametrize(
+    ["after", "scored"], [("</s>", "Yes.<e>\n</s>"), ("<|system|>Write all actions as a list.", "Yes.<e>")]
+)
+def test_an_instruction_after_all_messages_is_no_end_of_the_last_answer(after, scored):
+    template = TURNS + "{% if add_generation_prompt %}[assistant] {% else %}" + after + "{% endif %}"
+    assert rendered(template, [USER, ANSWER, USER, ANSWER])[1] == ["Yes.<e>", scored]
+
+
+@pytest.mark.parametrize(
     "arguments", [CALL["function"]["arguments"], '{"city": "Köln", "days": 2}'], ids=["object", "JSON"]
 )
 @pytest.mark.parametrize("content", [{}, {"content": ""}], ids=["no content", "empty"])

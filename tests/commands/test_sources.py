@@ -207,6 +207,9 @@ def test_columnar_tables_are_rows(here):
     parquet.write_table(table.slice(0, 0), here / "d.parquet")
     with pytest.raises(UserError, match="d.parquet is empty."):
         _data.read("d.parquet")
+    parquet.write_table(arrow.Table.from_arrays(2 * [arrow.array(["one"])], names=["text", "text"]), here / "e.parquet")
+    with pytest.raises(UserError, match="e.parquet: two columns have one name"):
+        _data.read("e.parquet")
 
 
 def test_a_columnar_table_without_its_package_says_what_to_install(here, monkeypatch):
