@@ -71,8 +71,8 @@ class Reward:
                     f"The reward {self.name} takes {each.name!r} by its place alone, and rewards are called by the "
                     "names of their parameters. Remove the / behind it."
                 )
-        if not self.takes_all and "completions" not in self.named:
-            raise UserError(f"The reward {self.name} must have a parameter completions, a list.")
+        if not self.takes_all and not {"completions", "completion_ids"} & self.named.keys():
+            raise UserError(f"The reward {self.name} must have a parameter completions or completion_ids, a list.")
         for name, has_default in self.named.items():
             if name not in GIVEN:
                 self._check_field(name, has_default, lines)

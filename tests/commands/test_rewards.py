@@ -283,7 +283,7 @@ def test_parameters_are_looked_at_before_anything_is_computed():
     def unknown(completions, solution):
         unused()
 
-    refused("The reward without must have a parameter completions, a list.", without)
+    refused("The reward without must have a parameter completions or completion_ids, a list.", without)
     refused("The reward by_place takes 'completions' by its place alone", by_place)
     refused("The reward state needs 'trainer_state', .* default: trainer_state=None", state)
     refused("The reward of_a_line needs 'prompt', which no reward is given here. Take prompts, a list", of_a_line)
