@@ -16,6 +16,7 @@ from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy.formulas import (
     IMPOSSIBLE_LABEL,
     LEAST_EXPONENT,
+    LEAST_MAXIMUM,
     NO_LABEL,
     Statistics,
     first_of_largest,
@@ -107,9 +108,9 @@ def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistic
         predicted_token=None,
     )
     if statistics.entropy is not None:
-        # A shard has the share exp(lse_shard − M) / exp_sum of the probability, and p is its own times that. One that
-        # is −inf throughout has no share, and its own entropy is NaN.
-        x, is_empty = lse - maximum, lse == -jnp.inf
+        # A shard has the share exp(lse_shard − M) / exp_sum of the probability, and p is its own times that. One of
+        # masked logits alone has no share, and its own entropy is NaN.
+        x, is_empty = lse - maximum, (lse < LEAST_MAXIMUM) & (maximum >= LEAST_MAXIMUM)
         own_entropy = jnp.where(is_empty, 0.0, statistics.entropy - jnp.maximum(x, LEAST_EXPONENT))
         log_squares = jax.lax.stop_gradient(statistics.log_sum_of_squares + 2.0 * x)
         own_squares = jnp.where(is_empty, 0.0, jnp.exp(log_squares))

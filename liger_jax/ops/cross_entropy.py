@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
@@ -14,8 +14,9 @@ from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards, layou
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.ops._linear_map import linear_map
+from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
-from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import LEAST_MAXIMUM, Cotangents, Statistics
 
 _KERNELS = Kernels(
     "cross_entropy",
@@ -29,13 +30,14 @@ def _statistics(logits, labels, class_weights, forward, backward, options, is_sh
     return forward.run(*forward.guarded(logits, labels, class_weights))
 
 
-@_statistics.defjvp
 def _tangent_rule(forward, backward, options, is_shard, primals, tangents):
     logits, labels, class_weights = primals
     statistics: Statistics = _statistics(logits, labels, class_weights, forward, backward, options, is_shard)
     lse = statistics.log_normalizer
-    if is_shard:  # a shard of −inf alone has no share in its row, and exp(−inf − 0) is 0
-        lse = jnp.where(lse == -jnp.inf, 0.0, lse)
+    # There z − lse is what was rounded, and exp(z − 0) is 0. So it is for a shard of −inf alone, which has no share in
+    # its row; a whole row of −inf is NaN.
+    is_masked = lse < LEAST_MAXIMUM
+    lse = jnp.where(is_masked if is_shard else is_masked & (lse > -jnp.inf), 0.0, lse)
 
     def tangent(residuals, tangents):
         return formulas.tangent(*residuals, *tangents, options=options)
@@ -45,12 +47,16 @@ def _tangent_rule(forward, backward, options, is_shard, primals, tangents):
         cotangents = Cotangents(*cotangents, *(() if options.logit_sum else (None,)))
         return [_gradient(*arrays, cotangents, class_weights, backward, options)]
 
-    found = linear_map(tangent, transpose, (logits, labels, lse, class_weights), tangents[:1])
+    of_logits = tangents[0]
+    if isinstance(of_logits, SymbolicZero):
+        of_logits = full_like(logits, logits.shape, 0, logits.dtype)
+    found = linear_map(tangent, transpose, (logits, labels, lse, class_weights), [of_logits])
     own = dict(zip(("log_normalizer", "target_logit", "logit_sum"), found, strict=False))
-    still = jax.tree.map(
-        lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype == jnp.int32 else 0.0 * x, statistics
-    )
+    still = jax.tree.map(functools.partial(zero_from_primal, symbolic_zeros=True), statistics)
     return statistics, still._replace(**own)
+
+
+_statistics.defjvp(_tangent_rule, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6))

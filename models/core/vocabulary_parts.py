@@ -19,8 +19,9 @@ from liger_jax.models.core.tensor_parts import TensorParts, nearest_divisor
 from liger_jax.ops.layout import along, gathered, sent_dtype
 from liger_jax.ops.linear.split_head import SplitHead, head_split, taken_apart
 
-# The logit of an entry that is padding. It is finite, so that nothing multiplies 0 by an infinity.
-NO_LOGIT = -1e30
+# The logit of an entry that is padding. It is infinite, so that any factor of logits leaves it as it is. A finite one,
+# such as −1e30, is scaled with the logits, and its rounding is more than exp takes.
+NO_LOGIT = -jnp.inf
 
 
 def padded(table: jax.Array, size: int) -> jax.Array:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 LOG2_E = math.log2(math.e)
-# The maximum of no scores. It is finite: a masked score then has the weight exp2(−inf − NO_SCORE) = 0, and not NaN.
+# The maximum of no scores, which is compared and subtracted, never scaled. It is finite: a masked score then has the
+# weight exp2(−inf − NO_SCORE) = 0, and not NaN.
 NO_SCORE = -1e30
 
 

@@ -15,7 +15,9 @@ from liger_jax.pallas_kernels.attention.intervals import Segments
 
 CHUNK = 256  # queries at a time
 _SPANS = 8  # groups of chunks, each with its own number of keys: 9/16 of all scores are computed, 8/16 are needed
-MASKED_SCORE = -1e30  # the score of a key that a query does not see; finite, so a row that sees nothing is no NaN
+# The score of a key that a query does not see, put in after scale and softcap: nothing multiplies it any more. It is
+# finite, so that a row that sees nothing is no NaN.
+MASKED_SCORE = -1e30
 
 
 def unsupported(*_: Any, **__: Any) -> str | None:

@@ -21,6 +21,10 @@ IMPOSSIBLE_LABEL = -2  # the label of a row that counts and has no valid label. 
 _NO_INDEX = 2**31 - 1
 # In x·exp(x), a smaller x, such as −inf, is replaced by this one: its exp is 0 in float32, and 0 · −inf would be NaN.
 LEAST_EXPONENT = -128.0
+# Below −2³⁰ float32 has steps of 128 or more, so that log Σ exp(z) of a row is its largest z. There z − max z is not 0
+# where it should be, if a fused multiply-add keeps of scale·u what the maximum's rounding dropped; its exp may be
+# infinite. Such rows are masked logits, like −1e30.
+LEAST_MAXIMUM = -(2.0**30)
 
 
 class Statistics(NamedTuple):
@@ -150,6 +154,22 @@ def online_start(n: int, options: LogitOptions) -> OnlineState:
     )
 
 
+def shift_of(maximum: jax.Array) -> jax.Array:
+    """What to subtract from logits before exp, given their maximum: 0 if they are masked, so that every exp is 0."""
+    return jnp.where(maximum < LEAST_MAXIMUM, 0.0, maximum)  # exp(−inf − (−inf)) would be NaN, too
+
+
+def log_normalizer(maximum: jax.Array, exp_sum: jax.Array) -> jax.Array:
+    """log Σ exp(z), given the maximum of the logits and Σ exp(z − shift_of(maximum))."""
+    return jnp.where(maximum < LEAST_MAXIMUM, maximum, maximum + jnp.log(exp_sum))
+
+
+def log_sum_exp(z: jax.Array, axis: int = 1) -> jax.Array:
+    """log Σ exp(z) over an axis, where z may be the product of logits and a factor."""
+    maximum = jnp.max(z, axis)
+    return jnp.where(maximum < LEAST_MAXIMUM, maximum, jax.nn.logsumexp(z, axis))
+
+
 def _entropy_sums(state: OnlineState, maximum: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
     """The state's `weighted_sum` and `square_sum`, of x = z − this maximum, which is no less than the state's."""
     if state.weighted_sum is None or state.square_sum is None:
@@ -186,7 +206,7 @@ def online_update(
     if one_maximum:
         tile_maximum = jnp.max(tile_maximum, axis=-1, keepdims=True)
     maximum = jnp.maximum(state.maximum, tile_maximum)
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)  # exp(−inf − (−inf)) would be NaN
+    shift = shift_of(maximum)
     exp_sum = state.exp_sum * jnp.exp(state.maximum - shift)
     exp_sum += jnp.sum(jnp.exp(masked - shift), axis, keepdims=True)
     if axis == 0:
@@ -215,7 +235,7 @@ def online_update(
 def over_lanes(lanes: OnlineState) -> OnlineState:
     """Joins the lanes (N, lanes), which each saw a part of a row's columns, into one state (N, 1)."""
     maximum = jnp.max(lanes.maximum, axis=1, keepdims=True)
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    shift = shift_of(maximum)
 
     def total(x):
         return jnp.sum(x, axis=1, keepdims=True)
@@ -255,7 +275,7 @@ def first_of_largest(maxima: jax.Array, tokens: jax.Array) -> tuple[jax.Array, j
 def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:
     """The statistics of whole rows from the states of the vocabulary's parts in order: each field (parts, N) → (N,)."""
     maximum = jnp.max(parts.maximum, axis=0)
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    shift = shift_of(maximum)
     exp_sum = jnp.sum(parts.exp_sum * jnp.exp(parts.maximum - shift[None, :]), axis=0)
     predicted_token = None
     if options.metrics:
@@ -263,14 +283,14 @@ def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:
         predicted_token = jnp.take_along_axis(parts.predicted_token, first[None, :], axis=0)[0]
     entropy = log_sum_of_squares = None
     if options.entropy:
-        # A part that is −inf throughout has no share, and its own sums may be NaN: they are divided by its exp_sum.
-        is_empty = parts.maximum == -jnp.inf
+        # A part of masked logits has no share, and its own sums may be NaN: they are divided by its exp_sum.
+        is_empty = parts.maximum < LEAST_MAXIMUM
         sums = _entropy_sums(parts, shift[None, :])
         weighted_sum, square_sum = (jnp.sum(jnp.where(is_empty, 0.0, x), axis=0) for x in sums)
         entropy = jnp.log(exp_sum) - weighted_sum / exp_sum
         log_sum_of_squares = jnp.log(square_sum) - 2.0 * jnp.log(exp_sum)
     return Statistics(
-        log_normalizer=shift + jnp.log(exp_sum),
+        log_normalizer=log_normalizer(maximum, exp_sum),
         target_logit=jnp.sum(parts.target_logit, axis=0),
         logit_sum=jnp.sum(parts.logit_sum, axis=0) if options.logit_sum else None,
         max_logit=maximum if options.metrics else None,

@@ -35,7 +35,7 @@ def statistics(
         log_sum_of_squares = jnp.log(jnp.sum(jnp.exp(2.0 * x), axis=1)) - 2.0 * jnp.log(exp_sum)
     weighted = z if class_weights is None else z * class_weights[None, :]
     return Statistics(
-        log_normalizer=jax.nn.logsumexp(z, axis=1),
+        log_normalizer=formulas.log_sum_exp(z),
         target_logit=target,
         logit_sum=jnp.sum(weighted, axis=1) if options.logit_sum else None,
         max_logit=jnp.max(z, axis=1) if options.metrics else None,

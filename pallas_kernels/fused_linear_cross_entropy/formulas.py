@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax.pallas_kernels._tiles import cdiv, full_like, is_symbolic
-from liger_jax.pallas_kernels.cross_entropy.formulas import NO_LABEL, Cotangents, is_live
+from liger_jax.pallas_kernels.cross_entropy.formulas import LEAST_MAXIMUM, NO_LABEL, Cotangents, is_live
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Gradients,
     HeadProducts,
@@ -122,11 +122,13 @@ def live_normalizer(log_normalizer: jax.Array, cotangents: Cotangents) -> jax.Ar
 
     Their probabilities exp(z − lse) are 0 then. With a finite lse they could be infinite: these tokens' hidden states
     are zeros, so that a bias alone makes their logits, and exp of a logit above 88.7 is infinite. Then 0 · ∞ would be
-    NaN. No other row has an infinite lse, because an infinite logit makes it NaN. There is one exception. If a shard's
-    logits are all −inf, its lse is −inf and has no cotangent, though the target's logit of every shard has one.
+    NaN. No other row has an infinite lse, because an infinite logit makes it NaN. There are two exceptions. If the
+    logits of a shard are all −inf, its lse is −inf and has no cotangent, though the target's logit of every shard has
+    one. If all are below `LEAST_MAXIMUM`, z − lse is what was rounded, and its exp may be infinite.
     """
     no_target = cotangents._replace(target_logit=jnp.zeros_like(cotangents.target_logit), logit_sum=None)
-    is_empty = (log_normalizer == -jnp.inf) & ~is_live(no_target)
+    is_finite_or_unused = (log_normalizer > -jnp.inf) | ~is_live(no_target)
+    is_empty = (log_normalizer < LEAST_MAXIMUM) & is_finite_or_unused
     return jnp.where(is_live(cotangents) & ~is_empty, log_normalizer, jnp.inf)
 
 

@@ -109,12 +109,12 @@ def _tile_statistics(
     in_vocab = columns < vocab_size - tile.column
     masked = jnp.where(in_vocab, z, -jnp.inf) if is_cut else z
     maximum = jnp.max(masked, axis=1)
-    # exp(−inf − (−inf)) would be NaN; with log2 e multiplied in, z costs one fused operation.
-    shift = tile.over_rows(jnp.where(maximum == -jnp.inf, 0.0, maximum * _LOG2_E))
+    # With log2 e multiplied in, z costs one fused operation.
+    shift = tile.over_rows(row_formulas.shift_of(maximum) * _LOG2_E)
     exponents = masked * _LOG2_E - shift
     exponentials = jnp.exp2(exponents)
     exp_sum = jnp.sum(exponentials, axis=1)
-    fields = [maximum, exp_sum] if wanted.maximum else [maximum + jnp.log(exp_sum)]
+    fields = [maximum, exp_sum] if wanted.maximum else [row_formulas.log_normalizer(maximum, exp_sum)]
     if wanted.target:
         (labels,) = tile.row_vectors
         is_target = columns == tile.over_rows(labels - tile.column)

@@ -48,10 +48,10 @@ def _statistics_kernel(hidden_ref, weight_ref, rows_ref, *refs, v, d, options, h
                 keep(own, first, z if in_vocab is None else jnp.where(in_vocab, z, -jnp.inf), state.maximum)
 
     def keep(own, first, z, maximum):
-        shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+        shift = row_formulas.shift_of(maximum)
         shared.write_pieces(e_ref, own, first, jnp.exp(z - shift))
         lane, lanes = shared.maximum_lane(v_block_size, d == hidden_ref.shape[1], first)
-        maxima_ref[own, :] = jnp.where(lanes == lane, shift[0], maxima_ref[own, :])
+        maxima_ref[own, :] = jnp.where(lanes == lane, maximum[0], maxima_ref[own, :])
 
     shared.for_each_part(
         hidden_ref, weight_ref, x_ref, u_ref, d=d, options=options, start_row_tile=start_row_tile, epilogue=fold

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import slope, transform
 from liger_jax.pallas_kernels.fused_linear_distillation.config import DivergenceOptions, Options
 
@@ -170,12 +171,11 @@ def over_shards(x: jax.Array, vocab_axis: str | None) -> jax.Array:
 
 def log_normalizer(z: jax.Array, vocab_axis: str | None) -> jax.Array:
     """log Σ_v exp(z_v) of rows (N, V), over all shards of the vocabulary."""
-    lse = jax.nn.logsumexp(z, axis=1)
+    lse = row_formulas.log_sum_exp(z)
     if vocab_axis is None:
         return lse
     maximum = jax.lax.pmax(lse, vocab_axis)
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    return shift + jnp.log(jax.lax.psum(jnp.exp(lse - shift), vocab_axis))
+    return row_formulas.log_normalizer(maximum, jax.lax.psum(jnp.exp(lse - row_formulas.shift_of(maximum)), vocab_axis))
 
 
 def in_one_shard(x: jax.Array, vocab_axis: str | None) -> jax.Array:

@@ -15,6 +15,7 @@ from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import Factors, product
 from liger_jax.pallas_kernels._hopper_tiles import ROWS, Epilogue, Tile, row_staging, staging, store_rows, store_tile
 from liger_jax.pallas_kernels._tiles import cdiv, full_like, out_like
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import transform
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Buffers
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
@@ -77,10 +78,9 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
         if v % tiles.columns:
             z = jnp.where(tile.column_indices() < v - tile.column, z, -jnp.inf)
         maximum = jnp.max(z, axis=1)
-        # exp(−inf − (−inf)) would be NaN
-        shift = jnp.where(maximum == -jnp.inf, 0.0, maximum * _LOG2_E)
+        shift = row_formulas.shift_of(maximum) * _LOG2_E
         exp_sum = jnp.sum(jnp.exp2(z * _LOG2_E - tile.over_rows(shift)), axis=1)
-        store_rows(tile, [maximum + jnp.log(exp_sum)], scratch[:1], refs[:1])
+        store_rows(tile, [row_formulas.log_normalizer(maximum, exp_sum)], scratch[:1], refs[:1])
         store_tile(tile, u, scratch[1], refs[1], tile.row, tile.column)
 
     parts, raw = product(

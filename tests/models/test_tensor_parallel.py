@@ -39,6 +39,7 @@ from liger_jax.models import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.lora import add_lora, train_more
 from liger_jax.models.quantized import quantize
 from liger_jax.training import make_step
@@ -63,7 +64,7 @@ FAMILIES = {
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
     "phi3": (Phi3ForCausalLM, Phi3Config, dict(sliding_window=5, partial_rotary_factor=0.5, head_dim=4)),
 }
-ODD = dict(vocab_size=23, num_attention_heads=4, num_key_value_heads=1)
+ODD = dict(vocab_size=23, num_attention_heads=4, num_key_value_heads=1, logit_scale=0.3)
 AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 
 
@@ -167,6 +168,30 @@ def test_loss_metrics_and_gradients_are_those_of_one_device(case, devices, rng):
         assert max(size for _, size in sent(text)) < logits, "logits, or a whole stack of matrices, are sent"
         of_fused = {"all-to-all"} if case["family"] == "phi3" else set()
         assert {kind for kind, _ in sent(text)} <= {"all-gather", "reduce-scatter", "all-reduce"} | of_fused
+
+
+def test_a_device_of_padding_alone_has_no_part_in_scaled_logits(devices, rng):
+    """Six entries of a vocabulary over four devices: two, two, two and none."""
+    config = LlamaConfig(**SIZES | dict(vocab_size=6, logit_scale=0.3))
+    hidden, head = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 4, 8), (6, 8)))
+    targets = jnp.asarray(rng.integers(0, 6, (2, 4)), jnp.int32)
+    mesh = jax.make_mesh((len(devices),), ("tensor",), (AxisType.Auto,), devices=devices)
+    layout = Layout(batch=(), fsdp=(), tensor="tensor")
+
+    def value_and_grad(layout):
+        loss = LanguageModelLoss(config, KernelOptions(layout=layout), "none", jnp.float32)
+
+        def total(hidden, head):
+            found = loss.log_probs(hidden, head, targets, temperature=0.7, entropy=True)
+            return jnp.sum(found.log_probs) + 2 * jnp.sum(found.entropy)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1)))(hidden, head)
+
+    expected = value_and_grad(None)
+    with jax.set_mesh(mesh):
+        found = value_and_grad(layout)
+    for x, truth in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, truth, rtol=1e-5, atol=1e-6)
 
 
 LORA = dict(rank=2, alpha=4)
