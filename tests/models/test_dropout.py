@@ -63,7 +63,8 @@ def _value(graph, adapters, base, batch):
 
 def value_and_gradients(model, batch):
     graph, adapters, base = model
-    return jax.jit(jax.value_and_grad(lambda adapters: loss_of(nnx.merge(graph, adapters, base), batch)))(adapters)
+    run = jax.jit(jax.value_and_grad(lambda adapters, batch: loss_of(nnx.merge(graph, adapters, base), batch)))
+    return run(adapters, batch)
 
 
 def assert_same(found, truth, bound=1e-5):
