@@ -17,7 +17,7 @@ CORES = $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,$(if $(filter gpu,$(PLATFORM)),$(shell expr \( $(CORES) + 1 \) / 2),0))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full examples parity integrations lint format types docs wheel clean
+.PHONY: help train test test-full examples parity integrations pairs lint format types docs wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -136,6 +136,7 @@ help:
 	@echo 'make examples   every example of the pages, of docstrings and in examples/'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
 	@echo 'make integrations  our losses in tunix, MaxText, with Equinox, grain, qwix, which it installs; PEERS=tunix'
+	@echo 'make pairs      the lowest and the highest versions of the dependencies, which it installs'
 	@echo 'make lint       ruff: mistakes and format'
 	@echo 'make format     ruff puts the format right'
 	@echo 'make types      basedpyright'
@@ -180,6 +181,9 @@ integrations: $(foreach peer,$(PEERS),$(call PEER_ENV,$(peer))/.installed)
 	    echo "make: $$peer does not install here, so its tests are not run: $$(grep -m1 ERROR $$env/why || tail -n1 $$env/why)"; \
 	  fi; \
 	done; test -z "$$failed" || { echo "make: tests failed with$$failed"; exit 1; }
+
+pairs:
+	@$(CPU_ONLY) $(PYTHON) tests/packaging/pairs.py
 
 lint: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/ruff check .

@@ -1,5 +1,6 @@
 """Fused kernels for training language models in JAX, on NVIDIA GPUs, TPUs and CPUs."""
 
+from liger_jax import _packages  # noqa: F401  # first: it says which versions do not work together
 from liger_jax import losses as losses
 from liger_jax.ops import BlockQuantized as BlockQuantized
 from liger_jax.ops import DynamicRope as DynamicRope

@@ -15,7 +15,7 @@ def version() -> str:
     Returns:
         Such as "0.1.0".
     """
-    if (project := _checkout() / "pyproject.toml").is_file():
+    if (project := checkout() / "pyproject.toml").is_file():
         return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
     try:
         return importlib.metadata.version(NAME)
@@ -35,7 +35,7 @@ def install_command(extra: str) -> str:
     Returns:
         The command, quoted for a shell.
     """
-    folder = _checkout()
+    folder = checkout()
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
     try:
@@ -46,7 +46,7 @@ def install_command(extra: str) -> str:
     return f"pip install {shlex.quote(f'{NAME}[{extra}]{reference}')}"
 
 
-def _checkout() -> pathlib.Path:
+def checkout() -> pathlib.Path:
     """The folder that holds the package, which has a pyproject.toml if it is a checkout."""
     return pathlib.Path(__file__).resolve().parents[1]
 

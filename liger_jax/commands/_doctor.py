@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from liger_jax import _packages
 from liger_jax.commands import _machine, _ops_here
 from liger_jax.commands._cache import folder
 from liger_jax.ops._kernels import Chosen
@@ -34,7 +35,7 @@ def report() -> int:
 def _versions(machine: _machine.Machine) -> Iterator[str]:
     versions = machine.versions
     yield f"liger-jax {versions['liger-jax']}"
-    yield "packages: " + ", ".join(f"{name} {versions[name]}" for name in _machine.SHOWN if name in versions)
+    yield _packages.packages_shown(versions)
     plugins = machine.plugins | {name: versions[name] for name in ("libtpu",) if name in versions}
     yield "plugins: " + (", ".join(f"{name} {found}" for name, found in plugins.items()) or "none")
     if machine.plugins and not machine.has_driver:

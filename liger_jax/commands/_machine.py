@@ -1,9 +1,7 @@
 """What this machine has for JAX, and what of it is broken."""
 
-import contextlib
 import ctypes
 import dataclasses
-import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
@@ -11,9 +9,9 @@ from pathlib import Path
 
 import jax
 
-from liger_jax._install import NAME, install_command, version
+from liger_jax import _packages
+from liger_jax._install import install_command
 
-SHOWN = ("jax", "jaxlib", "flax", "optax", "chex", "jaxtyping", "safetensors", "tokenizers", "orbax-checkpoint")
 _CUDA_LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")  # the plugin's extra brings them
 _PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
@@ -50,17 +48,12 @@ def found() -> Machine:
     Returns:
         What it has.
     """
-    versions = {}
-    for each in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):  # a damaged one has no name
-            versions.setdefault(each.metadata["Name"].lower().replace("_", "-"), each.version)
-    versions |= {NAME: version()}
     try:
         devices, error = jax.devices(), ""
     except RuntimeError as raised:
         devices, error = [], " ".join(str(raised).split())
     return Machine(
-        versions=versions,
+        versions=_packages.versions(),
         has_driver=_has_driver(),
         platforms=os.environ.get("JAX_PLATFORMS", ""),
         devices=tuple(f"{device.platform} {device.id}: {device.device_kind}" for device in devices),
@@ -80,7 +73,8 @@ def problems(machine: Machine, requirements: Mapping[str, str] | None = None) ->
     Returns:
         Sentences; none if all is well.
     """
-    wrong = _wrong_versions(machine, _requirements() if requirements is None else requirements)
+    needed = _packages.requirements() if requirements is None else requirements
+    wrong = _packages.wrong_versions(machine.versions, needed)
     jaxlib = machine.versions.get("jaxlib", "")
     wrong += [
         f"{name} is {found}, and jaxlib is {jaxlib}: JAX does not use a plugin of another version. "
@@ -112,30 +106,3 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-def _wrong_versions(machine: Machine, requirements: Mapping[str, str]) -> list[str]:
-    try:
-        from packaging.specifiers import SpecifierSet
-    except ImportError:
-        return []
-    wrong = []
-    for name, needed in requirements.items():
-        if (has := machine.versions.get(name)) is None:
-            wrong.append(f"{name} is not installed: pip install '{name}{needed}'.")
-        elif not SpecifierSet(needed).contains(has, prereleases=True):
-            wrong.append(f"{name} is {has}, and {needed} is needed: pip install '{name}{needed}'.")
-    return wrong
-
-
-def _requirements() -> dict[str, str]:
-    """What liger-jax and JAX say that they need, as far as they are installed."""
-    texts = []
-    for package in (NAME, "jax"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            texts += importlib.metadata.requires(package) or []
-    needed: dict[str, list[str]] = {}
-    for text in texts:
-        if ";" not in text and (parts := re.fullmatch(r"([\w.-]+)\s*\(?([^()\[\]]*)\)?", text)):
-            needed.setdefault(parts[1].lower().replace("_", "-"), []).append(parts[2].replace(" ", ""))
-    return {name: ",".join(filter(None, limits)) for name, limits in needed.items()}

@@ -1,12 +1,16 @@
 """`liger-jax doctor`: what is here, which kernels run, and what is broken with its cure."""
 
 import dataclasses
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from liger_jax import ops
+from liger_jax import _packages, ops
 from liger_jax.commands import _doctor, _machine, _ops_here, main
 from liger_jax.ops._kernels import Kernels
 
@@ -63,7 +67,7 @@ def test_a_machine_that_is_well_has_no_problems(capsys, monkeypatch):
     assert problems(versions=compilers) == []
     assert problems(versions=PLUGIN, has_driver=True, platform="gpu", devices=("gpu 0: H100",)) == []
     monkeypatch.setattr(_machine, "found", lambda: WELL)
-    monkeypatch.setattr(_machine, "_requirements", lambda: {})
+    monkeypatch.setattr(_packages, "requirements", dict)
     assert main(["doctor"]) == 0 and capsys.readouterr().out.endswith("\nnothing is broken\n")
 
 
@@ -83,7 +87,6 @@ def test_a_machine_that_is_well_has_no_problems(capsys, monkeypatch):
     ],
 )
 def test_what_is_broken_is_told_with_its_cure(fields, sentence, monkeypatch, capsys):
-    pytest.importorskip("packaging")
     (found,) = problems(**fields)
     assert re.search(sentence, found)
     monkeypatch.setattr(_machine, "problems", lambda machine: [found])
@@ -92,6 +95,45 @@ def test_what_is_broken_is_told_with_its_cure(fields, sentence, monkeypatch, cap
 
 
 def test_what_packages_need_is_read_from_them():
-    needed = _machine._requirements()
-    assert re.search(r"\d", needed["jaxlib"])  # JAX pins it
-    assert _machine._wrong_versions(_machine.found(), needed) == []
+    needed = _packages.requirements()
+    assert re.search(r"\d", needed["jaxlib"]) and re.search(r"\d", needed["flax"])  # of JAX, and of this Python
+    assert _packages.wrong_versions(_packages.versions(), needed) == []
+
+
+def test_versions_are_compared_by_their_numbers():
+    has = dict(a="0.12.10", b="0.12.9", c="1.0rc1", d="0.12")
+    wrong = _packages.wrong_versions(has, dict(a=">=0.12.9,<0.13", b=">=0.12.10", c="==1.0.0", d="<0.12.0", e=""))
+    assert [sentence.split()[0] for sentence in wrong] == ["b", "d", "e"]
+    assert wrong[0] == "b is 0.12.9, and >=0.12.10 is needed: pip install 'b>=0.12.10'."
+
+
+FLAX = "class nnx: pass\nraise AttributeError('module jax has no attribute HiPrimitive')"
+
+
+@pytest.mark.parametrize(
+    ["command", "code", "out", "err"],
+    [
+        ("doctor", 1, r"packages: jax [\d.]+, .*\nbroken: jax [\d.]+ and flax [\d.]+ .* HiPrimitive\nbroken: ", "^$"),
+        ("plan", 2, "^$", r"^liger-jax: jax .* cannot be imported together\. .*pip install .*\n$"),
+    ],
+)
+def test_versions_that_do_not_import_are_told_by_the_command(command, code, out, err, tmp_path):
+    ended = started(
+        f"sys.argv = ['liger-jax', '{command}']; from liger_jax.commands import main; sys.exit(main())", tmp_path
+    )
+    assert ended.returncode == code and re.search(out, ended.stdout) and re.search(err, ended.stderr)
+
+
+def test_versions_that_do_not_import_are_an_import_error_of_a_program(tmp_path):
+    ended = started("import liger_jax", tmp_path)
+    assert re.search(r"\nImportError: liger_jax: jax .* cannot be imported together .*pip install", ended.stderr)
+
+
+def started(program, folder):
+    """A program with a Flax that JAX does not know."""
+    (folder / "flax").mkdir()
+    (folder / "flax" / "__init__.py").write_text(FLAX)
+    paths = os.pathsep.join([str(folder), str(pathlib.Path(__file__).parents[2])])
+    code = f"import sys; {program}"
+    environment = os.environ | {"PYTHONPATH": paths}
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=folder, text=True, capture_output=True)
