@@ -17,6 +17,7 @@ from liger_jax.commands._pieces import failures
 from liger_jax.commands._roles import UnknownRoles
 
 _PLAIN = 2 * [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+_MOST_SEEN = 10_000  # texts; a template may print a tool's numbers behind an answer
 
 
 class Conversations:
@@ -40,12 +41,8 @@ class Conversations:
         special_tokens: Mapping[str, str],
         folder: Path,
     ):
-        self._tokenizer, self._sources, self._special_tokens, self._folder = (
-            tokenizer,
-            templates,
-            special_tokens,
-            folder,
-        )
+        self._tokenizer, self._sources = tokenizer, templates
+        self._special_tokens, self._folder = special_tokens, folder
         self._templates: dict[str, Any] = {}  # those that were used, by their text
         self._seen: dict[str, set[str]] = {"behind": set(), "inside": set()}  # texts whose tokens are among the marks
         self._roles, self._left_out = UnknownRoles(), LeftOut()
@@ -112,7 +109,8 @@ class Conversations:
         self.marks["last"] |= (self._special if has_calls or not found.behind.strip() else self._added) & {*last}
         for name, texts in (("behind", {found.behind} if is_last else set()), ("inside", found.own_words)):
             for text in texts - self._seen[name]:
-                self._seen[name].add(text)
+                if len(self._seen[name]) < _MOST_SEEN:
+                    self._seen[name].add(text)
                 with failures():
                     ids = self._tokenizer.encode(text, add_special_tokens=False).ids
                 self.marks[name] |= self._added & {*ids}

@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 
 from liger_jax.commands import _added_tokens, _chat_templates, _files, _long_text
+from liger_jax.commands._added_once import AddedOnce
 from liger_jax.commands._conversations import Conversations
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, refusals_kept
@@ -73,7 +74,7 @@ class Tokenizer:
         self._stops: list[int] = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
         self._conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
         self.left_out: dict[str, str] = {}  # what documents without a piece have instead, where there is a word for it
-        self._repeated: dict[tuple[str, str], int] = {}  # texts that "begin" or "end" with what the tokenizer adds
+        self._once = AddedOnce(self.text)
         self._has_joined = False  # whether a prompt that is a text was joined to its answer
         self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
 
@@ -174,12 +175,7 @@ class Tokenizer:
         Returns:
             Sentences by what they are about.
         """
-        repeated, self._repeated = self._repeated, {}
-        found = self._conversations.told()
-        for (verb, tokens), number in repeated.items():
-            texts = f"1 text {verb}s" if number == 1 else f"{number:,} texts {verb}"
-            found[f"{verb} {tokens}"] = f"{texts} with {tokens!r}, which the tokenizer adds as well: it is there once"
-        return found
+        return self._conversations.told() | self._once.told()
 
     @property
     def stops(self) -> list[int]:
@@ -229,7 +225,7 @@ class Tokenizer:
         text = document.text if is_text else self._conversations.prompt(document)
         with failures():
             encoded = self._tokenizer.encode(text, add_special_tokens=is_text)
-        ids = encoded.ids[self._once(encoded, to_go_on=is_text)]
+        ids = encoded.ids[self._once.of(encoded, to_go_on=is_text)]
         if not ids:
             raise UserError(f"{document.where} has no tokens, and a model goes on behind at least one.")
         return self._checked(ids, document)
@@ -249,7 +245,7 @@ class Tokenizer:
         for document, encoded in zip(documents, encodings, strict=True):
             if encoded is None:
                 continue
-            ids = encoded.ids[self._once(encoded)]
+            ids = encoded.ids[self._once.of(encoded)]
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids = [*ids, self._eos]
             with refusals_kept(refused, document.where):
@@ -268,7 +264,7 @@ class Tokenizer:
         for document, encoded in zip(documents, encodings, strict=True):
             if encoded is None:
                 continue
-            once = self._once(encoded)
+            once = self._once.of(encoded)
             ids, is_scored = encoded.ids[once], completed(np.array(encoded.offsets[once]), len(document.prompt or ""))
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids, is_scored = [*ids, self._eos], np.append(is_scored, is_scored.any())
@@ -280,7 +276,7 @@ class Tokenizer:
         ids, begin, path = [], 0, document.path or Path()
         with refusals_kept(refused, document.where), _files.opened(path) as file, errors_at(document.where):
             ends = [] if self._eos is None else [self._eos]
-            parts = _long_text.with_added(_files.checked(path, file), self._tokenizer, self._repeat)
+            parts = _long_text.with_added(_files.checked(path, file), self._tokenizer, self._once.note)
             for some in itertools.chain(parts, [None]):
                 is_end = some is None
                 ids += (ends if ids[-1:] != ends else []) if some is None else some
@@ -326,30 +322,6 @@ class Tokenizer:
             with refusals_kept(refused, document.where), errors_at(document.where):
                 rendered.append((document, self._conversations.rendered(document)))
         return rendered
-
-    def _once(self, encoded: Any, to_go_on: bool = False) -> slice:
-        """The tokens of a text with those that the tokenizer adds, or its own where it begins or ends with the same.
-
-        Without what is added at the end where the text is to go on.
-        """
-        own = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
-        ids, begin, end = encoded.ids, 0, len(encoded.ids)
-        if not own:
-            return slice(begin, end)
-        before, after = own[0], len(ids) - own[-1] - 1
-        if before and ids[before : 2 * before] == ids[:before]:
-            begin = before
-            self._repeat("begin", ids[:before])
-        if after and (to_go_on or ids[own[-1] + 1 - after : own[-1] + 1] == ids[own[-1] + 1 :]):
-            end -= after
-            if not to_go_on:
-                self._repeat("end", ids[own[-1] + 1 :])
-        return slice(begin, end)
-
-    def _repeat(self, verb: str, tokens: Sequence[int]) -> None:
-        """Notes that a text begins or ends with tokens which the tokenizer adds."""
-        about = verb, self.text(tokens)
-        self._repeated[about] = self._repeated.get(about, 0) + 1
 
     def _chat_templates(self) -> dict[str, str]:
         """The chat templates by name, from the places where transformers looks."""
