@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, of_option
 from liger_jax.commands._settings import Settings
 from liger_jax.models.hugging_face import adapter_files
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
@@ -38,7 +38,8 @@ def found(settings: Settings) -> tuple[Settings, Source]:
         ValueError: the folder's files are damaged, or adapters of a kind that is not trained.
         FileNotFoundError: the model is not there.
     """
-    source = find(settings.model)
+    with of_option("--model"):
+        source = find(settings.model)
     if not is_adapted(source):
         return settings, source
     if given := [name for name in _OF_NEW if getattr(settings, name) not in (None, False)]:

@@ -1,9 +1,11 @@
 """A user's errors: one sentence that says how to mend them, and exit code 2. A bug stays a traceback."""
 
+import argparse
 import contextlib
 import importlib.util
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from liger_jax._install import install_command
@@ -31,13 +33,15 @@ _CURES = {  # in the command line's words
 
 
 _LONGEST = 2000  # characters of a message
+_AXES = "data|fsdp|expert|sequence|tensor"
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception, options: Mapping[str, str] | None = None) -> str:
     """A message for the terminal.
 
     Args:
         error: its text may come from a file, and so be of any length.
+        options: the command's, as in `in_options`.
 
     Returns:
         One line. The middle of a long one is left out: it begins with what is wrong, and ends with the cure.
@@ -46,18 +50,18 @@ def in_one_line(error: Exception) -> str:
         >>> in_one_line(ValueError("no   room"))
         'no room'
     """
-    text = str(error)
+    text = in_options(str(error), options or {}) if getattr(error, "in_python", False) else str(error)
     if len(text) > _LONGEST:
         half = _LONGEST // 2
         text = f"{text[:half]} … ({len(text) - 2 * half:,} characters are left out) … {text[-half:]}"
     return " ".join(text.split())
 
 
-def exit_code(command: str, work: Callable[[], int]) -> int:
+def exit_code(args: argparse.Namespace, work: Callable[[], int]) -> int:
     """Does a command's work, and prints an error that the user can mend as one sentence.
 
     Args:
-        command: its name.
+        args: its parsed arguments.
         work: returns the exit code.
 
     Returns:
@@ -66,15 +70,84 @@ def exit_code(command: str, work: Callable[[], int]) -> int:
     try:
         return work()
     except UserError as error:
-        print(f"liger-jax {command}:", in_one_line(error), file=sys.stderr)
+        print(f"liger-jax {args.command}:", in_one_line(error, args.options), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
 
 
+def in_options(text: str, options: Mapping[str, str]) -> str:
+    """A library's message in the words of the command line.
+
+    Args:
+        text: the message, which names functions and their arguments.
+        options: the command's options by the names of their values, such as "--loss" by "loss_type".
+
+    Returns:
+        The message without the function, and with options in the place of arguments.
+
+    Example:
+        >>> in_options("policy_loss: epsilon_low=-1.0 must be in [0, 1).", {"epsilon_low": "--epsilon-low"})
+        '--epsilon-low=-1.0 must be in [0, 1).'
+        >>> in_options("tensor='tensor' has 4 devices, which do not divide num_heads=2.", {"mesh": "--mesh"})
+        '--mesh: tensor has 4 devices, which do not divide num_heads=2.'
+    """
+    text = re.sub(r"^[a-z0-9]+(_[a-z0-9]+)+: ", "", text)
+    if "mesh" in options and re.match(rf"({_AXES})(·\w+)*='?\w", text):
+        text = "--mesh: " + re.sub(rf"\b({_AXES})='\1' ", r"\1 ", text)
+    for name, option in options.items():
+        text = re.sub(rf"(?<![\w'\"./,-]){name}(?==[^=]| is given\b)", option, text)
+    return text
+
+
+def is_text(text: str) -> bool:
+    """Whether a text that was typed is one, and no bytes that the terminal's encoding does not know.
+
+    Args:
+        text: as Python has it of an argument or of the standard input.
+
+    Returns:
+        `False` for bytes that stand there as surrogates.
+
+    Example:
+        >>> is_text("café"), is_text("caf\udce9")
+        (True, False)
+    """
+    return not any("\ud800" <= each <= "\udfff" for each in text)
+
+
 class UserError(ValueError):
-    """An error that whoever typed the command can mend; the message says how."""
+    """An error that whoever typed the command can mend; the message says how.
+
+    Args:
+        text: the message.
+        in_python: whether it is a library's, which names the arguments of functions.
+    """
+
+    def __init__(self, text: str, in_python: bool = False):
+        super().__init__(text)
+        self.in_python = in_python
+
+
+@contextlib.contextmanager
+def of_option(flag: str, value: str | None = None) -> Iterator[None]:
+    """A context for what an option's value says, such as a model's folder.
+
+    Args:
+        flag: the option, as "--model".
+        value: its value, if the errors do not name it.
+
+    Raises:
+        UserError: for a ValueError, OSError or ImportError, with its message behind the option.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        named = flag if value is None else f"{flag}={value}"
+        raise UserError(f"{named}: {in_options(str(error), {})}") from error
 
 
 @contextlib.contextmanager
@@ -89,7 +162,7 @@ def user_errors() -> Iterator[None]:
     except UserError:
         raise
     except (ValueError, OSError, ImportError) as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error), in_python=True) from error
 
 
 @contextlib.contextmanager
@@ -166,3 +239,26 @@ def writable_folder(folder: Path) -> None:
         UserError: it cannot be made, or nothing can be written there.
     """
     check_writable(folder)
+
+
+@contextlib.contextmanager
+def quantizing(flag: str, kind: str | None, model: str) -> Iterator[None]:
+    """A context for weights that become quantised, whose block size is no option.
+
+    Args:
+        flag: the option that asks for it.
+        kind: its value.
+        model: whose weights they are.
+
+    Raises:
+        UserError: blocks do not divide the widths of the model.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "block_size" not in str(error):
+            raise
+        raise UserError(
+            f"{flag}={kind} cuts a projection's input into blocks of 64, which do not divide the widths of {model}. "
+            "Leave it out."
+        ) from error

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, is_text
 from liger_jax.commands._settings import DTYPES, LEAST_FLOAT, MOST, MOST_FLOAT
 from liger_jax.ops.block_quantized import KINDS
 
@@ -42,6 +42,8 @@ class Generation:
     system: str | None = None
 
     def __post_init__(self):
+        if self.system is not None and not is_text(self.system):
+            raise UserError(f"--system={ascii(self.system)} is no UTF-8.")
         for name in ("max_new_tokens", "top_k"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= MOST:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1 and at most {MOST}.")

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import ADAPTER_CONFIG, LEAST_FLOAT, MOST_FLOAT, Settings
+from liger_jax.losses import policy_loss
 
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
 LEVELS = ("token", "sequence")
@@ -110,6 +114,7 @@ class GrpoSettings(Settings):
             raise UserError(f"--top-p={self.top_p} must be above 0, of the numbers that float32 holds, and at most 1.")
         if not 0 <= self.beta < math.inf:
             raise UserError(f"--beta={self.beta} must be a finite number, at least 0.")
+        self._check_loss()
         if not 0 < self.importance_max < math.inf:
             raise UserError(f"--importance-max={self.importance_max} must be a finite number above 0.")
         if self.importance_sampling is None and self.importance_max != GrpoSettings.importance_max:
@@ -121,6 +126,18 @@ class GrpoSettings(Settings):
                 f"--beta={self.beta} needs a reference, which is the model with its adapters off: pass --lora, such as "
                 "--lora 16, or leave --beta out."
             )
+
+    def _check_loss(self) -> None:
+        numbers = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+        options = self.loss_options()
+        reference = numbers if self.beta else None
+        try:
+            jax.eval_shape(
+                lambda x, a, m, r: policy_loss(x, x, a, mask=m, reference_log_probs=r, **options).loss,
+                numbers, jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((1, 2), jnp.bool_), reference,
+            )  # fmt: skip
+        except ValueError as error:
+            raise UserError(str(error), in_python=True) from error
 
     def _check_scored(self) -> None:
         if self.patience is not None:

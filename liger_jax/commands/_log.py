@@ -127,7 +127,8 @@ class Log:
         """The table anew, with these columns and rows."""
         assert self._file is not None
         self._file.seek(0)
-        self._file.truncate()
+        with contextlib.suppress(OSError):  # a device has no length
+            self._file.truncate()
         table = csv.DictWriter(self._file, list(columns))
         table.writeheader()
         table.writerows(rows)

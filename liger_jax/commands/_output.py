@@ -53,6 +53,7 @@ def check(settings: Settings, source: Path) -> None:
     written = out / SETTINGS
     if written.exists() and not _is_of_a_run(written):
         raise UserError(f"{written} is of no run, whose options would replace it. Move it, or pass another --out.")
+    _check_kinds(settings, out, target)
     if not target.exists():
         return
     if target.samefile(source) or _share_weights(target, source):
@@ -62,6 +63,21 @@ def check(settings: Settings, source: Path) -> None:
             f"The result would replace {target}, and {out / CHECKPOINTS} holds no run that has left it. Move it, or "
             "pass another --out."
         )
+
+
+def _check_kinds(settings: Settings, out: Path, target: Path) -> None:
+    """Looks for files where the run makes folders, and for folders where it makes files."""
+    folders = {CHECKPOINTS, *BESIDE["tokens"], *(_log.PLACES[kind] for kind in settings.log if kind != "csv")}
+    files = {_log.TABLE} if "csv" in settings.log else set()
+    files |= {name for kind in settings.keeps for name in BESIDE[kind]} - folders
+    if target.is_symlink() and not target.exists():
+        folders.add(target.name)
+    for name in sorted(folders | files):
+        path, is_folder = out / name, name in folders
+        if path.is_dir() != is_folder and (path.exists() or path.is_symlink() and is_folder):
+            kind = "folder" if path.is_dir() else "file" if path.exists() else "link that leads nowhere"
+            needed = "folder" if is_folder else "file"
+            raise UserError(f"{path} is a {kind}, where the run makes a {needed}. Move it, or pass another --out.")
 
 
 def write_settings(settings: Settings) -> None:
@@ -82,9 +98,16 @@ def _is_of_a_run(written: Path) -> bool:
 
 
 def _share_weights(target: Path, source: Path) -> bool:
-    """Whether a file with weights is the same in both, such as by a link."""
-    pairs = ((target / path.name, path) for path in source.glob("*.safetensors"))
-    return any(there.exists() and path.exists() and there.samefile(path) for there, path in pairs)
+    """Whether a file with weights is in both, such as by a link."""
+    whole = target.resolve()
+    own = {_identity(path) for path in whole.glob("*.safetensors") if path.exists()}
+    files = [path for path in source.glob("*.safetensors") if path.exists()]
+    return any(path.resolve().is_relative_to(whole) or _identity(path) in own for path in files)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
 
 
 def is_there(settings: Settings, finished: dict[str, Any]) -> bool:

@@ -146,4 +146,7 @@ def add_loss_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them, as in 1,0.5.") from error

@@ -80,12 +80,14 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         alternatives: names of options of which a run takes one: one on the command line overrules the other in a file.
+        sums: names of options with those whose sum they are by default: such a sum in a file goes if one of them is on
+            the command line.
         **options: argparse's.
     """
 
-    def __init__(self, *args: Any, alternatives: Sequence[Sequence[str]] = (), **options: Any):
+    def __init__(self, *args: Any, alternatives: Sequence[Sequence[str]] = (), sums: Any = None, **options: Any):
         super().__init__(*args, **options, allow_abbrev=False)
-        self.alternatives = alternatives
+        self.alternatives, self.sums = alternatives, sums or {}
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         """Adds an argument, as argparse does; a switch gets its second form, and is `None` if neither is given."""
@@ -136,6 +138,9 @@ class Parser(argparse.ArgumentParser):
         for names in self.alternatives:
             if given.intersection(names):
                 given.update(names)
+        for name, terms in self.sums.items():
+            if given.intersection(terms) and values.get(name) == sum(values.get(term) or 0 for term in terms):
+                given.add(name)
         values = {name: value for name, value in values.items() if name not in given}
         for action in self._actions:
             action.required = action.required and action.dest not in values

@@ -1,13 +1,14 @@
 """The losses of pairs by the names of `--loss`, from the log-probabilities of whole responses."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from liger_jax import losses
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, in_options
 from liger_jax.losses import DPOOutput
 from liger_jax.losses.preference import DPO_TYPES, READERS, SORTING_TYPES
 from liger_jax.losses.unpaired import KTO_TYPES
@@ -87,12 +88,23 @@ class Preference:
             raise UserError(f"--ld-alpha={self.ld_alpha} must be in [0, 1]; 1 weighs all tokens alike.")
         if self.sorts and len(self._types) > 1:
             raise UserError(f"--loss={self.loss_type}: a loss that sorts a batch's pairs goes with no other.")
+        for name, option in self._options.items():
+            values = getattr(self, name)
+            for value in values if isinstance(values, tuple) else (values,):
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise UserError(f"{option}={value} must be a finite number.")
         two = jax.ShapeDtypeStruct((2,), jnp.float32)
         try:
             pairs = Pairs(two, two, two, two, exist=two, nll=two, references=(two, two))
             jax.eval_shape(self.losses, pairs, jax.ShapeDtypeStruct((), jnp.float32))
         except (ValueError, TypeError) as error:
-            raise UserError(f"--loss={self.loss_type}: {error}") from error
+            raise UserError(f"--loss={self.loss_type}: {in_options(str(error), self._options)}") from error
+
+    @property
+    def _options(self) -> dict[str, str]:
+        """The options of the command line by the fields' names."""
+        names = {field.name: field.name.replace("_", "-") for field in dataclasses.fields(self)}
+        return {name: f"--{option}" for name, option in (names | {"loss_type": "loss"}).items()}
 
     @property
     def _types(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models.core.generation_checks import why_rows_stay
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import pack_completions
-from liger_jax.training.errors import NotFiniteError
+from liger_jax.training.errors import NotFiniteAtStartError, NotFiniteError
 from liger_jax.training.rows import ARGUMENTS, INPUTS, Rows
 from liger_jax.training.waiting import telling
 
@@ -129,6 +129,7 @@ class Rollouts:
 
         Raises:
             NotFiniteError: the model's logits are NaN.
+            NotFiniteAtStartError: they are so before the first update.
             UserError: a reward function fails.
         """
         number = int(rows["number"])
@@ -186,7 +187,8 @@ class Rollouts:
         tokens, log_probs = map(np.asarray, found) if settings.importance_sampling else (np.asarray(found), None)
         new = tokens[:, prompts.shape[1] :]
         if (new < 0).any():
-            raise NotFiniteError(f"The model's logits are NaN at step {number + 1}, so that nothing can be sampled.")
+            error = NotFiniteError if number else NotFiniteAtStartError
+            raise error(f"The model's logits are NaN at step {number + 1}, so that nothing can be sampled.")
         each_log_probs = [None] * len(new) if log_probs is None else log_probs
         return [self._completion(row, own, stops) for row, own in zip(new, each_log_probs, strict=True)]
 

@@ -20,13 +20,14 @@ from liger_jax.commands import (
     _token_cache,
 )
 from liger_jax.commands._decided_run import Run, TaskOf
+from liger_jax.commands._distill_settings import DistillSettings
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
 from liger_jax.commands._log import Log
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._task import Task
 from liger_jax.models.hugging_face.passed_over import dropout
 from liger_jax.training import Checkpoints, lock, processes
-from liger_jax.training.errors import memory_errors
+from liger_jax.training.errors import NotFiniteAtStartError, memory_errors
 from liger_jax.training.waiting import beside, telling
 
 
@@ -53,6 +54,11 @@ def train(settings: Settings, task: Task | TaskOf) -> int:
             stack.enter_context(_token_cache.leftovers_removed(out))
         try:
             return _train(settings, task, out)
+        except NotFiniteAtStartError as error:
+            whose = "--model or --teacher" if isinstance(settings, DistillSettings) else "--model"
+            raise UserError(
+                f"{error.problem} Weights of {whose} may not be finite, or results too large for --dtype."
+            ) from error
         except jax.errors.JaxRuntimeError as error:
             if not (why := processes.lost()):
                 raise

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax.commands import _adapters, _teacher
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import quantizing
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._task import Task
 from liger_jax.models import KernelOptions, Layout
@@ -52,25 +52,13 @@ def new(
     if source.is_nf4:
         quantized_as_in(source.folder, model)
     elif settings.quantize is not None:
-        _quantized(model, settings)
+        with quantizing("--quantize", settings.quantize, settings.model):
+            quantize(model, settings.quantize)
     if settings.lora is not None:
         _adapters.add(model, settings)
     if task.teacher is not None and task.teacher.stays:
         model.teacher = task.teacher.new(precision["dtype"], layout)
     return model
-
-
-def _quantized(model: Any, settings: Settings) -> None:
-    assert settings.quantize is not None
-    try:
-        quantize(model, settings.quantize)
-    except ValueError as error:
-        if "block_size" not in str(error):
-            raise
-        raise UserError(
-            f"--quantize={settings.quantize} cuts a projection's input into blocks of 64, which do not divide the "
-            f"widths of {settings.model}. Leave it out."
-        ) from error
 
 
 def trained(settings: Settings) -> Any:

@@ -3,11 +3,12 @@
 import argparse
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands._errors import UserError, user_errors
+from liger_jax.commands._errors import UserError, is_text, user_errors
 from liger_jax.planner import defaults
 from liger_jax.training.meshes import parse_mesh
 
@@ -166,6 +167,10 @@ class Settings:
         for name, values in (*named, ("data", self.data), ("eval-data", self.eval_data)):
             if wrong := [value for value in values if "\0" in value]:
                 raise UserError(f"--{name.replace('_', '-')}={wrong[0]!r} holds a null character, which no name has.")
+        if not is_text(where := os.path.abspath(self.out)):
+            raise UserError(
+                f"--out={ascii(where)} is no UTF-8, which names of checkpoints must be. Pass another --out."
+            )
 
     def _check_numbers(self) -> None:
         for name, (least, most) in _BOUNDS.items():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from liger_jax.commands import _long_rows, _pair_task, _training_rows
-from liger_jax.commands._errors import UserError, in_one_line, training_errors, user_errors
+from liger_jax.commands._errors import UserError, in_one_line, of_option, training_errors, user_errors
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Piece, Tokenizer
@@ -176,7 +176,8 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         reconfigure(errors="replace")  # a text may have what the terminal's encoding has not
     with user_errors():
-        found = source.find(settings.model, weights=False)
+        with of_option("--model"):
+            found = source.find(settings.model, weights=False)
         model = architecture_of(found)
     kind = _pair_task.of_run(settings).tokenizer if isinstance(settings, PairSettings) else Tokenizer
     if shorten:

@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_jax.commands import _file_rows, _files, _json, _prompt_lines
 from liger_jax.commands._data import Document
-from liger_jax.commands._errors import UserError, in_one_line
+from liger_jax.commands._errors import UserError, in_one_line, is_text
 from liger_jax.commands._generation import Generation
 from liger_jax.commands._speaker import Speaker
 
@@ -99,13 +99,19 @@ def _lines() -> Iterator[str]:
     """What is typed, without empty lines."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited then; Windows has none
+    if sys.stdin is None:  # it was closed
+        return
+    if (reconfigure := getattr(sys.stdin, "reconfigure", None)) is not None:
+        reconfigure(errors="surrogateescape")  # so that one line that is no text leaves the others
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
             line = input(prompt).strip()
         except EOFError:
             return
-        if line:
+        if not is_text(line):
+            print(f"This line is no {sys.stdin.encoding} text, and is left out: {ascii(line)[:80]}", file=sys.stderr)
+        elif line:
             yield line
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax.commands._data import Document
-from liger_jax.commands._errors import UserError, user_errors
+from liger_jax.commands._errors import UserError, of_option, quantizing, user_errors
 from liger_jax.commands._generation import MOST_NEW_TOKENS, Generation
 from liger_jax.commands._output import ADAPTERS, CHECKPOINTS, MODEL
 from liger_jax.commands._tokenizer import FILE, Tokenizer
@@ -50,14 +50,16 @@ class Speaker:
             adapters = found if isinstance(found, Source) and _has(found, _ADAPTER_CONFIG) else None
             if options.base is not None and adapters is None:
                 raise UserError(f"--base is for adapters, and {options.model} has no {_ADAPTER_CONFIG}.")
-            source = find(found if adapters is None else _base(adapters, options.base))
+            with of_option("--model"):
+                source = find(found if adapters is None else _base(adapters, options.base))
             dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
             stops = list(source.stops)
             what = str(source.folder if adapters is None else f"{source.folder} with the adapters of {adapters.folder}")
             with contextlib.redirect_stdout(sys.stderr), telling(f"reading {what}"):
                 # Out of a stack of layers each token's step would copy some of the weights that it reads.
                 given: Any = dict(dtype=dtype, quantize=options.quantize, scan_layers=False)
-                self._model = AutoModelForCausalLM.from_pretrained(source, **given)
+                with quantizing("--quantize", options.quantize, options.model):
+                    self._model = AutoModelForCausalLM.from_pretrained(source, **given)
                 if adapters is not None:
                     load_adapters(self._model, adapters.folder)
                     stops += _stops(adapters)

@@ -25,7 +25,6 @@ from liger_jax.models.core.head import head_logits, logit_options_of
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import disk
-from liger_jax.training.errors import NotFiniteError
 from liger_jax.training.files import read_json, write_json
 from liger_jax.training.rows import INPUTS
 from liger_jax.training.waiting import beside, telling
@@ -117,8 +116,7 @@ def fill(
         made_of: texts by which teacher and data can be told from others.
 
     Raises:
-        UserError: the file cannot be written.
-        NotFiniteError: the teacher's logits are NaN.
+        UserError: the file cannot be written, or the teacher's logits are NaN.
         DiskError: there is no room for the file.
     """
     assert settings.top_k is not None
@@ -224,7 +222,10 @@ def _entries(k: int, found: tuple[Any, Any], places: np.ndarray) -> bytes:
     """What the file has of some rows; those that fill up the last part are left out."""
     ids, log_probs = (np.asarray(x)[: len(places)][places] for x in found)
     if np.isnan(log_probs).any():
-        raise NotFiniteError("The teacher's logits are NaN, so that nothing can be learnt from it.")
+        raise UserError(
+            "--teacher: its logits are NaN, so that nothing can be learnt from it. Its weights may not be finite, or "
+            "results too large for --dtype."
+        )
     content = np.empty(len(ids), _entry(k))
     content["token_ids"], content["log_probs"] = ids, log_probs
     return content.tobytes()

@@ -10,7 +10,7 @@ from flax import nnx
 
 from liger_jax.commands import _output, _training_rows, _weights
 from liger_jax.commands._distill_settings import DistillSettings
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, of_option, quantizing
 from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.core.config_fields import short
 from liger_jax.models.hugging_face.adapted_source import is_adapted
@@ -56,7 +56,8 @@ class Teacher:
         if self.source.is_nf4:
             quantized_as_in(self.source.folder, model)
         elif self.quantize is not None:
-            quantize(model, self.quantize)
+            with quantizing("--teacher-quantize", self.quantize, f"--teacher={self.source.folder}"):
+                quantize(model, self.quantize)
         return model
 
     def read(self, dtype: str, mesh: Any, kernels: KernelOptions) -> Any:
@@ -71,7 +72,8 @@ class Teacher:
             The model.
         """
         options: dict[str, Any] = self._dtypes(dtype) | dict(mesh=mesh, kernels=kernels, quantize=self.quantize)
-        return AutoModelForCausalLM.from_pretrained(self.source, **options)
+        with quantizing("--teacher-quantize", self.quantize, f"--teacher={self.source.folder}"):
+            return AutoModelForCausalLM.from_pretrained(self.source, **options)
 
     def num_bytes(self, dtype: str, devices: meshes.Devices, tokens: int) -> int:
         """The memory that it takes on each device.
@@ -119,7 +121,8 @@ def found(settings: DistillSettings, source: Source, student: Architecture) -> T
         FileNotFoundError: it is not there.
     """
     name = f"--teacher={settings.teacher}"
-    its = find(settings.teacher)
+    with of_option("--teacher"):
+        its = find(settings.teacher)
     if is_adapted(its):
         raise UserError(f"{name} holds adapters. Pass a whole model, such as one that --merge has written.")
     _weights.check("--teacher", its)

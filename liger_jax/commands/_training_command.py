@@ -65,7 +65,7 @@ def _trained(name, args, task, settings_type) -> int:
             print("".join(f"{line}\n" for line in lines), end="")
         return _run.train(settings, task())
     except UserError as error:
-        print(f"liger-jax {name}:", in_one_line(error), file=sys.stderr)
+        print(f"liger-jax {name}:", in_one_line(error, args.options), file=sys.stderr)
         return 2
     except MemoryError:
         print(f"liger-jax {name}: This machine has too little memory. Pass a smaller --batch.", file=sys.stderr)

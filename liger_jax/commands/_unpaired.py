@@ -35,7 +35,7 @@ class Unpaired:
 
     def __post_init__(self):
         if not 0 < self.beta < math.inf:
-            raise UserError(f"--loss={self.loss_type}: kto_loss: beta={self.beta} must be a finite number > 0.")
+            raise UserError(f"--loss={self.loss_type}: --beta={self.beta} must be a finite number > 0.")
         for name in ("desirable_weight", "undesirable_weight"):
             if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number, at least 0.")

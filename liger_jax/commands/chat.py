@@ -39,4 +39,4 @@ def run(args: argparse.Namespace) -> int:
             from liger_jax.commands import _speak
         return _speak.chat(options)
 
-    return exit_code("chat", work)
+    return exit_code(args, work)

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         _show.show(settings, args.rows, shorten=args.length is None)
         return 0
 
-    return exit_code("data", work)
+    return exit_code(args, work)
 
 
 def _of_pairs(args: argparse.Namespace) -> Settings:

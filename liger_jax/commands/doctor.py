@@ -34,4 +34,4 @@ def run(args: argparse.Namespace) -> int:
 
         return _doctor.report()
 
-    return exit_code("doctor", work)
+    return exit_code(args, work)

@@ -10,7 +10,7 @@ output, and its length and speed to the standard error.
 
 import argparse
 
-from liger_jax.commands._errors import UserError, exit_code, needed_packages
+from liger_jax.commands._errors import UserError, exit_code, is_text, needed_packages
 from liger_jax.commands._generation import add_generation_arguments, generation_of
 
 SUMMARY = "go on with a text, or answer a message"
@@ -43,10 +43,12 @@ def run(args: argparse.Namespace) -> int:
         options = generation_of(args)
         if (args.prompt is None) == (args.file is None):
             raise UserError("Pass --prompt TEXT or --file FILE, one of them.")
+        if not is_text(args.prompt or ""):
+            raise UserError(f"--prompt={ascii(args.prompt)} is no UTF-8.")
         if options.system is not None and not args.chat and args.prompt is not None:
             raise UserError("--system is for conversations: pass --chat as well.")
         with needed_packages():
             from liger_jax.commands import _speak
         return _speak.generate(options, args.prompt, args.file, bool(args.chat))
 
-    return exit_code("generate", work)
+    return exit_code(args, work)

@@ -17,6 +17,7 @@ from liger_jax.commands._grpo_settings import ADVANTAGES, CORRECTIONS, LEVELS, L
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._training_command import trained
 
+SUMS = {"length": ("prompt_length", "completion_length")}
 SUMMARY = "train a model by rewards of what it writes"
 
 

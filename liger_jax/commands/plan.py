@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         with user_errors():
             return _planned(args)
 
-    return exit_code("plan", work)
+    return exit_code(args, work)
 
 
 def _planned(args: argparse.Namespace) -> int:

@@ -127,7 +127,8 @@ class Checkpoints:
             State and log, or `None` where there is no checkpoint yet.
 
         Raises:
-            CheckpointError: the folder holds a run with other settings, or no checkpoint that is whole.
+            CheckpointError: the folder holds a run with other settings, a state of other shapes or dtypes, or no
+                checkpoint that is whole.
             DamagedError: the newest checkpoint is damaged. The message says how to go on from the newest whole one.
         """
         newest_first = sorted(self._steps().items(), reverse=True)
@@ -312,6 +313,7 @@ class Checkpoints:
         check_same(self._folder, about["settings"], self._settings, self._growing)
         if digests.of_json(log) != about[LOG]:
             raise ValueError("its log is not what was saved")
+        _check_arrays(path, about[STATE], like)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in jax.tree.leaves(like)]
         args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(shapes)})
         leaves = self._checkpointer.restore(path.absolute(), args=args)[STATE]
@@ -323,6 +325,19 @@ class Checkpoints:
             others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(f"the array {wrong[0]}{others} is not what was saved")
         return state, log
+
+
+def _check_arrays(path: Path, saved: Mapping[str, str], like: Any) -> None:
+    """Checks that a checkpoint holds arrays of the shapes and dtypes that are asked for, by its digests."""
+    wanted = {jax.tree_util.keystr(at): f"{x.dtype}{x.shape}" for at, x in jax.tree_util.tree_leaves_with_path(like)}
+    held = [digest.rsplit(" ", 1)[0] for digest in saved.values()]
+    if len(held) != len(wanted):
+        raise CheckpointError(f"{path} holds a state of {len(held)} arrays, and one of {len(wanted)} is asked for.")
+    differ = [(name, there, here) for (name, here), there in zip(wanted.items(), held, strict=True) if there != here]
+    if differ:
+        name, there, here = differ[0]
+        more = f"; {len(differ) - 1} more arrays differ" if len(differ) > 1 else ""
+        raise CheckpointError(f"{path} holds another state: {name} is {there}, and {here} is asked for{more}.")
 
 
 def _told(path: Path, error: Exception) -> str:

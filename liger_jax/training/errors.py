@@ -71,8 +71,15 @@ class DiskError(TrainingError):
 class NotFiniteError(TrainingError):
     """The loss is infinite or no number."""
 
+    def __init__(self, problem: str, cure: str = "Try a smaller learning rate."):
+        super().__init__(problem, cure)
+
+
+class NotFiniteAtStartError(NotFiniteError):
+    """The loss is infinite or no number before the first update, so that no learning rate is the cause."""
+
     def __init__(self, problem: str):
-        super().__init__(problem, "Try a smaller learning rate.")
+        super().__init__(problem, "Look for weights, rows or options that are not finite.")
 
 
 class OutOfMemoryError(TrainingError):

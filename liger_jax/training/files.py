@@ -63,6 +63,11 @@ def check_writable(folder: Path) -> None:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     check_writable(Path(folder) / "run")
     """
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise FolderError(
+                f"Nothing can be written to {folder}: {path} is a link to {path.readlink()}, which is not there."
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -14,7 +14,7 @@ import jax
 from liger_jax._install import install_command
 from liger_jax.training import processes, signals
 from liger_jax.training.checkpoints import Checkpoints
-from liger_jax.training.errors import NotFiniteError, TrainingError, memory_errors
+from liger_jax.training.errors import NotFiniteAtStartError, NotFiniteError, TrainingError, memory_errors
 from liger_jax.training.listening import listened_or_not
 from liger_jax.training.optimizer import Schedule
 from liger_jax.training.rows import num_tokens
@@ -104,6 +104,7 @@ class Loop:
 
         Raises:
             NotFiniteError: a loss is not finite.
+            NotFiniteAtStartError: the first one is not.
             OutOfMemoryError: the device has too little memory for a step.
             OutOfHostMemoryError: XLA's pool of pinned host memory has too little for a step.
             TrainingError: a checkpoint cannot be written.
@@ -163,6 +164,8 @@ class Loop:
             state, value = self.step(state, batch)
             loss, others = value if isinstance(value, tuple) else (value, {})
             loss = float(loss)
+        if number == 1 and not math.isfinite(loss):
+            raise NotFiniteAtStartError(f"The loss is {loss} at step 1, before the first update, so training stops.")
         self._check_finite(loss, f"at step {number}")
         seconds = time.perf_counter() - start
         found = {"step": number, "loss": loss, **{name: float(other) for name, other in others.items()}}

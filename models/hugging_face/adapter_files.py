@@ -15,7 +15,7 @@ import numpy as np
 from liger_jax.models.core.parameters import ADAPTER_TENSORS, EMBEDDING_TENSORS
 from liger_jax.models.hugging_face import saving
 from liger_jax.models.hugging_face.adapter_config import PREFIX, TO_WHOLE, AdapterConfig, cut, parse
-from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_complete, own_file
+from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_complete, own_file, weight_file
 from liger_jax.models.hugging_face.weights import FLOATS, language_part, open_weights
 
 CONFIG, (WEIGHTS,) = ADAPTERS.config, ADAPTERS.weights
@@ -75,7 +75,7 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
         FileNotFoundError: one of them is absent.
         ValueError: one is damaged, or says something that is not supported.
     """
-    files = {name: own_file(folder, name) for name in (CONFIG, WEIGHTS)}
+    files = {CONFIG: own_file(folder, CONFIG), WEIGHTS: weight_file(folder, WEIGHTS)}
     if absent := [name for name, path in files.items() if path is None]:
         cure = "Pass the folder that PEFT saved."
         if missing := files_that_complete(folder, ADAPTERS):

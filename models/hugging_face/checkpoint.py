@@ -98,8 +98,24 @@ def own_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
         return file
     raise ValueError(
         f"{path} is a link to {short(str(file))}, which is outside of the checkpoint's folder. Results would hold that "
-        "file's content. Put a copy in the link's place if the file belongs to the checkpoint."
+        f"file's content. Put a copy in the place of {path.name} if it belongs to the checkpoint; weights may be links."
     )
+
+
+def weight_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
+    """A file of a checkpoint's weights, which may be a link to a regular file anywhere, as on another disk.
+
+    Only tensors are read from it: what is no safetensors file is refused, and none of its bytes come into results.
+
+    Args:
+        folder: the checkpoint's folder.
+        name: the file's name.
+
+    Returns:
+        The file's path, or `None` if there is no such file.
+    """
+    path = folder / name
+    return path if path.is_file() else None
 
 
 def files_that_complete(folder: pathlib.Path, names: Names = MODEL) -> pathlib.Path | None:
@@ -172,10 +188,13 @@ def why_no_weights(folder: pathlib.Path) -> str | None:
         What to say behind the folder's name, as sentences; `None` if all files are there.
 
     Raises:
-        ValueError: as `weight_files` does, or a file is a link that leaves the folder.
+        ValueError: as `weight_files` does.
     """
     names = weight_files(folder)
-    if absent := [name for name in names if own_file(folder, name) is None]:
+    for path in map(folder.joinpath, names or (WEIGHTS, INDEX)):
+        if path.is_symlink() and not path.is_file():
+            return f"has {path.name} as a link to {short(str(path.readlink()))}, where no file is."
+    if absent := [name for name in names if weight_file(folder, name) is None]:
         return f"lacks {absent}, which its {INDEX} names."
     if names:
         return None

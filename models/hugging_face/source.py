@@ -33,7 +33,8 @@ class Source:
     """What a folder says of its model. A file is read when it is first asked for, and never again.
 
     So all parts of a run see the same files, whatever happens to the folder meanwhile. The weights are not read here.
-    A link is followed within the folder, or from a snapshot in the hub's cache to its blobs; others are refused.
+    A link is followed within the folder, or from a snapshot in the hub's cache to its blobs; others are refused, but
+    for files of weights.
 
     Args:
         folder: the folder.

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from liger_jax.models.core.parameters import ParameterInfo, Piece, describe, kernel_of, parameter, path_of, projections
 from liger_jax.models.hugging_face import mxfp4, nf4
-from liger_jax.models.hugging_face.checkpoint import own_file, weight_files, why_no_weights
+from liger_jax.models.hugging_face.checkpoint import weight_file, weight_files, why_no_weights
 from liger_jax.models.quantized import QuantizedParam
 from liger_jax.ops.block_quantized import BlockQuantized
 
@@ -172,7 +172,7 @@ def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, 
     if why := why_no_weights(folder):
         raise FileNotFoundError(f"from_pretrained: {folder} {why}")
     files = {}
-    for path in (own_file(folder, name) for name in weight_files(folder)):
+    for path in (weight_file(folder, name) for name in weight_files(folder)):
         assert path is not None
         file = stack.enter_context(open_weights(path))
         files.update(dict.fromkeys(file.keys(), file))

@@ -85,6 +85,32 @@ def test_a_table_that_is_no_log_is_not_replaced(tmp_path):
     _output.check(settings(tmp_path, log=("tensorboard",)), tmp_path)
 
 
+def test_what_is_in_the_place_of_a_run_s_files_is_refused_before_it_begins(tmp_path):
+    for name, make, is_a in (
+        ("model", lambda path: path.symlink_to(tmp_path / "nowhere"), "a link that leads nowhere"),
+        ("checkpoints", lambda path: path.symlink_to(tmp_path / "nowhere"), "a link that leads nowhere"),
+        ("tensorboard", lambda path: path.write_text(""), "a file"),
+        ("log.csv", lambda path: path.mkdir(), "a folder"),
+    ):
+        out = tmp_path / f"out of {name}"
+        out.mkdir()
+        make(out / name)
+        with pytest.raises(UserError, match=f"{name} is {is_a}, where the run makes a .* Move it, or pass another"):
+            _output.check(settings(out, log=("csv", "tensorboard")), tmp_path / "source")
+    with pytest.raises(UserError, match=r"--out='.*/o\\udcff' is no UTF-8"):
+        settings(tmp_path / "o\udcff")
+
+
+def test_weights_in_the_place_of_the_result_are_not_replaced(sources, tmp_path):
+    run_in(tmp_path / "out", "model")
+    weights = tmp_path / "out" / "model" / "other.safetensors"
+    weights.write_bytes(b"")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "model.safetensors").symlink_to(weights)
+    with pytest.raises(UserError, match="which is --model itself"):
+        _output.check(settings(tmp_path / "out"), tmp_path / "source")
+
+
 def test_fresh_removes_checkpoints_and_nothing_else(tmp_path):
     out = tmp_path / "out"
     run_in(out)

@@ -230,6 +230,50 @@ def test_options_of_one_name_and_different_meanings_are_known():
     assert differ == set(_config.MEANINGS)
 
 
+def test_a_length_that_a_run_has_added_up_goes_with_its_terms(options):
+    text = f"{_config.heading('grpo')}\nprompt_length = 64\ncompletion_length = 8\nlength = "
+    parsed = lambda length, *given: _parsers()[0].parse_args(["grpo", *options(f"{text}{length}"), *given])
+    common = "--model=x", "--data=y", "--reward=r:f"
+    assert parsed(72, *common).length == 72
+    assert parsed(72, *common, "--completion-length=16").length is None  # else 80 would have to be passed, too
+    assert parsed(512, *common, "--completion-length=16").length == 512
+
+
+@pytest.mark.parametrize(
+    ["command", "sentence"],
+    [
+        ("grpo --model x --data y --reward r:f --epsilon-low -1", "--epsilon-low=-1.0 must be in [0, 1)"),
+        ("grpo --model x --data y --reward r:f --delta 0.1", "--delta=0.1 must be > 1"),
+        (
+            "dpo --model x --data y --loss sigmoid,sft --loss-weights nan,1",
+            "--loss-weights=nan must be a finite number",
+        ),
+        ("dpo --model x --data y --loss sigmoid,sft --loss-weights a", "'a' must be numbers with commas between them"),
+        (
+            "dpo --model x --data y --f-divergence alpha_divergence --f-alpha nan",
+            "--f-alpha=nan must be a finite number",
+        ),
+        ("finetune --model x --data y --mesh fsdp", "--mesh='fsdp': fsdp needs a number of devices"),
+        ("plan --model qwen2-0.5b --device h200:8 --mesh=", "--mesh='': '' is no axis"),
+        (
+            "plan --model qwen2-0.5b --device h200:4 --mesh tensor=4",
+            "--mesh: tensor has 4 devices, which do not divide",
+        ),
+        ("finetune --model /nope/x --data y", "--model: no such folder: '/nope/x'"),
+        ("data --model /nope/x y", "--model: no such folder: '/nope/x'"),
+        ("generate --model /nope/x --prompt y", "--model: no such folder: '/nope/x'"),
+    ],
+)
+def test_refusals_name_the_command_s_own_options(capsys, monkeypatch, tmp_path, command, sentence):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(command.split())
+    except SystemExit as stopped:  # argparse's
+        code = stopped.code
+    printed = capsys.readouterr().err
+    assert code == 2 and printed.startswith(f"liger-jax {command.split()[0]}: ") and sentence in printed
+
+
 def test_a_file_must_be_there_and_be_one(capsys, options):
     assert "--config none.toml cannot be read: No such file" in said(capsys, "plan", "--config=none.toml")[0]
     assert "--config is given more than once" in said(capsys, "plan", *options(""), *options(""))[0]

@@ -83,9 +83,17 @@ def test_a_link_out_of_the_folder_is_refused_before_its_content_is_read(folder, 
         assert source.kept(()) and source.tokenizer
 
 
-def test_weights_are_read_through_no_link_out_of_the_folder(folder, tmp_path):
+def test_weights_may_be_links_to_files_anywhere(folder, tmp_path):
     linked = copied(folder, tmp_path / "model", "model.safetensors")
-    with pytest.raises(ValueError, match="model.safetensors is a link to .* outside of the checkpoint's folder"):
+    found, own = (nnx.state(AutoModelForCausalLM.from_pretrained(each)) for each in (linked, folder))
+    jax.tree.map(np.testing.assert_array_equal, found, own)
+    (tmp_path / "outside" / "file").write_text("secret")
+    with pytest.raises(ValueError, match="model.safetensors is damaged, or no safetensors file: (?!.*secret)"):
+        AutoModelForCausalLM.from_pretrained(linked)
+    (tmp_path / "outside" / "file").unlink()
+    with pytest.raises(
+        FileNotFoundError, match="has model.safetensors as a link to '.*outside/file', where no file is"
+    ):
         AutoModelForCausalLM.from_pretrained(linked)
 
 

@@ -39,6 +39,17 @@ def test_a_checkpoint_is_read_back_with_its_step(folder):
     assert log == LOG and checkpoints.latest_step == 1
 
 
+def test_a_state_of_other_shapes_or_dtypes_is_one_sentence(folder):
+    checkpoints = Checkpoints(folder, {"steps": 3})
+    said = r"/1 holds another state: \[0\] is float32\(6,\), and {} is asked for\. Pass fresh=True to start over"
+    for other in (jnp.zeros(7), jnp.zeros(6, jnp.bfloat16)):
+        asked = f"{other.dtype}\\({other.size},\\)"
+        with pytest.raises(CheckpointError, match=said.format(asked)):
+            checkpoints.restore([other, STATE[1]])
+    with pytest.raises(CheckpointError, match=r"/1 holds a state of 2 arrays, and one of 1 is asked for\."):
+        checkpoints.read(1, STATE[:1])
+
+
 def test_fresh_keeps_the_old_checkpoint_until_there_is_a_new_one(folder):
     fresh = Checkpoints(folder, {"steps": 4}, fresh=True)
     assert fresh.restore(STATE) is None and fresh.latest_step is None and (folder / "1").is_dir()
