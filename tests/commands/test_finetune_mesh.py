@@ -183,26 +183,6 @@ def loss_of(experts, out, options):
 
 
 @pytest.mark.full
-def test_documents_have_one_loss_in_a_mixture_however_a_run_lays_its_rows(experts, tmp_path):
-    """With a balancing loss, and rows of padding alone: all documents are in the first batch."""
-    text, found = tmp_path / "texts.jsonl", []
-    text.write_text("".join(json.dumps({"text": f"{'one two ' * (i % 4)}{i}"}) + "\n" for i in range(20)))
-    for name, *options in (
-        ("packed", "--pack", "--length=64"),
-        ("padded", "--length=64"),
-        ("shorter", "--length=40"),
-        ("shared", "--pack", "--length=47", "--mesh=sequence=2,expert=2"),
-    ):
-        files = f"--model={experts}", f"--data={text}", f"--out={tmp_path / name}"
-        options = "--batch=32", "--micro-batches=1", "--steps=1", "--eval-share=0.1", *options
-        assert main(["finetune", *files, *options]) == 0
-        (row,) = figures_of(tmp_path / name)
-        found.append([float(row[figure]) for figure in ("loss", "eval_loss", "eval_perplexity")])
-    np.testing.assert_allclose(found, found[:1] * 4, rtol=1e-5)
-    np.testing.assert_allclose(np.exp(found[0][1]), found[0][2], rtol=1e-4)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["expert=2", "fsdp=2,expert=2", "tensor=2,sequence=2", "fsdp=2,tensor=2"])
 @pytest.mark.parametrize("options", ["", "--lora=4 --lora-experts", "--lora=4 --lora-experts --quantize=nf4"])
 def test_devices_that_share_experts_train_as_one_does(options, mesh, experts, experts_of_one, tmp_path):

@@ -346,7 +346,7 @@ def test_an_epoch_has_each_line_and_whole_steps_and_weights_count():
             ["--prompt-length", "3"],
             r"prompts.jsonl, line \d+ has \d tokens, and --prompt-length=3 .* --prompt-length \d",
         ),
-        (["--loss-type", "vespo", "--importance-level", "sequence"], "importance_level='sequence' does not go with"),
+        (["--loss-type", "vespo", "--importance-level", "sequence"], "--importance-level='sequence' does not go with"),
     ],
 )
 def test_what_does_not_go_is_refused_in_one_sentence(options, message, source, tmp_path, capfd):

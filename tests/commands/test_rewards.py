@@ -1,6 +1,7 @@
 """Reward functions: TRL's call, what they may return, and what ends a run with a sentence that names the function."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -8,18 +9,20 @@ import re
 import signal
 import sys
 import time
+import types
 from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.commands import UserError, _rewards, _rollouts
+from liger_jax.commands import UserError, _resume, _rewards, _rollouts
 from liger_jax.commands._completions_file import CompletionsFile
-from liger_jax.commands._grpo_settings import GrpoSettings
+from liger_jax.commands._grpo_settings import REWARD_CALL, GrpoSettings
 from liger_jax.commands._log import Log
 from liger_jax.commands._prompt_rows import Line, PromptRows
 from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.training import Checkpoints
 from tests.commands._runs import figures_of
 
 CHAT = [{"role": "user", "content": "two"}]
@@ -487,3 +490,14 @@ def test_the_table_gets_a_column_for_a_figure_that_comes_later(tmp_path):
     with Log(("csv",), tmp_path, ("step", "loss"), rows) as log:  # of a run that goes on
         log.write({"step": 3, "loss": 0.125, "own": 4.0, "new": 1.0})
     assert figures_of(tmp_path) == [*rows, {"step": 3, "loss": 0.125, "own": 4.0, "new": 1.0}]
+
+
+def test_a_folder_that_was_begun_with_the_old_call_is_refused(tmp_path, unchecked_types):
+    settings = GrpoSettings(model="m", data="d", reward="r:f", group=2, batch=4, micro_batches=1, out=str(tmp_path))
+    run = types.SimpleNamespace(settings=settings, source=types.SimpleNamespace(folder=tmp_path))
+    old = {name: value for name, value in settings.of_the_run().items() if name != REWARD_CALL}
+    Checkpoints(tmp_path / "checkpoints", old | {"steps": 3}).save(2, [jnp.ones(2)], {"steps": [{}, {}]})
+    with pytest.raises(UserError, match="rewards were called once for each prompt, .* pass --fresh to"):
+        _resume.checkpoints_of(run, {"steps": 3})
+    run.settings = dataclasses.replace(settings, fresh=True)
+    assert _resume.checkpoints_of(run, {"steps": 3}).latest_step is None
