@@ -74,7 +74,9 @@ def cases(rng):
     return {
         "softmax_cross_entropy_with_integer_labels": [
             loss_values(x, labels=labels),
-            loss_values(x, labels=labels, axis=1),
+            loss_values(x, labels=jnp.asarray([3, 0, 1, 2, 3, 0]), axis=0),
+            loss_values(x, labels=labels, where=where[:1]),
+            loss_values(x, labels=labels, where=jnp.asarray([False])),
         ],
         "kl_divergence": [
             loss_values(jax.nn.log_softmax(x), jax.nn.softmax(y)),

@@ -23,15 +23,15 @@ def softmax_cross_entropy_with_integer_labels(
     """Drop-in for `optax.softmax_cross_entropy_with_integer_labels`: lse − z_y for each example.
 
     The logits are read once forward and once backward, and nothing else of their size is kept. The
-    arithmetic is float32 whatever comes in. It differs from optax in two points: a label outside [0, classes)
-    gives NaN, where optax silently scores −1 as the last class; and `where` is not broadcast.
+    arithmetic is float32 whatever comes in. It differs from optax in one point: a label outside [0, classes)
+    gives NaN, where optax silently scores −1 as the last class.
 
     Args:
         logits: (..., classes, ...), any float dtype.
         labels: integers in [0, classes), the shape of `logits` without `axis`.
         axis: the axis of the classes, or several, whose labels are then flat indices into them in this order.
-        where: bool, which elements count: the shape of `labels`, where examples that do not count have loss 0; or
-            the shape of `logits`, where classes that do not count are left out of lse.
+        where: bool, which elements count: of as many axes as `labels`, where examples that do not count have loss 0;
+            or as `logits`, where classes that do not count are left out of lse. It is broadcast to their shape.
 
     Returns:
         The loss of each example: the shape of `labels`, logits.dtype.
@@ -58,6 +58,10 @@ def softmax_cross_entropy_with_integer_labels(
     classes_last = lambda x: x.transpose(batch_axes + class_axes).reshape(*batch_shape, num_classes)
     z = classes_last(logits)
     _loss.check_tokens(_OP, labels, None, None, None, batch_shape, num_classes)
+    if where is not None:
+        whole = logits.shape if where.ndim == logits.ndim else batch_shape
+        fits = where.ndim == len(whole) and all(n in (1, size) for n, size in zip(where.shape, whole, strict=True))
+        where = jnp.broadcast_to(where, whole) if fits else where
     if where is not None and where.shape == logits.shape and logits.shape != batch_shape:
         return _over_some_classes(z, labels, classes_last(where)).astype(logits.dtype)
     _loss.check_tokens(_OP, labels, where, None, None, batch_shape, num_classes)
