@@ -270,7 +270,7 @@ def test_a_teacher_in_four_bits_has_almost_the_same_probabilities(source, tmp_pa
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--temperature=0"], "--temperature=0.0 must be a finite number above 0."),
+        (["--temperature=0"], "--temperature=0.0 must be a finite number above 0, of those that float32 holds."),
         (["--hard-weight=1"], "with 1 there would be no teacher, as in liger-jax finetune"),
         (["--beta=0.3"], "--beta=0.3 goes with --divergence jsd. Leave it out."),
         (["--divergence=jsd", "--beta=1"], "must be in (0, 1); its limits are --divergence forward_kl and reverse_kl"),

@@ -144,6 +144,7 @@ def test_characters_of_several_tokens_come_whole_and_nothing_is_lost(source):
         ([], "Pass --prompt TEXT or --file FILE, one of them."),
         (["--prompt=one", "--system=x"], "--system is for conversations: pass --chat as well."),
         (["--prompt=one", "--top-k=5"], "--top-k is for random tokens: pass --temperature, such as"),
+        (["--prompt=one", "--temperature=1e-39"], "--temperature=1e-39 must be 0, for the likeliest token"),
         (["--prompt=one", "--temperature=-1"], "--temperature=-1.0 must be 0, for the likeliest token"),
         (["--prompt=one", "--max-new-tokens=600"], "--prompt has 1 tokens, and --max-new-tokens=600 come to them: the"),
         (["--prompt="], "--prompt has no tokens, and a model goes on behind at least one."),

@@ -339,6 +339,7 @@ def test_an_epoch_has_each_line_and_whole_steps_and_weights_count():
         (["--updates", "0"], "--updates=0 must be at least 1"),
         (["--group", "5"], "--batch=16 completions must be a multiple of --group=5"),
         (["--temperature", "0"], "--temperature=0.0 must be a finite number above 0"),
+        (["--top-p", "1e-39"], "--top-p=1e-39 must be above 0, of the numbers that float32 holds, and at most 1"),
         (["--importance-max", "2"], "--importance-max=2.0 is for --importance-sampling: pass that, or leave it out"),
         (["--beta", "0.1"], "--beta=0.1 needs a reference, .*--lora 16"),
         (["--length", "20"], "--length=20 is less than --prompt-length=16 and --completion-length=8 together"),
