@@ -70,6 +70,8 @@ def of(
         is_said = (i, "content") in printed or not isinstance(content, str)
         if not is_said and content.strip() not in layout.text:  # some patterns lose the origin
             yield f"prints no {_WORDS.get(role, f'{role} message')}"
+        elif is_said and role != "assistant" and _is_cut(layout, i, content):
+            yield f"prints only a part of a {_WORDS.get(role, f'{role} message')}"
         if message.get("tool_calls") and (i, "name") not in printed:
             yield "prints no tool call"
     last = messages[-1] if messages else {}
@@ -81,6 +83,18 @@ def of(
     for name in values:
         if name != "tools" and not _names(source, name):
             yield f"reads no variable {name!r}"
+
+
+def _is_cut(layout: Layout, i: int, content: Any) -> bool:
+    """Whether less than a content stands in the text; only cuts are followed, and what is replaced is there."""
+    runs = [run for run in layout.runs if run.origin and run.origin.message == i and "content" in run.origin.field]
+    if not isinstance(content, str) or any(run.origin is None or run.origin.at is None for run in runs):
+        return False
+    left, end = [], 0
+    for begin, size in sorted((run.origin.at or 0, run.end - run.begin) for run in runs if run.origin):
+        left.append(content[end:begin])
+        end = max(end, begin + size)
+    return len("".join([*left, content[end:]]).split()) > 0 and content.strip() not in layout.text
 
 
 def _text_or_none(render: Callable[[], str]) -> str | None:

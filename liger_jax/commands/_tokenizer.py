@@ -179,8 +179,12 @@ class Tokenizer:
 
     @property
     def stops(self) -> list[int]:
-        """The tokens that end a text, by the checkpoint and by what ends the last answers of conversations."""
-        return [*self._stops, *(stop for stop in self._conversations.stops if stop not in self._stops)]
+        """The tokens that end a text, by the checkpoint and by what ends the last answers of conversations.
+
+        A number beyond the model's vocabulary is none of them: a model cannot write it.
+        """
+        found = [*self._stops, *(stop for stop in self._conversations.stops if stop not in self._stops)]
+        return [stop for stop in found if stop < self._vocab_size]
 
     @property
     def marks(self) -> dict[str, list[int]]:

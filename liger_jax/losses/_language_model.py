@@ -70,6 +70,9 @@ def causal_lm_loss(
         _check_option(name)
     _checks.check_array("causal_lm_loss", "hidden", hidden, _checks.HIDDEN)
     _checks.check_array("causal_lm_loss", "head", head, _checks.HEAD)
+    _checks.check_array(
+        "causal_lm_loss", "labels", labels, "token ids (..., T), unshifted, such as the tokens themselves"
+    )
     hidden, head = _checks.floating("causal_lm_loss", hidden=hidden, head=head)
     labels, segment_ids = as_arrays(labels, segment_ids)
     if hidden.ndim < 2:

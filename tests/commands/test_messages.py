@@ -224,6 +224,11 @@ def test_what_a_template_leaves_out_is_said_once_with_its_rows(folder, tmp_path,
     assert {*tokenizer.told()} == {"prints no system message", "prints no tools"}
     tokenizer, *_ = trained(folder, "{% for t in tools %}{{ t.function.name }}{% endfor %}" + TURNS, found[2:3])
     assert capsys.readouterr().out == "" and tokenizer.told() == {}  # it fails without tools
+    short = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content[:4] if m.role == 'system' else m.content }}<e>{% endfor %}"
+    )
+    trained(folder, short, found[:1])
+    assert "prints only a part of a system message, in 1 row" in capsys.readouterr().out
     everything = "{{ think }}{{ (tools or [{}])[0] | tojson }}{% for m in messages %}{{ m.reasoning_content }}"
     trained(folder, everything + "[{{ m.role }}] {{ m.content | upper }}<e>{% endfor %}", found)
     assert capsys.readouterr().out == ""
