@@ -321,7 +321,7 @@ def cosine_distance(
 def _elementwise(op: str, arrays: dict[str, Any], where: Any) -> tuple[list[jax.Array], Any, Any]:
     """Two arrays of one shape in float32, with zeros where entries do not count, `where`, and the result's dtype."""
     dtype = jnp.result_type(*map(jnp.asarray, arrays.values()))
-    found = jnp.broadcast_arrays(*_checks.as_float32(op, **arrays))
+    found = list(jnp.broadcast_arrays(*_checks.as_float32(op, **arrays)))  # JAX 0.12 has a tuple
     if where is None:
         return found, None, dtype
     shape = found[0].shape
