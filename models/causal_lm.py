@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, Num
@@ -19,6 +20,7 @@ from liger_jax.models.core.generation import generate
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded
 from liger_jax.models.core.lm_loss import LanguageModelLoss
+from liger_jax.models.core.mesh_axes import open_axes
 from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.predictions import predicted, scored
 from liger_jax.models.core.remat import Remat
@@ -327,6 +329,12 @@ class CausalLM(Pretrained):
         """
         if labels is None and shift_labels is None:
             raise ValueError("token_loss needs the labels whose probabilities are wanted. Pass labels=input_ids.")
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual and open_axes(self.kernels.mesh_layout):
+            raise ValueError(
+                f"token_loss is called inside a jax.shard_map over {tuple(manual)} alone, and the layout takes other "
+                "axes of the mesh. Leave that jax.shard_map out, and let the layout split the batch over all axes."
+            )
         per_token = as_tuple("token_loss", per_token)
         of_tokens = [x for x in (input_ids, labels, shift_labels, segment_ids) if x is not None]
         varying = varying_axes(*map(as_labels, of_tokens), *per_token)

@@ -62,6 +62,12 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         axes = tuple(name for name in kinds if kinds[name] == AxisType.Explicit)
         on_auto_axes: Any = jax.sharding.auto_axes(run, axes=axes, out_sharding=(P(), P(), _of_tokens(layout)))
+        if mesh.manual_axes and model.config.experts is not None and model.model.stack.scan:
+            raise ValueError(
+                f"a mixture of experts whose layers are scanned is called inside a jax.shard_map over "
+                f"{tuple(mesh.manual_axes)}, and the mesh's other axes are Explicit, which JAX cannot compile. Pass "
+                "scan_layers=False, or make the axes Auto."
+            )
         if mesh.manual_axes:
             # Where the jax.shard_map around is differentiated, JAX cannot take residuals out that lie on Auto axes. So
             # there are none: the backward makes them again.

@@ -288,6 +288,17 @@ def test_explicit_axes_take_any_number_of_layers(devices, rng):
     np.testing.assert_allclose(out.experts.load, out.aux[EXPERTS].chosen / 48, rtol=1e-6)
 
 
+def test_a_scanned_mixture_on_explicit_axes_beside_manual_ones_is_refused(devices):
+    mesh, layout = jax.make_mesh((1, 2), ("data", "fsdp"), devices=devices[:2]), Layout(batch=("fsdp",))
+    model = make("olmoe", kernels=models.KernelOptions(layout=layout))
+    tokens = jax.device_put(jnp.zeros((4, 6), jnp.int32), jax.sharding.NamedSharding(mesh, jax.P("fsdp")))
+    call = lambda t: model(t, labels=t).loss[None]
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="layers are scanned is called .*scan_layers=False"):
+        jax.eval_shape(
+            jax.shard_map(call, in_specs=jax.P("data"), out_specs=jax.P("data"), axis_names={"data"}), tokens
+        )
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mesh_name", MESHES)
 @each_family

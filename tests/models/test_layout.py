@@ -313,6 +313,14 @@ def test_a_model_s_gradients_are_right_beside_manual_axes(axis_type, way, device
     assert_same_gradients(found, expected)
 
 
+def test_a_token_loss_beside_manual_axes_is_refused(devices):
+    mesh, model = mesh_of(devices, ("data", "fsdp")), make_model(WIDE, kernels=KernelOptions(layout=Layout()))
+    call = lambda t: model.token_loss(lambda log_prob: -log_prob, t, labels=t, denominator=1.0)[0][None]
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"token_loss is called inside .* over \('data',\) alone"):
+        mapped = jax.shard_map(call, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        jax.eval_shape(mapped, jnp.zeros((8, 5), jnp.int32))
+
+
 def test_the_joined_gradient_of_several_projections_lies_as_their_parameters_do(devices):
     """A gradient that lies whole on every device has been summed whole, too."""
     mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
