@@ -151,6 +151,10 @@ class Rollouts:
             state, found = update(state, batch, frozen)
             told.append(found)
         loss, others = jax.tree.map(lambda *x: sum(map(float, x)) / len(x), *told)
+        if np.isfinite(float(told[0][0])) and not np.isfinite(
+            loss
+        ):  # an update is the cause, also within the first step
+            raise NotFiniteError(f"The loss is {loss} at step {int(rows['number']) + 1}, so training stops.")
         return state, (loss, {**others, **figures, **_lengths(completions), "num_tokens": seen})
 
     def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
