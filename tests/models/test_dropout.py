@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +142,7 @@ def test_inside_shard_map_rows_need_numbers(rng, devices):
         model = with_dropout(nnx.merge(graph, adapters, base), jax.random.key(3), *numbers)
         return model.log_probs(tokens, labels=tokens).log_probs
 
-    by_rows = dict(mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    by_rows: Any = dict(mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     split = lambda *arrays: jax.shard_map(local, **by_rows)(*arrays)
     with pytest.raises(ValueError, match=r"inside jax.shard_map over \{'data': \d\}, where each device would count"):
         jax.eval_shape(split, tokens)
