@@ -85,7 +85,8 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
         options: the command's options by the names of their values, such as "--loss" by "loss_type".
 
     Returns:
-        The message without the function, and with options in the place of arguments.
+        The message without the function, and with options in the place of arguments. What a file says is left alone:
+        its fields may have the names of options.
 
     Example:
         >>> in_options("policy_loss: epsilon_low=-1.0 must be in [0, 1).", {"epsilon_low": "--epsilon-low"})
@@ -93,6 +94,8 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
         >>> in_options("tensor='tensor' has 4 devices, which do not divide num_heads=2.", {"mesh": "--mesh"})
         '--mesh: tensor has 4 devices, which do not divide num_heads=2.'
     """
+    if " cannot be read from " in text:
+        return text
     text = re.sub(r"^[a-z0-9]+(_[a-z0-9]+)+: ", "", text)
     if "mesh" in options and re.match(rf"({_AXES})(·\w+)*='?\w", text):
         text = "--mesh: " + re.sub(rf"\b({_AXES})='\1' ", r"\1 ", text)

@@ -204,7 +204,7 @@ def test_a_device_or_its_memory_is_needed(capsys):
     assert main("plan --model qwen2-0.5b --memory 24GiB".split()) == 0
     assert " on gpu (GPU of 24.0 GiB, " in capsys.readouterr().out
     printed = refused("plan --model qwen2-0.5b --memory 24GiB --level compiled".split(), capsys)
-    assert "name one, such as device='rtx4090', beside the memory" in printed
+    assert "name one, such as --device='rtx4090', beside the memory" in printed
 
 
 def test_what_is_not_said_is_as_in_finetune(capsys):

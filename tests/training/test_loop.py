@@ -97,7 +97,19 @@ def test_scores_are_told_before_the_first_step_and_after_every_save(tmp_path, ca
     assert saves == [2, 4, 5] and [each["step"] for each in log["steps"] if "eval_loss" in each] == saves
 
 
+@pytest.fixture
+def handled_signals():
+    """Signals with the handlers that Python begins with: whoever runs the tests may ignore SIGHUP, as nohup does."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.usefixtures("handled_signals")
 def test_a_run_that_a_signal_stops_is_saved_and_goes_on_to_the_same_end(tmp_path, number):
     def stopping(step):
         if step == 2:
