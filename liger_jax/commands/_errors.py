@@ -114,7 +114,7 @@ def is_text(text: str) -> bool:
         `False` for bytes that stand there as surrogates.
 
     Example:
-        >>> is_text("café"), is_text("caf\udce9")
+        >>> is_text("café"), is_text("caf" + chr(0xDCE9))
         (True, False)
     """
     return not any("\ud800" <= each <= "\udfff" for each in text)
