@@ -47,8 +47,18 @@ def _varying(x: jax.Array) -> frozenset[str]:
 
 
 def cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The array, varying over these manual mesh axes, too."""
-    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+    """The array, varying over these manual mesh axes, too. Its gradient is summed over those of several devices."""
+    # Not over an axis of one device: of an array that other axes split, XLA cannot compile that sum.
+    several = axes.intersection(_long_axes(jax.sharding.get_abstract_mesh()))
+    x = jax.lax.pcast(x, tuple(sorted(several)), to="varying") if several else x
+    return _retyped(x, _varying(x) | axes)
+
+
+def aligned_over_one_device(tree: Any, like: jax.Array) -> Any:
+    """The tree's arrays, varying over the manual mesh axes of one device that `like` varies over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = _varying(like).difference(_long_axes(mesh))
+    return jax.tree.map(lambda x: cast(x, axes - _varying(x)), tree) if axes else tree
 
 
 def on_devices(

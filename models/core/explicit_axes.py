@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.layout import Layout
+from liger_jax.ops._mesh import aligned_over_one_device
 from liger_jax.ops.layout import along, full_spec, names
 
 
@@ -31,6 +32,9 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def on_mesh(model: Any, input_ids: jax.Array, **arguments: Any) -> Any:
         layout = model.kernels.mesh_layout
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            graph, state = nnx.split(model)
+            model = nnx.merge(graph, aligned_over_one_device(state, input_ids))
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             if AxisType.Explicit in jax.typeof(input_ids).sharding.mesh.axis_types:
                 raise ValueError(

@@ -267,10 +267,16 @@ def assert_same_gradients(found, expected):
         assert np.abs(np.asarray(x) - y).max() < 2e-5 * np.abs(y).max(), path
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_of_what_a_layout_runs_are_right_beside_manual_axes(way, devices, rng):
+def skip_what_xla_cannot_sum(mesh, way):
+    if way == WAYS[2] and mesh.shape["data"] == 1:
+        pytest.skip("XLA compiles no psum over a Manual axis of one device, of an array that other axes split")
+
+
+@pytest.mark.parametrize("num_devices, way", [*((4, way) for way in WAYS), *((2, way) for way in WAYS[:2])])
+def test_gradients_of_what_a_layout_runs_are_right_beside_manual_axes(num_devices, way, devices, rng):
     """What runs with all axes Manual takes what varies over the axes that were, and its results vary over them."""
-    mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
+    mesh, layout = mesh_of(devices[:num_devices], ("data", "fsdp")), Layout()
+    skip_what_xla_cannot_sum(mesh, way)
     x, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 4), (6,)))
     parameters = dict(kernel=jnp.asarray(rng.standard_normal((4, 6)), jnp.float32), bias=bias)
 
@@ -288,15 +294,16 @@ def test_gradients_of_what_a_layout_runs_are_right_beside_manual_axes(way, devic
         assert_same_gradients(gradients_on_parts(loss, ("data",), way)(parameters, x), expected)
 
 
-IN_FULL = [(AxisType.Auto, way) for way in WAYS] + [(AxisType.Explicit, way) for way in WAYS[1:]]
+IN_FULL = [(AxisType.Auto, 4, way) for way in WAYS] + [(AxisType.Explicit, 4, way) for way in WAYS[1:]]
+IN_FULL += [(axis_type, 2, way) for axis_type in (AxisType.Auto, AxisType.Explicit) for way in WAYS[:2]]
 
 
 @pytest.mark.parametrize(
-    "axis_type, way",
-    [(AxisType.Explicit, WAYS[0]), *(pytest.param(*case, marks=pytest.mark.full) for case in IN_FULL)],
+    "axis_type, num_devices, way",
+    [(AxisType.Explicit, 4, WAYS[0]), *(pytest.param(*case, marks=pytest.mark.full) for case in IN_FULL)],
     ids=str,
 )
-def test_a_model_s_gradients_are_right_beside_manual_axes(axis_type, way, devices, rng):
+def test_a_model_s_gradients_are_right_beside_manual_axes(axis_type, num_devices, way, devices, rng):
     """In a user's partly manual jax.shard_map that checks what varies, as it does by default."""
     config, tokens = dataclasses.replace(WIDE, num_hidden_layers=1), random_tokens(rng, batch=8)
 
@@ -306,7 +313,8 @@ def test_a_model_s_gradients_are_right_beside_manual_axes(axis_type, way, device
 
     loss, params = split_model(None)
     expected = jax.jit(jax.value_and_grad(loss))(params, tokens)
-    mesh, layout = mesh_of(devices, ("data", "fsdp"), axis_type), Layout()
+    mesh, layout = mesh_of(devices[:num_devices], ("data", "fsdp"), axis_type), Layout()
+    skip_what_xla_cannot_sum(mesh, way)
     with jax.set_mesh(mesh):
         placed = jax.device_put(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
         found = gradients_on_parts(split_model(layout)[0], ("data",), way)(params, placed)
