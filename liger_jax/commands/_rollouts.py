@@ -225,14 +225,17 @@ class Rollouts:
         """Says so where rewards teach nothing: those of the run's first step, and those that stay equal."""
         if number == 0:
             for reward, own in zip(self._rewards.functions, numbers, strict=True):
-                if _are_equal(own):
-                    which = "answers all {} completions of the first step with None"
-                    if not np.isnan(own).all():
-                        which = f"gives all {{}} completions of the first step {_mean(own):g}"
+                if np.isnan(own).all():
                     _rewards.tell(
-                        f"the reward {reward.name} {which.format(len(own))}: either the task is too hard, or too easy, "
-                        "for the model, or the function compares a text with a list. Prompts, completions and the "
-                        "fields of the data are lists with a value for each completion: zip(completions, answer)"
+                        f"the reward {reward.name} answers all {len(own)} completions of the first step with None, so "
+                        "that it says nothing of any. Return a number for each completion that it applies to"
+                    )
+                elif _are_equal(own):
+                    _rewards.tell(
+                        f"the reward {reward.name} gives all {len(own)} completions of the first step {_mean(own):g}: "
+                        "either the task is too hard, or too easy, for the model, or the function compares a text with "
+                        "a list. Prompts, completions and the fields of the data are lists with a value for each "
+                        "completion: zip(completions, answer)"
                     )
         self._equal_steps = self._equal_steps + 1 if all(map(_are_equal, rewards)) else 0
         if self._equal_steps and self._equal_steps % _EQUAL_STEPS == 0:
@@ -256,8 +259,8 @@ class Rollouts:
             asked = dict(line=line.where, prompt=self._tokenizer.text(line.tokens.tolist()))
             reward = float(rewards.flat[number])
             given = dict(completion=each.text, is_cut=each.is_cut, reward=None if np.isnan(reward) else reward)
-            own = asked | given
-            found.append(own | {f"log_extra/{c}" if c in own else c: values[number] for c, values in extras.items()})
+            own, taken = asked | given, {"step", *asked, *given}
+            found.append(own | {f"log_extra/{c}" if c in taken else c: values[number] for c, values in extras.items()})
         return found
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:

@@ -89,7 +89,7 @@ def loop(
         steps=course.steps,
         checkpoints=checkpoints,
         every=settings.every,
-        evaluate=lambda params: score(params, held_out) if held_out else {},
+        evaluate=(lambda params: score(params, held_out)) if held_out else None,
         patience=settings.patience,
         show=lambda params, write: samples.show(nnx.merge(shown, params, frozen), write),
         check=lambda params, step: score(params, its_rows(step))["eval_loss"],

@@ -437,6 +437,9 @@ def test_where_no_function_applies_a_completion_is_left_out_of_its_group(tmp_pat
     assert [(each["reward"], each["size"]) for each in records] == [(4, 4), (1, 2), (None, None), (None, None)]
     CompletionsFile(tmp_path).add(1, records)
     assert found.columns[-1] == "longest" and "rewards/long/std" in found.columns
+    own = found._records(LINES, COMPLETIONS, total, {"step": [7] * 4, "reward": [8] * 4})
+    assert own[0]["log_extra/step"] == 7 and own[0]["log_extra/reward"] == 8 and own[0]["reward"] == 4
+    assert "step" not in own[0], "a step's lines are found by the run's number"
 
 
 def test_rewards_are_tried_before_the_run(tmp_path, capsys):
@@ -462,6 +465,9 @@ def test_equal_rewards_of_the_first_step_and_of_several_steps_are_told(tmp_path,
         assert line.startswith(
             f"no group of completions had rewards that differ in the last {number} steps, so nothing"
         )
+    found._look_at_equals(0, np.array([[np.nan] * 4, [0, 1, 0, 1]]), np.array([[0, 1], [0, 1]]))
+    told = capsys.readouterr().out
+    assert told.startswith("the reward equal answers all 4 completions of the first step with None, so that")
     found._look_at_equals(12, np.zeros((2, 4)), np.array([[0, 1], [1, 1]]))
     found._look_at_equals(13, np.zeros((2, 4)), np.full((2, 2), np.nan))
     assert not capsys.readouterr().out
