@@ -51,8 +51,9 @@ def kl_divergence(
     (log_predictions, targets), where, dtype = _elementwise("kl_divergence", arrays, where)
     is_impossible = (targets == 0) & (log_predictions == -jnp.inf)
     log_predictions = jnp.where(is_impossible, 0.0, log_predictions)
-    log_targets = jnp.log(jnp.where(targets == 0, 1.0, targets))
-    return jnp.sum(targets * (log_targets - log_predictions), axis=axis, where=where).astype(dtype)
+    # entr's derivative at 0 is inf, as it is, where a stand-in for log 0 would make it a finite number.
+    terms = -jax.scipy.special.entr(targets) - targets * log_predictions
+    return jnp.sum(terms, axis=axis, where=where).astype(dtype)
 
 
 def forward_kl(

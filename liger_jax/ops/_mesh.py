@@ -48,8 +48,8 @@ def _varying(x: jax.Array) -> frozenset[str]:
 
 def cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The array, varying over these manual mesh axes, too. Its gradient is summed over those of several devices."""
-    # Not over an axis of one device: XLA cannot compile that sum for an array that other axes split. A constant, which is
-    # on no mesh yet, is split by none.
+    # Not over an axis of one device: XLA cannot compile that sum for an array that other axes split. They split no
+    # constant, which is on no mesh yet.
     is_on_mesh = not jax.typeof(x).sharding.mesh.empty
     several = axes.intersection(_long_axes(jax.sharding.get_abstract_mesh())) if is_on_mesh else axes
     x = jax.lax.pcast(x, tuple(sorted(several)), to="varying") if several else x
