@@ -52,6 +52,8 @@ def train(settings: Settings, task: Task | TaskOf) -> int:
         if processes.is_first():
             stack.enter_context(lock.held(out))
             stack.enter_context(_token_cache.leftovers_removed(out))
+        with user_errors():
+            processes.check_shared(out)
         try:
             return _train(settings, task, out)
         except NotFiniteAtStartError as error:

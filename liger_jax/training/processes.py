@@ -15,9 +15,11 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -30,6 +32,7 @@ _PLACE = re.compile(r"(.+:\d+),(\d+)/(\d+)")  # HOST:PORT,INDEX/NUMBER
 _ENDED = "ended"
 _NAMED = 3  # differences that a message names
 _barriers = itertools.count()
+_refused = threading.Event()  # all processes end, because they are not alike
 
 
 def begin(place: str) -> None:
@@ -138,9 +141,47 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
         if names := [name for name in {**told[0], **found} if told[0].get(name) != found.get(name)]:
             shown = ", ".join(f"{name}={found.get(name)!r} for {told[0].get(name)!r}" for name in names[:_NAMED])
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            _refused.set()
             raise ValueError(
                 f"Process {i} has other {what} than process 0: {shown}{more}. All processes of a run need the same "
                 "ones."
+            )
+
+
+def check_shared(folder: Path) -> None:
+    """Checks that all processes see one folder: separate ones of one name would wait for each other's files.
+
+    Args:
+        folder: exists in all processes.
+
+    Raises:
+        ValueError: in all processes, where one does not see a file that the first has made there.
+
+    Example:
+        >>> check_shared(Path("."))
+    """
+    if jax.process_count() == 1:
+        return
+    place, marker = f"liger_jax/shared/{next(_barriers)}/", None
+    if is_first():
+        marker = tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder)
+        _client().key_value_set(f"{place}marker", os.path.basename(marker.name))
+    wait()
+    is_seen = (folder / _client().blocking_key_value_get(f"{place}marker", 10_000)).exists()
+    _client().key_value_set(f"{place}seen/{jax.process_index()}", json.dumps([is_seen, os.path.abspath(folder)]))
+    wait()
+    answers = {
+        int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in _client().key_value_dir_get(f"{place}seen/")
+    }
+    wait()  # before one that raises takes the service with it
+    if marker is not None:
+        marker.close()
+    for i, (is_seen, path) in sorted(answers.items()):
+        if not is_seen:
+            _refused.set()
+            raise ValueError(
+                f"Process {i} does not see what process 0 writes: its folder is {path}, and process 0's is "
+                f"{answers[0][1]}. All processes of a run need one folder, on a disk that they share."
             )
 
 
@@ -271,6 +312,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+    if _refused.is_set() and is_first():  # its end takes the service with it, and those who are still in a call
+        time.sleep(3 * BEAT_SECONDS)
     os._exit(code)  # JAX would wait for the others, and Python for its threads
 
 

@@ -26,8 +26,8 @@ KILLED = "--steps=12", "--every=1", "--keep=2"
 PROGRAM = "import sys; from liger_jax.commands import main; sys.exit(main(sys.argv[1:]))"
 
 
-def started(source, out, *options, number=2, devices=2):
-    """The processes of a run, in the order of their indices."""
+def started(source, out, *options, number=2, devices=2, folders=None):
+    """The processes of a run, in the order of their indices, each begun in its folder."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -38,7 +38,10 @@ def started(source, out, *options, number=2, devices=2):
     command = ["finetune", f"--model={source}", data, f"--out={out}", *OPTIONS, *options]
     places = [f"--distributed={address},{index}/{number}" for index in range(number)]
     pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    return [subprocess.Popen([sys.executable, "-c", PROGRAM, *command, place], **pipes) for place in places]
+    return [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, *command, place], cwd=folder, **pipes)
+        for place, folder in zip(places, folders or [None] * number, strict=True)
+    ]
 
 
 def ended(processes, seconds=400):
@@ -128,6 +131,16 @@ def test_a_signal_to_one_process_stops_and_saves_both(source, tmp_path):
     first, second = ended(processes)
     assert first[0] == second[0] == 128 + signal.SIGTERM, (first, second)
     assert "stopped after step" in first[1]
+
+
+@pytest.mark.full
+def test_processes_of_separate_folders_are_refused_before_they_train(source, tmp_path):
+    folders = tmp_path / "one", tmp_path / "other"
+    for folder in folders:
+        folder.mkdir()
+    for code, _, error in ended(started(source, "run", "--steps=2", folders=folders), seconds=120):
+        assert code == 2 and f"Process 1 does not see what process 0 writes: its folder is {folders[1]}" in error, error
+    assert not list(tmp_path.glob("*/run/.shared-*"))
 
 
 @pytest.mark.parametrize("place", ["host:1,2/2", "host/2", "host:1234"])
