@@ -137,6 +137,7 @@ def adamw(
         TypeError: `b1` or `b2` is an array of 16 bits.
 
     Example:
+        >>> import jax
         >>> params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
         >>> rate = cosine_schedule_with_warmup(1e-3, steps=100)
         >>> optimizer = adamw(rate, weight_decay=0.1, decays_all=False, max_norm=1.0)
@@ -224,6 +225,7 @@ def optimizer_named(
         ValueError: no optimizer has this name, or `state_dtype` is given to one whose state has a dtype of its own.
 
     Example:
+        >>> import jax
         >>> optimizer = optimizer_named("adamw8bit", 1e-3)
         >>> params = {"kernel": jnp.ones((64, 512))}
         >>> updates, state = optimizer.update(params, optimizer.init(params), params)
