@@ -132,14 +132,11 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    place = f"liger_jax/same/{next(_barriers)}/"
-    _client().key_value_set(f"{place}{jax.process_index()}", json.dumps(dict(values), sort_keys=True))
-    wait()
-    told = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in _client().key_value_dir_get(place)}
-    wait()  # before one that differs takes the service with it
-    for i, found in sorted(told.items()):
-        if names := [name for name in {**told[0], **found} if told[0].get(name) != found.get(name)]:
-            shown = ", ".join(f"{name}={found.get(name)!r} for {told[0].get(name)!r}" for name in names[:_NAMED])
+    answers = _of_all(dict(values))
+    first = answers[0]
+    for i, own in sorted(answers.items()):
+        if names := [name for name in {**first, **own} if first.get(name) != own.get(name)]:
+            shown = ", ".join(f"{name}={own.get(name)!r} for {first.get(name)!r}" for name in names[:_NAMED])
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             _refused.set()
             raise ValueError(
@@ -162,18 +159,9 @@ def check_shared(folder: Path) -> None:
     """
     if jax.process_count() == 1:
         return
-    place, marker = f"liger_jax/shared/{next(_barriers)}/", None
-    if is_first():
-        marker = tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder)
-        _client().key_value_set(f"{place}marker", os.path.basename(marker.name))
-    wait()
-    is_seen = (folder / _client().blocking_key_value_get(f"{place}marker", 10_000)).exists()
-    _client().key_value_set(f"{place}seen/{jax.process_index()}", json.dumps([is_seen, os.path.abspath(folder)]))
-    wait()
-    answers = {
-        int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in _client().key_value_dir_get(f"{place}seen/")
-    }
-    wait()  # before one that raises takes the service with it
+    marker = tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder) if is_first() else None
+    name = _of_all(os.path.basename(marker.name) if marker else "")[0]
+    answers = _of_all([(folder / name).exists(), os.path.abspath(folder)])
     if marker is not None:
         marker.close()
     for i, (is_seen, path) in sorted(answers.items()):
@@ -183,6 +171,16 @@ def check_shared(folder: Path) -> None:
                 f"Process {i} does not see what process 0 writes: its folder is {path}, and process 0's is "
                 f"{answers[0][1]}. All processes of a run need one folder, on a disk that they share."
             )
+
+
+def _of_all(value: Any) -> dict[int, Any]:
+    """What each process says, JSON's, by its index."""
+    place = f"liger_jax/said/{next(_barriers)}/"
+    _client().key_value_set(f"{place}{jax.process_index()}", json.dumps(value, sort_keys=True))
+    wait()
+    answers = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in _client().key_value_dir_get(place)}
+    wait()  # before one that raises takes the service with it
+    return answers
 
 
 def by_first(work: Callable[[], Any]) -> None:
