@@ -7,7 +7,6 @@ from typing import Any
 
 from liger_jax.commands import _file_rows, _formats, _pair_rows, _row_formats, _sources, _unpaired_rows
 from liger_jax.commands._document import Document as Document
-from liger_jax.commands._document import fingerprint as fingerprint
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages, refusals_kept
 from liger_jax.commands._messages import IS_TRAINED, VALUES
 

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +89,3 @@ class Fingerprint:
         digest = self._digest.copy()
         digest.update(b"]" if self.count else b"[]")
         return f"{self.count} documents {digest.hexdigest()[:12]}"
-
-
-def fingerprint(documents: Iterable[Document]) -> str:
-    """A text by which these documents can be told from others.
-
-    Args:
-        documents: the data of a run.
-
-    Returns:
-        Their number and a hash, in words.
-    """
-    found = Fingerprint()
-    for document in documents:
-        found.add(document)
-    return str(found)

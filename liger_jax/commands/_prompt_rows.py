@@ -1,7 +1,6 @@
 """The prompts of a run that samples its own completions: lines of the data, their tokens, and their order."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from liger_jax.commands._errors import UserError
 from liger_jax.commands._pieces import Piece
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import digests
 from liger_jax.training.rows import Rows
 
 _MULTIPLE = 16  # prompts are padded to a multiple of it
@@ -76,10 +76,9 @@ class PromptRows:
 
     def made_of(self) -> dict[str, str]:
         """Texts by which the data can be told from that of another run."""
-        digest = hashlib.sha256()
-        for line in self.lines:
-            digest.update(line.tokens.tobytes() + json.dumps(line.fields, default=str, sort_keys=True).encode())
-        return {"documents": f"{len(self.lines)} prompts {digest.hexdigest()[:12]}"}
+        fields = (json.dumps(line.fields, default=str, sort_keys=True).encode() for line in self.lines)
+        contents = (line.tokens.tobytes() + each for line, each in zip(self.lines, fields, strict=True))
+        return {"documents": f"{len(self.lines)} prompts {digests.of_bytes(*contents)[:12]}"}
 
     def lines_of(self, step: int) -> list[Line]:
         """The lines of a step.

@@ -4,8 +4,6 @@ Where the adapters are new, a step switches them off. Else the numbers are compu
 in OUT/references.f32 for the next start.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands import _keyed_file
 from liger_jax.commands._laid_rows import RowParts
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._responses import responses
 from liger_jax.commands._training_rows import TrainingRows
-from liger_jax.training.files import read_json, write_json
 from liger_jax.training.rows import ARGUMENTS
 from liger_jax.training.waiting import telling
 
@@ -56,13 +53,14 @@ def fill(settings: PairSettings, data: TrainingRows, model: Any, made_of: Mappin
     if not columns:
         return
     path = Path(settings.out) / f"{NAME}.f32"
-    key = _key(settings, data, made_of)
-    numbers = _read(path, key, sum(column.size for column in columns))
-    if numbers is None:
+    key = _keyed_file.key(settings, _READ, made_of, data.laid, data.num_segments)
+    if _keyed_file.is_whole(path, key):
+        numbers = np.fromfile(path, np.float32)
+    else:
         with telling(f"computing the reference of {sum(map(len, columns)):,} rows"):
             found = [_computed(settings, laid, model, data.num_segments) for laid in data.laid]
-        numbers = np.concatenate([each.ravel() for each in found])
-        _write(path, key, numbers)
+        numbers = np.concatenate([each.ravel() for each in found]).astype(np.float32)
+        _keyed_file.write(path, key, [numbers.tobytes()], "The log-probabilities of the reference", numbers.nbytes)
     for column in columns:
         column[:] = numbers[: column.size].reshape(column.shape)
         numbers = numbers[column.size :]
@@ -80,32 +78,3 @@ def _computed(settings: PairSettings, laid: Any, model: Any, num_segments: int) 
     parts = RowParts(laid, size)
     found = [np.asarray(log_probs(state, {name: part[name] for name in ARGUMENTS})) for part in parts]
     return np.concatenate(found)[: laid.num_rows]
-
-
-def _key(settings: PairSettings, data: TrainingRows, made_of: Mapping[str, str]) -> str:
-    """What the numbers are made of."""
-    read = {name: getattr(settings, name) for name in _READ}
-    order = [hashlib.sha256(np.ascontiguousarray(laid.pieces)).hexdigest() for laid in data.laid]
-    return hashlib.sha256(json.dumps([read, dict(made_of), order, data.num_segments]).encode()).hexdigest()
-
-
-def _read(path: Path, key: str, size: int) -> np.ndarray | None:
-    about = read_json(path.with_suffix(".json"))
-    if about.get("key") != key or not path.is_file():
-        return None
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != about.get("digest"):
-        print(f"{path} is damaged, and is made anew")
-        return None
-    return np.frombuffer(content, np.float32, size)
-
-
-def _write(path: Path, key: str, numbers: np.ndarray) -> None:
-    content = numbers.astype(np.float32).tobytes()
-    new = path.with_suffix(".new")
-    try:
-        new.write_bytes(content)
-        new.replace(path)
-        write_json(path.with_suffix(".json"), {"key": key, "digest": hashlib.sha256(content).hexdigest()})
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error

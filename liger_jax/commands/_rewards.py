@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import hashlib
 import inspect
 import sys
 import weakref
@@ -19,6 +18,7 @@ from liger_jax.commands._prompt_rows import Line
 from liger_jax.commands._reward_answers import Notes, read, shown
 from liger_jax.commands._reward_functions import NO_COLUMNS, Reward, file_of, found, place_of, problem_of
 from liger_jax.commands._users_code import OutOfTimeError, current_folder, folder_kept, limited
+from liger_jax.training import digests
 
 _MADE_UP = ("The answer is 42.", "I do not know.")
 
@@ -160,7 +160,7 @@ class Rewards:
             path = Path(file).resolve()
             if path.is_relative_to(home) and "site-packages" not in path.parts:
                 with contextlib.suppress(OSError):
-                    found[path.relative_to(home).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+                    found[path.relative_to(home).as_posix()] = digests.of_file(path)[:12]
         return found
 
     def _arguments(self, reward: Reward, note: Notes, lines: Any, texts: Any, completion_ids: Any) -> dict[str, Any]:

@@ -5,9 +5,7 @@ made of. An entry is a token's number and its log-probability, 8 bytes.
 """
 
 import functools
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from liger_jax.commands import _keyed_file
 from liger_jax.commands._distill_settings import DistillSettings
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._laid_rows import Column, LaidRows, RowParts
@@ -25,14 +24,12 @@ from liger_jax.models.core.head import head_logits, logit_options_of
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import disk
-from liger_jax.training.files import read_json, write_json
 from liger_jax.training.rows import INPUTS
 from liger_jax.training.waiting import beside, telling
 
 COLUMNS = {"token_ids": np.dtype(np.int32), "log_probs": np.dtype(np.float32)}  # (rows, length, K) each
 _READ = ("length", "pack", "dtype", "temperature", "top_k", "teacher_quantize")  # by the numbers
 _CHUNK = 256  # tokens whose logits exist at once
-_BLOCK = 2**24  # bytes of the file that are read at once
 
 
 class Stored:
@@ -120,14 +117,16 @@ def fill(
         DiskError: there is no room for the file.
     """
     assert settings.top_k is not None
-    path, key = Path(settings.out) / f"{NAME}.bin", _key(settings, some, made_of)
+    path = Path(settings.out) / f"{NAME}.bin"
+    key = _keyed_file.key(settings, _READ, made_of, (stored.laid for stored in some))
     counts = [_counts(stored.laid) for stored in some]
-    if not _is_whole(path, key):
+    if not _keyed_file.is_whole(path, key):
         number = int(sum(each.sum() for each in counts))
         size = number * _entry(settings.top_k).itemsize
         disk.check_space(path.parent, size, "the teacher's tokens")
         print(f"the teacher reads {number:,} scored tokens, once: {disk.size(size)}")
-        _write(path, key, _contents(some, teacher, settings, model, settings.top_k), size)
+        contents = _contents(some, teacher, settings, model, settings.top_k)
+        _keyed_file.write(path, key, contents, "The teacher's tokens", size)
     first = 0
     for stored, of_rows in zip(some, counts, strict=True):
         first = stored.open(path, first, of_rows)
@@ -203,21 +202,6 @@ def _contents(some: list[Stored], teacher: Teacher, settings: DistillSettings, m
             yield _entries(k, found, scored_places(stored.laid, numbers))
 
 
-def _write(path: Path, key: str, contents: Iterable[bytes], num_bytes: int) -> None:
-    new, digest = path.with_suffix(".new"), hashlib.sha256()
-    try:
-        with new.open("wb") as file:
-            for content in contents:
-                digest.update(content)
-                file.write(content)
-        new.replace(path)
-        write_json(path.with_suffix(".json"), {"key": key, "digest": digest.hexdigest()})
-    except OSError as error:
-        if disk.is_full(error):
-            raise disk.full("The teacher's tokens", path.parent, num_bytes) from error
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
-
-
 def _entries(k: int, found: tuple[Any, Any], places: np.ndarray) -> bytes:
     """What the file has of some rows; those that fill up the last part are left out."""
     ids, log_probs = (np.asarray(x)[: len(places)][places] for x in found)
@@ -239,24 +223,3 @@ def _counts(laid: LaidRows) -> np.ndarray:
     """(rows,): how many places of each are scored."""
     blocks = np.array_split(np.arange(laid.num_rows), max(1, laid.num_rows // 64))
     return np.concatenate([scored_places(laid, rows).sum(axis=1) for rows in blocks])
-
-
-def _key(settings: DistillSettings, some: list[Stored], made_of: Mapping[str, str]) -> str:
-    """What the entries are made of."""
-    read = {name: getattr(settings, name) for name in _READ}
-    order = [hashlib.sha256(np.ascontiguousarray(stored.laid.pieces)).hexdigest() for stored in some]
-    return hashlib.sha256(json.dumps([read, dict(made_of), order]).encode()).hexdigest()
-
-
-def _is_whole(path: Path, key: str) -> bool:
-    about = read_json(path.with_suffix(".json"))
-    if about.get("key") != key or not path.is_file():
-        return False
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    if digest.hexdigest() != about.get("digest"):
-        print(f"{path} is damaged, and is made anew")
-        return False
-    return True

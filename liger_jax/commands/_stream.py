@@ -4,7 +4,6 @@ Each step has the next documents of the stream, in their order, so that a row an
 These places are noted beside the run: a run that goes on begins to read there.
 """
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from liger_jax.commands._errors import UserError, in_one_line
 from liger_jax.commands._pieces import Piece, nothing_to_train_on
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Tokenizer
-from liger_jax.training import pack, pad
+from liger_jax.training import digests, pack, pad
 from liger_jax.training.packing import WINDOW
 from liger_jax.training.rows import Rows
 
@@ -47,7 +46,7 @@ class Stream:
             )
         made_of = [encoder.identity(), settings.data, settings.subset, settings.column, settings.format]
         made_of += [settings.length, settings.batch, settings.pack]
-        key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+        key = digests.of_bytes(json.dumps(made_of).encode())[:16]
         self._path = folder / f"stream-{key}"
         self._rows = _data.dataset(self._name, settings.subset, streaming=True)
         noted = np.fromfile(self._path, np.int64) if self._path.is_file() else np.zeros(0, np.int64)

@@ -5,7 +5,6 @@ documents. `meta.json` comes last and has digests, so that a folder that was cut
 """
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from liger_jax.commands._pieces import Piece
 from liger_jax.commands._token_files import ARRAYS, Writer, batches
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.training import disk
+from liger_jax.training import digests, disk
 from liger_jax.training.files import read_json, write_json
 from liger_jax.training.waiting import telling
 
@@ -163,7 +162,7 @@ def find(place: Path, key: str) -> Tokens | None:
     if meta.get("format") != _FORMAT or meta.get("key") != key:
         return None
     with contextlib.suppress(OSError), telling(f"checking {disk.size(folder_size(folder))} of tokens"):
-        if all(digest_of_file(folder / name) == meta["digests"].get(name) for name in ARRAYS):
+        if all(digests.of_file(folder / name) == meta["digests"].get(name) for name in ARRAYS):
             return Tokens(folder)
     return None
 
@@ -236,9 +235,3 @@ def keep(tokens: Sequence[Tokens]) -> None:
 def folder_size(folder: Path) -> int:
     """The bytes of the files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def digest_of_file(path: Path) -> str:
-    """A digest of all bytes of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

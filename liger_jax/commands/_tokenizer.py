@@ -1,7 +1,6 @@
 """A checkpoint's tokenizer: documents become token ids, with a label for each token that is trained on."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face.checkpoint import TEMPLATES
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import digests
 
 FILE = "tokenizer.json"
 _MOST_SAID = 500  # characters of another library's error
@@ -198,7 +198,7 @@ class Tokenizer:
 
     def identity(self) -> dict[str, Any]:
         """What the tokens of a text depend on, apart from the text."""
-        files = {name: hashlib.sha256(content).hexdigest() for name, content in self._files.items() if content}
+        files = {name: digests.of_bytes(content) for name, content in self._files.items() if content}
         return files | {"vocab_size": self._vocab_size, "eos": self._eos}
 
     @property

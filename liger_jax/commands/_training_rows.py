@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from liger_jax.commands._token_cache import Tokens
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner.architectures import Architecture
-from liger_jax.training import disk, rows
+from liger_jax.training import digests, disk, rows
 from liger_jax.training.rows import Mixture, Rows, hold_out, num_mixed
 from liger_jax.training.waiting import telling
 
@@ -64,7 +63,7 @@ class TrainingRows:
 
     def made_of(self) -> dict[str, str]:
         """Texts by which the data of a run can be told from that of another: its documents, and its tokens."""
-        digest = hashlib.sha256("".join(each.digest for each in self._tokens).encode()).hexdigest()[:12]
+        digest = digests.of_bytes("".join(each.digest for each in self._tokens).encode())[:12]
         number = sum(each.num_rows for each in self.laid)
         return {
             "documents": " and ".join(each.meta["documents"] for each in self._tokens),
@@ -321,14 +320,14 @@ def _key(settings: Settings, encoder: Tokenizer, parts: Sequence[_sources.Part],
     """What tokens are made of: the content of the data, how it is read, and the tokenizer."""
     made: list[Any] = [importlib.metadata.version("tokenizers"), encoder.identity(), settings.length]
     made += [settings.column, settings.subset, settings.format]
-    made += map(_token_cache.digest_of_file, sorted(Path(__file__).parent.glob("*.py")))  # what makes them
+    made += map(digests.of_file, sorted(Path(__file__).parent.glob("*.py")))  # what makes them
     made += [str(datetime.date.today())] if encoder.tells_the_time else []
     with user_errors():
         size = sum(path.stat().st_size for part in parts for path in part.paths)
         with telling(f"looking at {disk.size(size)} of data"):
             for part in parts:
-                files = {str(path): _token_cache.digest_of_file(path) for path in part.paths}
+                files = {str(path): digests.of_file(path) for path in part.paths}
                 found = loaded.get(part.name)  # one that does not tell its content is read anew each time
                 content = files or getattr(found, "_fingerprint", None) or f"at {datetime.datetime.now()}"
                 made.append([part.name, content])
-    return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
+    return digests.of_bytes(json.dumps(made).encode())[:16]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pathlib
 from typing import Any
 
 import jax
@@ -49,7 +50,26 @@ def of_json(values: Any) -> str:
         >>> of_json({"a": [1.0], "b": None}) == of_json({"b": None, "a": [1.0]})
         True
     """
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    return of_bytes(json.dumps(values, sort_keys=True).encode())[:16]
+
+
+def of_bytes(*buffers: Any) -> str:
+    """The SHA-256 of bytes or contiguous arrays, one after the other.
+
+    Example:
+        >>> of_bytes(b"{", b"}")[:12]
+        '44136fa355b3'
+    """
+    digest = hashlib.sha256()
+    for each in buffers:
+        digest.update(each)
+    return digest.hexdigest()
+
+
+def of_file(path: pathlib.Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @jax.jit

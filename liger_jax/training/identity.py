@@ -1,18 +1,17 @@
 """What a run is made of: by it a run that goes on knows that its model is still the one that it began with."""
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from liger_jax.training import digests
 from liger_jax.training.errors import CheckpointError
 
 _BLOCK = 4096  # bytes that are read at each place of a tensor
 _PLACES = 3  # begin, middle and end
 _MOST_HEADER = 2**28
-_CHUNK = 2**24
 _NAMED = 4  # differences that a message names
 _SHOWN = 60  # characters of a value in a message
 
@@ -30,7 +29,7 @@ def of_files(contents: Mapping[str, bytes | None]) -> dict[str, str]:
         >>> of_files({"tokenizer.json": b"{}", "merges.txt": None})
         {'tokenizer.json': '44136fa355b3'}
     """
-    return {name: _short(hashlib.sha256(data)) for name, data in contents.items() if data is not None}
+    return {name: digests.of_bytes(data)[:12] for name, data in contents.items() if data is not None}
 
 
 def of_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
@@ -43,7 +42,7 @@ def of_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
     Returns:
         Digests by name; those of files that cannot be read are left out, which the reader of the weights tells.
     """
-    return _each(folder, names, _sampled)
+    return _each(folder, names, _sample)
 
 
 def of_whole_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
@@ -56,7 +55,7 @@ def of_whole_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
     Returns:
         Digests by name, as in `of_weights`.
     """
-    return {f"all of {name}": digest for name, digest in _each(folder, names, _whole).items()}
+    return {f"all of {name}": digest for name, digest in _each(folder, names, digests.of_file).items()}
 
 
 def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], growing: Sequence[str] = ()) -> None:
@@ -98,26 +97,24 @@ def _each(folder, names, digest):
     found = {}
     for name in names:
         try:
-            with (folder / name).open("rb", buffering=0) as file:
-                found[name] = digest(file)
+            found[name] = digest(folder / name)[:12]
         except OSError:
             continue
     return found
 
 
-def _sampled(file: Any) -> str:
-    size = os.fstat(file.fileno()).st_size
-    digest = hashlib.sha256(f"{size}".encode())
-    length = int.from_bytes(file.read(8), "little")
-    header = file.read(min(length, _MOST_HEADER, size))
-    digest.update(header)
-    begin = 8 + length
-    for first, end in _places(header):
-        for part in range(_PLACES):
-            at = first + max(0, end - first - _BLOCK) * part // (_PLACES - 1)
-            file.seek(begin + at)
-            digest.update(file.read(min(_BLOCK, max(0, end - at))))
-    return _short(digest)
+def _sample(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, _MOST_HEADER, size))
+        blocks = [f"{size}".encode(), header]
+        for first, end in _places(header):
+            for part in range(_PLACES):
+                at = first + max(0, end - first - _BLOCK) * part // (_PLACES - 1)
+                file.seek(8 + length + at)
+                blocks.append(file.read(min(_BLOCK, max(0, end - at))))
+    return digests.of_bytes(*blocks)
 
 
 def _places(header: bytes) -> list[tuple[int, int]]:
@@ -128,14 +125,3 @@ def _places(header: bytes) -> list[tuple[int, int]]:
         return sorted((int(first), int(end)) for first, end in found if 0 <= first <= end < 2**62)
     except (ValueError, TypeError, KeyError, RecursionError):
         return []
-
-
-def _whole(file: Any) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-    return _short(digest)
-
-
-def _short(digest: Any) -> str:
-    return digest.hexdigest()[:12]

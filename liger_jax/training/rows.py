@@ -4,7 +4,6 @@ Rows are a model's arguments as `pack` and `pad` make them: arrays of (rows, len
 """
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import digests
 
 INPUTS = ("input_ids", "segment_ids", "positions")  # the arguments by which a model reads packed rows
 ARGUMENTS = (*INPUTS, "labels")  # and those by which it is scored, too
@@ -230,13 +230,12 @@ def fingerprint(*some: Rows) -> str:
         >>> fingerprint({"input_ids": np.ones((3, 2), np.int32)})
         '3 rows, as tokenizer and chat template make them: 52472924f15b'
     """
-    digest = hashlib.sha256()
+    buffers: list[Any] = []
     for rows in some:
         for name, values in rows.items():
-            digest.update(f"{name} {values.shape} {values.dtype}".encode())
-            digest.update(np.ascontiguousarray(values))
+            buffers += [f"{name} {values.shape} {values.dtype}".encode(), np.ascontiguousarray(values)]
     number = sum(map(num_rows, some))
-    return f"{number} rows, as tokenizer and chat template make them: {digest.hexdigest()[:12]}"
+    return f"{number} rows, as tokenizer and chat template make them: {digests.of_bytes(*buffers)[:12]}"
 
 
 def _visits(number: int, weight: float) -> int:
