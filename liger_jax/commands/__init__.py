@@ -25,13 +25,8 @@ _COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        argv: its arguments; the command line's if none.
-
-    Returns:
-        The exit code, which is 2 for whatever the user can mend, and 1 if nobody reads the output any more.
+    """Runs the command. Returns the exit code: 2 for an error that the user can fix, 1 if nobody reads the output any
+    more.
     """
     if argv is not None and list(argv) != sys.argv[1:]:  # called by a program, which does not end here
         return _main(argv)
@@ -59,11 +54,7 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The names of all commands' options, as a file of options may have them.
-
-    Returns:
-        Such as "learning_rate".
-    """
+    """The names of all commands' options, as a file of options may have them."""
     return frozenset(action.dest for each in _parsers()[1] for action in each._actions) - {"help", "config"}
 
 

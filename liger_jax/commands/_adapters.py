@@ -27,16 +27,8 @@ _OF_NEW = ("lora", "lora_alpha", "lora_targets", "lora_experts", "rslora", "dora
 def found(settings: Settings) -> tuple[Settings, Source]:
     """The run's model. If `--model` is a folder of adapters, it is theirs, and training goes on from them.
 
-    Args:
-        settings: the run as it was asked for.
-
-    Returns:
-        The run, whose `model` names a model and whose `adapters` the folder, if there is one; and the model's folder.
-
-    Raises:
-        UserError: an option is one of new adapters.
-        ValueError: the folder's files are damaged, or adapters of a kind that is not trained.
-        FileNotFoundError: the model is not there.
+    Returns the run, whose `model` names a model and whose `adapters` the folder, if there is one; and the model's
+    folder.
     """
     with of_option("--model"):
         source = find(settings.model)
@@ -57,28 +49,12 @@ def found(settings: Settings) -> tuple[Settings, Source]:
 
 
 def tuned(settings: Settings, source: Source) -> list[Path]:
-    """The folders that the run must not replace: that of the model, and that of the adapters that it goes on from.
-
-    Args:
-        settings: the run.
-        source: the model's folder.
-
-    Returns:
-        One or two folders.
-    """
+    """The folders that the run must not replace: that of the model, and that of the adapters that it goes on from."""
     return [source.folder, *([] if settings.adapters is None else [Path(settings.adapters)])]
 
 
 def add(model: Any, settings: Settings) -> None:
-    """Adds the run's adapters to a model, in place.
-
-    Args:
-        model: the model.
-        settings: the run; its `lora` is not `None`.
-
-    Raises:
-        ValueError: the targets are not in the model, or the folder's adapters do not fit it.
-    """
+    """Adds the run's adapters to a model, in place."""
     assert settings.lora is not None
     if settings.adapters is not None:
         load_adapters(model, settings.adapters, dropout=settings.lora_dropout)
@@ -99,15 +75,8 @@ def add(model: Any, settings: Settings) -> None:
 def targets(text: str | None) -> tuple[str, ...] | str | None:
     """What `--lora-targets` means: names with commas between them, "all-linear", or a regular expression.
 
-    Args:
-        text: the option; `None` for the default.
-
-    Returns:
-        `targets` of `add_lora`.
-
-    Example:
-        >>> targets("q_proj,v_proj"), targets(r".*[02]\\.mlp\\..*")
-        (('q_proj', 'v_proj'), '.*[02]\\\\.mlp\\\\..*')
+    >>> targets("q_proj,v_proj"), targets(r".*[02]\\.mlp\\..*")
+    (('q_proj', 'v_proj'), '.*[02]\\\\.mlp\\\\..*')
     """
     if text is None:
         return None
@@ -117,14 +86,7 @@ def targets(text: str | None) -> tuple[str, ...] | str | None:
 
 
 def files(settings: Settings) -> dict[str, bytes | None]:
-    """The contents of the adapters that training goes on from, by name; none without.
-
-    Args:
-        settings: the run.
-
-    Returns:
-        What `identity.of_files` takes.
-    """
+    """The contents of the adapters that training goes on from, by name; none without."""
     if settings.adapters is None:
         return {}
     names = (adapter_files.CONFIG, adapter_files.WEIGHTS)
@@ -132,15 +94,7 @@ def files(settings: Settings) -> dict[str, bytes | None]:
 
 
 def loss_of(settings: Settings, loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss that is trained: with dropout in the adapters, where the run has some.
-
-    Args:
-        settings: the run.
-        loss: the loss of its task.
-
-    Returns:
-        A function for `make_step` with `has_aux=True`.
-    """
+    """The loss that is trained: with dropout in the adapters, where the run has some."""
     if not settings.lora_dropout:
         return loss
 
@@ -155,13 +109,8 @@ def loss_of(settings: Settings, loss: Callable[..., Any]) -> Callable[..., Any]:
 def numbered(batch: Rows, pieces: np.ndarray, step: int) -> dict[str, Any]:
     """A step's batch, with what its dropout needs.
 
-    Args:
-        batch: (B, T) arrays.
-        pieces: for each token of the first rows, which may be fewer than B, the number of its piece in the step.
-        step: a number that no other update has.
-
-    Returns:
-        The batch with (B, T) numbers in `PIECES` and a number in `STEP`.
+    `pieces`: for each token of the first rows, which may be fewer than B, the number of its piece in the step. Returns
+    the batch with (B, T) numbers in `PIECES` and a number in `STEP`.
     """
     numbers = np.zeros(batch["input_ids"].shape, np.uint32)
     numbers[: len(pieces)] = pieces.astype(np.uint32)

@@ -5,25 +5,13 @@ from typing import Any
 
 
 class AddedOnce:
-    """The texts of a run that begin or end with what the tokenizer adds.
-
-    Args:
-        text: the text of tokens.
-    """
+    """The texts of a run that begin or end with what the tokenizer adds."""
 
     def __init__(self, text: Callable[[Sequence[int]], str]):
         self._text, self._texts = text, dict[tuple[str, str], int]()
 
     def of(self, encoded: Any, to_go_on: bool = False) -> slice:
-        """Which tokens of an encoded text count.
-
-        Args:
-            encoded: an encoding of the package `tokenizers`.
-            to_go_on: whether the text is to go on, so that nothing is added at its end.
-
-        Returns:
-            All tokens but those that are added although the text has the same ones there.
-        """
+        """Which tokens of an encoded text count."""
         ids, is_added = encoded.ids, encoded.special_tokens_mask
         if 0 not in is_added:
             return slice(0, len(ids))
@@ -40,12 +28,7 @@ class AddedOnce:
         return slice(begin, end)
 
     def note(self, verb: str, tokens: Sequence[int]) -> None:
-        """Notes that a text has tokens which the tokenizer adds.
-
-        Args:
-            verb: "begin" or "end", as the text does.
-            tokens: the tokens.
-        """
+        """Notes that a text has tokens which the tokenizer adds."""
         about = verb, self._text(tokens)
         self._texts[about] = self._texts.get(about, 0) + 1
 

@@ -19,12 +19,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def merged(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of tokenizer_config.json, with those of special_tokens_map.json where transformers reads it.
 
-    Args:
-        config: the first file's.
-        special_tokens: the second file's. They count where the first one lists no added tokens.
-
-    Returns:
-        The fields.
+    `special_tokens`: the second file's. They count where the first one lists no added tokens.
     """
     return dict(config) if _DECODER in config else {**config, **special_tokens}
 
@@ -32,14 +27,7 @@ def merged(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict
 def add(tokenizer: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], added: Mapping[str, Any]) -> None:
     """Adds to a tokenizer what `AutoTokenizer.from_pretrained` adds: listed tokens, and special ones that it lacks.
 
-    Args:
-        tokenizer: made of tokenizer.json; it is changed.
-        folder: where the files are, for messages.
-        config: what `merged` returns.
-        added: numbers by token, of added_tokens.json. It counts where the config lists no added tokens.
-
-    Raises:
-        UserError: a file does not hold tokens, or gives a new token another number than the next one.
+    `added`: numbers by token, of added_tokens.json. It counts where the config lists no added tokens.
     """
     special = dict.fromkeys(content for content, _ in _special(config))
     if _DECODER in config:

@@ -11,11 +11,7 @@ from liger_jax.planner.step import REMATS
 
 
 def add_data_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say how texts and conversations become rows.
-
-    Args:
-        command: a parser.
-    """
+    """Adds the arguments that say how texts and conversations become rows."""
     add = command.add_argument
     add("--column", help="the field that is trained on: a text, or a list of messages (default: by the fields' names)")
     add("--format", choices=list(FORMATS), help="the format of rows that have the fields of several")
@@ -23,11 +19,7 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_row_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say how any data becomes rows.
-
-    Args:
-        command: a parser.
-    """
+    """Adds the arguments that say how any data becomes rows."""
     add = command.add_argument
     data = "what is scored and not trained on, in the place of a share of --data"
     add("--eval-data", nargs="+", metavar="DATA", help=data)
@@ -40,23 +32,13 @@ def add_row_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_rope_argument(command: argparse.ArgumentParser) -> None:
-    """Adds the argument for rows beyond a model's positions.
-
-    Args:
-        command: a parser.
-    """
+    """Adds the argument for rows beyond a model's positions."""
     longer = "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)"
     command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
 
 
 def add_training_arguments(command: argparse.ArgumentParser, rate: str, settings_type: type[Settings]) -> None:
-    """Adds the arguments of every command that trains a model, apart from those of its data.
-
-    Args:
-        command: its parser.
-        rate: the default learning rate, in words.
-        settings_type: what the arguments become.
-    """
+    """Adds the arguments of every command that trains a model, apart from those of its data."""
     model = "a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters"
     command.add_argument("--model", required=True, help=model)
     _add_model_arguments(command)

@@ -18,17 +18,7 @@ from liger_jax.training.waiting import beside, telling
 
 
 def read(run: Run) -> Any:
-    """Reads the weights of a run's model.
-
-    Args:
-        run: the run.
-
-    Returns:
-        The model, without adapters, on the run's devices.
-
-    Raises:
-        ValueError: the files are damaged.
-    """
+    """Reads the weights of a run's model."""
     settings, devices = run.settings, run.devices
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
     options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=run.task.scan_layers)
@@ -39,20 +29,8 @@ def read(run: Run) -> Any:
 def begun(
     run: Run, course: Course, reading: Future[Any], made_of: Mapping[str, str]
 ) -> tuple[Any, tuple[Any, Any], Any, Any]:
-    """Makes a run's first state of the model that is read. A step overwrites it in place: nothing else may hold it.
-
-    Args:
-        run: the run.
-        course: what its steps train on.
-        reading: `read` of the run, on another thread.
-        made_of: texts by which the model and the data can be told from others.
-
-    Returns:
-        The model's graph; the parameters and the optimizer's state; the frozen variables; and what the model keeps for
-        its files.
-
-    Raises:
-        UserError: files are damaged, the adapters do not fit the model, or the device has too little memory.
+    """Makes a run's first state (graph, (parameters, optimizer's state), frozen variables, what the model keeps for its
+    files). A step overwrites the state in place: nothing else may hold it.
     """
     settings, task, devices = run.settings, run.task, run.devices
     with user_errors():

@@ -33,39 +33,19 @@ class Clock:
         self._until = time.thread_time() + MOST_SECONDS
 
     def check(self) -> None:
-        """Checks the time.
-
-        Raises:
-            OverBudget: it is over.
-        """
+        """Checks the time."""
         if self._until and time.thread_time() > self._until:
             raise OverBudget(f"runs for more than {MOST_SECONDS:g} seconds")
 
 
 def check_size(size: int) -> None:
-    """Checks the size of a text or a list before it is made.
-
-    Args:
-        size: characters or entries.
-
-    Raises:
-        OverBudget: there are too many.
-    """
+    """Checks the size of a text or a list before it is made."""
     if size > MOST_CHARACTERS:
         raise OverBudget(f"makes a text or a list of more than {MOST_CHARACTERS:,} characters or entries")
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
-    """Checks what an operator would make.
-
-    Args:
-        operator: one of + * ** %.
-        left: what stands before it.
-        right: what stands behind it.
-
-    Raises:
-        OverBudget: the result would be too large.
-    """
+    """Checks what an operator would make."""
     if isinstance(left, int) and isinstance(right, int):
         bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * max(right, 0)}
         if bits.get(operator, 0) > _MOST_BITS:
@@ -81,15 +61,7 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def check_pattern(pattern: str, values: Iterable[Any]) -> None:
-    """Checks the widths in a pattern that `%` or `format` fills.
-
-    Args:
-        pattern: such as "%10d" or "{:>10}".
-        values: what fills it; a width may be among them.
-
-    Raises:
-        OverBudget: the result would be too large.
-    """
+    """Checks the widths in a pattern that `%` or `format` fills."""
     widths = sum(map(_number, re.findall(r"\d{3,}", pattern)))
     if re.search(r"\*|\{[^}]*\{", pattern):
         widths += sum(value for value in values if isinstance(value, int) and value > 0)
@@ -97,17 +69,7 @@ def check_pattern(pattern: str, values: Iterable[Any]) -> None:
 
 
 def check_call(name: str, subject: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks what a filter or a method of a string would make.
-
-    Args:
-        name: of the filter or the method.
-        subject: what it is applied to.
-        args: its arguments.
-        kwargs: its arguments by name.
-
-    Raises:
-        OverBudget: the result would be too large.
-    """
+    """Checks what a filter or a method of a string would make."""
     values = [*args, *kwargs.values()]
     largest = max((value for value in values if isinstance(value, int)), default=0)
     if name in _GROUPED and largest > _MOST_GROUPS:

@@ -45,16 +45,8 @@ def compiled_programs_kept(wanted: bool = True) -> Iterator[None]:
 def folder(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path:
     """Where compiled programs are kept, which may be deleted at any time.
 
-    Args:
-        environment: the variables that name the user's folders.
-        platform: the operating system, as in `sys.platform`.
-
-    Returns:
-        liger-jax/compiled in the user's folder for caches, which is XDG_CACHE_HOME where that is set.
-
-    Example:
-        >>> folder({"XDG_CACHE_HOME": "/var/cache/me"}, "linux").as_posix()
-        '/var/cache/me/liger-jax/compiled'
+    >>> folder({"XDG_CACHE_HOME": "/var/cache/me"}, "linux").as_posix()
+    '/var/cache/me/liger-jax/compiled'
     """
     if own := environment.get("XDG_CACHE_HOME"):
         caches = Path(own)

@@ -22,22 +22,13 @@ _Of = TypeVar("_Of")
 
 @dataclasses.dataclass
 class Notes:
-    """What is said once of all conversations.
+    """What is said once of all conversations."""
 
-    Attributes:
-        parsed: a tool call's arguments were a JSON string, and are printed as the object that it holds.
-        endless: an answer ends with no mark.
-    """
-
-    parsed: bool = False
-    endless: bool = False
+    parsed: bool = False  # a tool call's arguments were a JSON string, and are printed as the object that it holds
+    endless: bool = False  # an answer ends with no mark
 
     def sentences(self) -> list[str]:
-        """What is to be said.
-
-        Returns:
-            A sentence for each attribute that is true.
-        """
+        """What is to be said."""
         found = []
         if self.parsed:
             found.append(
@@ -49,36 +40,17 @@ class Notes:
 
 
 class Rendered(NamedTuple):
-    """A conversation as a template prints it.
+    """A conversation as a template prints it."""
 
-    Attributes:
-        text: the text.
-        spans: where each answer that is trained on begins and ends; none of a prompt.
-        behind: what the template prints behind the words of the last of these answers, up to its end.
-        own_words: what the template itself prints within these answers, as between thoughts and a content.
-        missing: what the template leaves out beside answers, as `_left_out.of` says it.
-    """
-
-    text: str
-    spans: list[tuple[int, int]]
-    behind: str
-    own_words: Set[str]
-    missing: list[str]
+    text: str  # the text
+    spans: list[tuple[int, int]]  # where each answer that is trained on begins and ends; none of a prompt
+    behind: str  # what the template prints behind the words of the last of these answers, up to its end
+    own_words: Set[str]  # what the template itself prints within these answers, as between thoughts and a content
+    missing: list[str]  # what the template leaves out beside answers, as `_left_out.of` says it
 
 
 class ChatTemplate:
-    """A chat template in Jinja's sandbox, with what Hugging Face's templates expect there.
-
-    Args:
-        source: the template.
-        special_tokens: special tokens by name, such as `{"bos_token": "<s>"}`.
-
-    Attributes:
-        notes: what is to be said of the conversations that were rendered.
-
-    Raises:
-        UserError: the template is not valid Jinja.
-    """
+    """A chat template in Jinja's sandbox, with what Hugging Face's templates expect there."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self._environment, self._source = _jinja.Environment(), source
@@ -92,18 +64,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None) -> Rendered:
         """The text of a conversation, and where in it the assistant speaks.
 
-        Args:
-            messages: objects with `role` and what the template knows. A `weight` of 0, or `train` or `training` that
-                are false, leave an answer out.
-            tools: functions that the assistant may call, as the template takes them.
-            values: more variables of the template.
-
-        Returns:
-            The text, where each answer begins and ends, and what is missing. An answer includes the mark that ends it,
-            and no space after the mark.
-
-        Raises:
-            UserError: the template refuses the messages, or nothing proves which words are the assistant's.
+        `messages`: objects with `role` and what the template knows. A `weight` of 0, or `train` or `training` that are
+        false, leave an answer out. Returns the text, where each answer begins and ends, and what is missing. An answer
+        includes the mark that ends it, and no space after the mark.
         """
 
         def rendered(form: Sequence[Any], given: Mapping[str, Any]) -> tuple[Rendered, bool]:
@@ -119,19 +82,7 @@ class ChatTemplate:
         return found
 
     def prompt(self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None) -> Rendered:
-        """The text of a conversation up to the words that the assistant is to say.
-
-        Args:
-            messages: as in `render`.
-            tools: as in `render`.
-            values: as in `render`.
-
-        Returns:
-            The text, with what the template adds for an answer, and what is missing.
-
-        Raises:
-            UserError: the template refuses the messages.
-        """
+        """The text of a conversation up to the words that the assistant is to say."""
 
         def rendered(form: Sequence[Any], given: Mapping[str, Any]) -> Rendered:
             layout = Layout(self._text(form, given, prompt=True))

@@ -8,18 +8,7 @@ from liger_jax.commands._errors import UserError
 
 
 def by_name(places: Sequence[Any], folder: Path) -> dict[str, str]:
-    """The chat templates of the first place that has some.
-
-    Args:
-        places: what the places hold: a template, templates by name, a list of objects with both, or nothing.
-        folder: the tokenizer's, for messages.
-
-    Returns:
-        Templates by name, "default" among them or not.
-
-    Raises:
-        UserError: a list has no objects, each with a name.
-    """
+    """The chat templates of the first place that has some."""
     found = next((place for place in places if place), None)
     if isinstance(found, str):
         found = {"default": found}
@@ -35,19 +24,7 @@ def by_name(places: Sequence[Any], folder: Path) -> dict[str, str]:
 
 
 def chosen(sources: dict[str, str], tools: Any, folder: Path) -> str:
-    """The template for a conversation: "tool_use" where there are tools and such a template, else "default".
-
-    Args:
-        sources: the templates by name.
-        tools: the conversation's; `None` for none.
-        folder: the tokenizer's, for messages.
-
-    Returns:
-        The template.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The template for a conversation: "tool_use" where there are tools and such a template, else "default"."""
     name = "tool_use" if tools is not None and "tool_use" in sources else "default"
     if name in sources:
         return sources[name]

@@ -13,14 +13,7 @@ _BEGINNING = '{"step": '
 
 
 class CompletionsFile:
-    """The file of a run, to which each step adds some lines. A run that goes on takes later steps' lines away first.
-
-    Args:
-        folder: the run's.
-
-    Raises:
-        UserError: the file there is of no run, or cannot be read.
-    """
+    """The file of a run, to which each step adds some lines. A run that goes on takes later steps' lines away first."""
 
     def __init__(self, folder: Path):
         self._path, self._is_open = folder / NAME, False
@@ -35,12 +28,7 @@ class CompletionsFile:
         self._lines = text.split("\n")
 
     def add(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds a step's lines.
-
-        Args:
-            step: its number, from 1.
-            records: objects of JSON's values.
-        """
+        """Adds a step's lines."""
         lines = [json.dumps({"step": step, **record}, ensure_ascii=False) for record in records]
         try:
             if not self._is_open:

@@ -32,19 +32,9 @@ _KINDS: Any = {int: "a whole number", float: "a number"}
 
 
 def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
-    """Reads a file of options.
-
-    Args:
-        path: the file.
-        command: the command's name.
-        actions: its arguments by their names in the parsed result.
-
-    Returns:
-        The values by name, as parsing the command line would give them. Options that only other commands have, or that
-        mean something else in the command whose run has written the file, are left out, and a line says so.
-
-    Raises:
-        UserError: the file cannot be read, no command has an option of a name in it, or a value is not one of it.
+    """Reads a file of options: values by name, as parsing the command line would give them. Options that only other
+    commands have, or that mean something else in the command whose run has written the file, are left out, and a line
+    says so.
     """
     from liger_jax.commands import option_names
     from liger_jax.commands._other_words import in_other_words
@@ -79,16 +69,7 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
 
 
 def write(path: Path, options: Mapping[str, Any], first: str) -> None:
-    """Writes a file of options, in one rename.
-
-    Args:
-        path: the file.
-        options: strings, numbers, booleans and sequences of strings by name; those that are `None` are left out.
-        first: the first line, as `heading` returns it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a file of options in one rename. Options that are `None` are left out."""
     lines = [first, *(f"{name} = {_toml(value)}" for name, value in options.items() if value is not None)]
     new = path.with_name(f".{path.name}.new")  # a process that is killed leaves the old file or the new one
     new.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
@@ -102,15 +83,8 @@ def _name(option: str) -> str:
 def heading(command: str) -> str:
     """The first line of the file that a run of a command writes.
 
-    Args:
-        command: its name.
-
-    Returns:
-        A comment.
-
-    Example:
-        >>> heading("dpo")
-        '# The options of the run in this folder, for --config of liger-jax dpo.'
+    >>> heading("dpo")
+    '# The options of the run in this folder, for --config of liger-jax dpo.'
     """
     return f"{OF_A_RUN} of liger-jax {command}."
 

@@ -23,15 +23,8 @@ _MOST_SEEN = 10_000  # texts; a template may print a tool's numbers behind an an
 class Conversations:
     """The conversations of a run, or of whoever speaks.
 
-    Args:
-        tokenizer: encodes what templates print.
-        templates: finds the chat templates by name.
-        special_tokens: special tokens by name, for templates.
-        folder: the tokenizer's, for messages.
-
-    Attributes:
-        marks: the added tokens that end conversations' "last" answers and "earlier" ones, those in what a template
-            prints "behind" last answers, and those that it prints "inside" answers, such as after thoughts.
+    `marks`: the added tokens that end conversations' "last" answers and "earlier" ones, those in what a template prints
+    "behind" last answers, and those that it prints "inside" answers, such as after thoughts.
     """
 
     def __init__(
@@ -59,47 +52,21 @@ class Conversations:
         return sorted((marks["last"] | marks["earlier"] & marks["behind"]) - marks["inside"])
 
     def rendered(self, document: Document) -> Any:
-        """The text of a conversation, and where the assistant speaks.
-
-        Args:
-            document: the conversation.
-
-        Returns:
-            A `Rendered`.
-
-        Raises:
-            UserError: there is no chat template, or it fails.
-        """
+        """The text of a conversation, and where the assistant speaks."""
         source = _chat_templates.chosen(self._sources(), document.tools, self._folder)
         found = self._template(source).render(document.messages or [], document.tools, document.values)
         self._look(document, source, found.missing)
         return found
 
     def prompt(self, document: Document) -> str:
-        """The text of a conversation up to the words that the assistant is to say.
-
-        Args:
-            document: the conversation.
-
-        Returns:
-            The text.
-
-        Raises:
-            UserError: there is no chat template, or it fails.
-        """
+        """The text of a conversation up to the words that the assistant is to say."""
         source = _chat_templates.chosen(self._sources(), document.tools, self._folder)
         found = self._template(source).prompt(document.messages or [], document.tools, document.values)
         self._look(document, source, found.missing)
         return found.text
 
     def look_at_ends(self, messages: Sequence[Any], found: Any, ends: Sequence[int]) -> None:
-        """Notes what ends answers.
-
-        Args:
-            messages: a conversation.
-            found: what `rendered` returned for it.
-            ends: the last token of each answer.
-        """
+        """Notes what ends answers."""
         is_last = messages[-1]["role"] == "assistant" and is_trained(messages[-1])
         earlier, last = (ends[:-1], ends[-1:]) if is_last else (ends, [])
         # A mark that is no special token may end a tool's call, behind which another call may follow. The answer's own

@@ -18,39 +18,19 @@ RunRows = _training_rows.TrainingRows | PromptRows
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """What a run's steps train on.
+    """What a run's steps train on."""
 
-    Attributes:
-        tokenizer: what its rows were encoded by.
-        data: the rows.
-        steps: how many there are.
-        rate: the learning rate of a step.
-        optimizer: any optax transformation.
-        rows_of: the rows of a step that this process reads.
-        batch_of: the same on the devices, in whole parts.
-    """
-
-    tokenizer: Any
-    data: RunRows
-    steps: int
-    rate: Callable[[Any], Any]
-    optimizer: Any
-    rows_of: Callable[[int], rows.Rows]
-    batch_of: Callable[[int], Any]
+    tokenizer: Any  # what its rows were encoded by
+    data: RunRows  # the rows
+    steps: int  # how many there are
+    rate: Callable[[Any], Any]  # the learning rate of a step
+    optimizer: Any  # any optax transformation
+    rows_of: Callable[[int], rows.Rows]  # the rows of a step that this process reads
+    batch_of: Callable[[int], Any]  # the same on the devices, in whole parts
 
 
 def course_of(run: Run) -> Course:
-    """Makes a run's rows, prints what they are, and decides what its steps do with them.
-
-    Args:
-        run: the run.
-
-    Returns:
-        The course.
-
-    Raises:
-        UserError: the data give no rows, or more than can be counted.
-    """
+    """Makes a run's rows, prints what they are, and decides what its steps do with them."""
     settings, task, devices = run.settings, run.task, run.devices
     parts = _training_rows.parts_of(settings)
     tokenizer = _training_rows.tokenizer(run.source, run.architecture, task.tokenizer)

@@ -20,20 +20,8 @@ def read(
     refused: Refused = None,
     form: str | None = None,
 ) -> list[Document]:
-    """Reads all documents into the memory.
-
-    Args:
-        data: files, globs, folders, and ids of datasets.
-        column: the field that is trained on, where it is not to be known by its name.
-        subset: the dataset's configuration.
-        refused: where errors of single files and lines go, by where they are; `None` to raise the first.
-        form: one of `_row_formats.FORMATS`, where rows have the fields of several.
-
-    Returns:
-        The documents that are not empty.
-
-    Raises:
-        UserError: nothing is found, or something found is no document.
+    """Reads all documents into memory. `column` is the field that is trained on, if it is named; `refused` gets errors
+    of single files and lines by their place, and `None` raises the first one.
     """
     data = [data] if isinstance(data, str) else data
     parts = _sources.parts(data)
@@ -54,21 +42,7 @@ def read(
 def documents_of(
     part: _sources.Part, rows: Any, column: str | None, form: str | None, refused: Refused = None
 ) -> Iterator[Document]:
-    """The documents of one thing that `--data` names, each read when it is asked for.
-
-    Args:
-        part: files, or a dataset of the hub.
-        rows: those of the dataset; of no use for files.
-        column: the field that is trained on, where it is not to be known by its name.
-        form: one of `_row_formats.FORMATS`, where rows have the fields of several; or `_pair_rows.FORM`.
-        refused: where errors of single files and lines go, by where they are; `None` to raise the first.
-
-    Yields:
-        Documents, some of which may be empty.
-
-    Raises:
-        UserError: something is no document.
-    """
+    """The documents of one thing that `--data` names, each read when it is asked for."""
     if not part.paths:
         yield from rows_to_documents(rows, part.name, column, form, refused)
     for path in part.paths:
@@ -77,19 +51,7 @@ def documents_of(
 
 
 def dataset(name: str, subset: str | None, **options: Any) -> Any:
-    """A dataset of the hub, of which the split "train" is read.
-
-    Args:
-        name: its id.
-        subset: its configuration.
-        **options: more of `datasets.load_dataset`, such as `streaming=True`.
-
-    Returns:
-        Its rows, which can be iterated over.
-
-    Raises:
-        UserError: the package `datasets` is missing, or the dataset cannot be loaded.
-    """
+    """A dataset of the hub, of which the split "train" is read."""
     with needed_packages():
         datasets = importlib.import_module("datasets")
     try:

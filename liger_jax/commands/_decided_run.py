@@ -47,22 +47,7 @@ class Run:
 
 
 def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, Any]:
-    """Decides what a run leaves open, by its model, its devices and their memory. What it needs is printed.
-
-    Args:
-        asked: the settings as they were given.
-        task: what it trains for, as `_run.train` takes it.
-        out: its folder.
-
-    Returns:
-        The run; the types of the model that is trained, and of the one that writes samples.
-
-    Raises:
-        UserError: the result would replace what no run has left; an option does not go with the model, the devices or
-            the task; the run does not fit.
-        ValueError: the model is none that is known here, its files are damaged, or the mesh does not suit it.
-        FileNotFoundError: the model is not there.
-    """
+    """Decides what a run leaves open, by its model, its devices and their memory. What it needs is printed."""
     settings, source = _adapters.found(asked)
     for folder in _adapters.tuned(settings, source):
         _output.check(settings, folder)
@@ -97,15 +82,7 @@ def _as_stored(settings: Settings, source: Source) -> Settings:
 
 
 def precision(settings: Settings, stored: str) -> dict[str, str]:
-    """The dtypes that a run computes in.
-
-    Args:
-        settings: the run.
-        stored: dtype of the checkpoint.
-
-    Returns:
-        Names: `dtype` of the computation, and `param_dtype` of the weights.
-    """
+    """The dtypes that a run computes in."""
     return dict(
         dtype=settings.dtype or ("float32" if jax.default_backend() == "cpu" else defaults.DTYPE),
         param_dtype=settings.param_dtype or defaults.param_dtype(settings.lora, stored),

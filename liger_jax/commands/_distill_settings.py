@@ -13,32 +13,18 @@ from liger_jax.ops.linear.fused_linear_topk_distillation import TAILS
 
 @dataclasses.dataclass(frozen=True)
 class DistillSettings(Settings):
-    """A run that trains a student on its teacher's probabilities.
+    """A run that trains a student on its teacher's probabilities."""
 
-    Attributes:
-        teacher: a checkpoint's folder, or an id.
-        teacher_quantize: how the teacher's weights are held, "nf4" or "int8"; `None` for as they are.
-        divergence: a name of `DIVERGENCES`, as in `fused_linear_distillation`.
-        beta: the teacher's part of the mixture, for "jsd" alone; `None` for 0.5.
-        temperature: of both distributions.
-        hard_weight: the share of the labels' cross-entropy in the loss.
-        top_k: how many of the teacher's likeliest tokens are stored, once; `None` for a teacher in each step.
-        tail: what the tokens are that are not stored, a name of `TAILS`; `None` for "bucket".
-        out: folder for checkpoints, logs and the result.
-
-    Raises:
-        UserError: a value is out of its range, or does not go with another.
-    """
-
-    teacher: str = ""
-    teacher_quantize: str | None = None
-    divergence: str = "forward_kl"
-    beta: float | None = None
-    temperature: float = 1.0
-    hard_weight: float = 0.0
+    teacher: str = ""  # a checkpoint's folder, or an id
+    teacher_quantize: str | None = None  # how the teacher's weights are held, "nf4" or "int8"; `None` for as they are
+    divergence: str = "forward_kl"  # a name of `DIVERGENCES`, as in `fused_linear_distillation`
+    beta: float | None = None  # the teacher's part of the mixture, for "jsd" alone; `None` for 0.5
+    temperature: float = 1.0  # of both distributions
+    hard_weight: float = 0.0  # the share of the labels' cross-entropy in the loss
+    # How many of the teacher's likeliest tokens are stored, once; `None` for a teacher in each step.
     top_k: int | None = None
-    tail: str | None = None
-    out: str = "runs/distill"
+    tail: str | None = None  # what the tokens are that are not stored, a name of `TAILS`; `None` for "bucket"
+    out: str = "runs/distill"  # folder for checkpoints, logs and the result
 
     command = "distill"
     is_alone = True
@@ -92,8 +78,7 @@ class DistillSettings(Settings):
     def divergence_options(self) -> dict[str, Any]:
         """Options of `fused_linear_distillation`, or with `top_k` of `fused_linear_topk_distillation`.
 
-        Returns:
-            Values by name; not the `hard_weight`, which is 0 where a divergence is wanted alone.
+        Returns values by name; not the `hard_weight`, which is 0 where a divergence is wanted alone.
         """
         if self.top_k is not None:
             return {"temperature": self.temperature, "tail": self.tail or "bucket"}
@@ -102,11 +87,7 @@ class DistillSettings(Settings):
 
 
 def add_teacher_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the teacher and of the loss.
-
-    Args:
-        command: a parser.
-    """
+    """Adds the arguments of the teacher and of the loss."""
     add = command.add_argument
     add("--teacher", required=True, metavar="MODEL", help="a folder or an id, with the tokenizer of --model")
     add("--teacher-quantize", choices=KINDS, help="hold the teacher's weights in 4 or 8 bits")

@@ -35,18 +35,8 @@ def divergence(
     hard_weight: float,
     **options: Any,
 ) -> jax.Array:
-    """The student's divergence from its teacher, summed over scored tokens, over a denominator.
-
-    Args:
-        model: the student, with its `teacher`, unless the batch has `_stored_top_k.COLUMNS`.
-        batch: a model's arguments, and perhaps these columns.
-        denominator: () float32.
-        vocab_size: the entries that student and teacher have in common.
-        hard_weight: the share of the labels' cross-entropy.
-        **options: of `fused_linear_distillation`, or for stored tokens of `fused_linear_topk_distillation`.
-
-    Returns:
-        () float32.
+    """The student's divergence from its teacher, summed over scored tokens, over a denominator. The teacher is
+    `model.teacher`, unless the batch has `_stored_top_k.COLUMNS`.
     """
     targets = shifted_labels(batch["labels"], batch.get("segment_ids"))
     rows = {name: batch[name] for name in INPUTS if name in batch}
@@ -75,15 +65,7 @@ def divergence(
 
 
 def loss_of(settings: DistillSettings, vocab_size: int) -> Callable[..., Any]:
-    """The loss of a run, a mean over scored tokens, for `make_step` with `has_aux=True`.
-
-    Args:
-        settings: the run.
-        vocab_size: as in `divergence`.
-
-    Returns:
-        A function of the model, the batch and the denominator, `None` for the batch's own.
-    """
+    """The loss of a run, a mean over scored tokens, for `make_step` with `has_aux=True`."""
     options = dict(vocab_size=vocab_size, hard_weight=settings.hard_weight, **settings.divergence_options())
 
     def loss(model: Any, batch: Mapping[str, Any], denominator: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -119,21 +101,7 @@ def _dense(head: Any, hidden: jax.Array) -> jax.Array:
 
 
 def of_run(settings: DistillSettings, source: Source, student: Architecture) -> Task:
-    """The task of a run whose model was found.
-
-    Args:
-        settings: the run.
-        source: the model's folder.
-        student: its architecture.
-
-    Returns:
-        The task, with the run's teacher.
-
-    Raises:
-        UserError: the teacher is none for this run.
-        ValueError: it is no model that is known here, or its files are damaged.
-        FileNotFoundError: it is not there.
-    """
+    """The task of a run whose model was found."""
     teacher, stored = _teacher.found(settings, source, student), []
     task = Task(
         teacher=teacher,

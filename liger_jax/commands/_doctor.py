@@ -15,11 +15,7 @@ _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def report() -> int:
-    """Prints what is here, and what is broken.
-
-    Returns:
-        The exit code: 1 if something is broken, else 0.
-    """
+    """Prints what is here and what is broken. Returns the exit code: 1 if something is broken, else 0."""
     machine = _machine.found()
     wrong = _machine.problems(machine)
     print(*_versions(machine), *_devices(machine), *_cache(), sep="\n")

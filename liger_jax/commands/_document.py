@@ -9,31 +9,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text or a conversation.
+    """A text or a conversation."""
 
-    Attributes:
-        where: where it was found, in words.
-        text: the text; empty for a conversation.
-        messages: the conversation's, or `None` for a text.
-        tools: functions that the assistant may call, for the chat template.
-        values: more variables of the chat template.
-        unread: fields that look as if they chose what is trained on, and do not.
-        prompt: what stands before the text and is not trained on; `None` where there is no prompt.
-        path: the file of a text that is too long to be held in memory, which then is not in `text`.
-        rejected: the other answer, behind the same prompt, where this is the chosen one of a pair.
-        desirable: whether it is a good answer, where it has a label that says so.
-    """
-
-    where: str
-    text: str = ""
-    messages: list[dict[str, Any]] | None = None
-    tools: Any = None
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unread: frozenset[str] = frozenset()
-    prompt: str | None = None
-    path: Path | None = None
+    where: str  # where it was found, in words
+    text: str = ""  # the text; empty for a conversation
+    messages: list[dict[str, Any]] | None = None  # the conversation's, or `None` for a text
+    tools: Any = None  # functions that the assistant may call, for the chat template
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)  # more variables of the chat template
+    unread: frozenset[str] = frozenset()  # fields that look as if they chose what is trained on, and do not
+    prompt: str | None = None  # what stands before the text and is not trained on; `None` where there is no prompt
+    path: Path | None = None  # the file of a text that is too long to be held in memory, which then is not in `text`
+    # The other answer, behind the same prompt, where this is the chosen one of a pair.
     rejected: "Document | None" = None
-    desirable: bool | None = None
+    desirable: bool | None = None  # whether it is a good answer, where it has a label that says so
     is_doubted: bool = False  # its row's scores say that the rejected answer is as good as the chosen one, or better
 
     @property
@@ -60,11 +48,10 @@ class Document:
 class Fingerprint:
     """A text by which documents can be told from others, made of one after the other.
 
-    Example:
-        >>> fingerprint = Fingerprint()
-        >>> fingerprint.add(Document("a.txt", "one"))
-        >>> str(fingerprint)
-        '1 documents e62fc8379ac8'
+    >>> fingerprint = Fingerprint()
+    >>> fingerprint.add(Document("a.txt", "one"))
+    >>> str(fingerprint)
+    '1 documents e62fc8379ac8'
     """
 
     def __init__(self):
@@ -72,11 +59,7 @@ class Fingerprint:
         self._digest = hashlib.sha256()
 
     def add(self, document: Document) -> None:
-        """Adds a document.
-
-        Args:
-            document: the next one. The text of one that is not in memory comes by `add_text`.
-        """
+        """Adds a document."""
         content = json.dumps(document.content, default=str)
         self._digest.update((b", " if self.count else b"[") + content.encode())
         self.count += 1

@@ -13,13 +13,7 @@ from liger_jax.training.loop import figure
 def best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
     """Takes the state with the least held-out loss of a run that ended early, and says so.
 
-    Args:
-        like: shapes of the state.
-        steps: how many steps the run could have had.
-        checkpoints: those of the run, of which one was scored at least.
-
-    Returns:
-        The state, and its step.
+    `checkpoints`: those of the run, of which one was scored at least.
     """
     assert checkpoints.best is not None and checkpoints.latest_step is not None
     step, last = checkpoints.best[0], checkpoints.latest_step
@@ -28,32 +22,14 @@ def best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
 
 
 def leave(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
-    """Writes down that the result is there, and removes what an earlier run has left.
-
-    Args:
-        settings: the run.
-        checkpoints: those of the run.
-        target: the result's folder.
-        early: the run ended before its last step.
-
-    Raises:
-        UserError: something cannot be removed.
-    """
+    """Writes down that the result is there, and removes what an earlier run has left."""
     checkpoints.finish(target.name, _output.record(settings, target, early))
     _output.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
 
 
 def tell(run: Run, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints) -> None:
-    """Says how a run has ended, by its task's figure, and where its result is.
-
-    Args:
-        run: the run.
-        log: the figures of its steps.
-        done: the step that the result is of.
-        target: the result's folder.
-        checkpoints: those of the run.
-    """
+    """Says how a run has ended, by its task's figure, and where its result is."""
     name = run.task.told
     first, last = log[0][name], log[done - 1][name]
     print(f"{done} step{'s' if done > 1 else ''}; {name} {figure(first)} → {figure(last)}; {target.name} in {target}")

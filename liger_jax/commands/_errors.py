@@ -37,18 +37,11 @@ _AXES = "data|fsdp|expert|sequence|tensor"
 
 
 def in_one_line(error: Exception, options: Mapping[str, str] | None = None) -> str:
-    """A message for the terminal.
+    """A message on one line for the terminal. The middle of a long one is left out: it begins with what is wrong, and
+    ends with the cure.
 
-    Args:
-        error: its text may come from a file, and so be of any length.
-        options: the command's, as in `in_options`.
-
-    Returns:
-        One line. The middle of a long one is left out: it begins with what is wrong, and ends with the cure.
-
-    Example:
-        >>> in_one_line(ValueError("no   room"))
-        'no room'
+    >>> in_one_line(ValueError("no   room"))
+    'no room'
     """
     text = in_options(str(error), options or {}) if getattr(error, "in_python", False) else str(error)
     if len(text) > _LONGEST:
@@ -60,12 +53,7 @@ def in_one_line(error: Exception, options: Mapping[str, str] | None = None) -> s
 def exit_code(args: argparse.Namespace, work: Callable[[], int]) -> int:
     """Does a command's work, and prints an error that the user can mend as one sentence.
 
-    Args:
-        args: its parsed arguments.
-        work: returns the exit code.
-
-    Returns:
-        That code; 2 for an error, and 130 for Ctrl-C.
+    Returns that code; 2 for an error, and 130 for Ctrl-C.
     """
     try:
         return work()
@@ -80,19 +68,13 @@ def exit_code(args: argparse.Namespace, work: Callable[[], int]) -> int:
 def in_options(text: str, options: Mapping[str, str]) -> str:
     """A library's message in the words of the command line.
 
-    Args:
-        text: the message, which names functions and their arguments.
-        options: the command's options by the names of their values, such as "--loss" by "loss_type".
+    Returns the message without the function, and with options in the place of arguments. What a file says is left
+    alone: its fields may have the names of options.
 
-    Returns:
-        The message without the function, and with options in the place of arguments. What a file says is left alone:
-        its fields may have the names of options.
-
-    Example:
-        >>> in_options("policy_loss: epsilon_low=-1.0 must be in [0, 1).", {"epsilon_low": "--epsilon-low"})
-        '--epsilon-low=-1.0 must be in [0, 1).'
-        >>> in_options("tensor='tensor' has 4 devices, which do not divide num_heads=2.", {"mesh": "--mesh"})
-        '--mesh: tensor has 4 devices, which do not divide num_heads=2.'
+    >>> in_options("policy_loss: epsilon_low=-1.0 must be in [0, 1).", {"epsilon_low": "--epsilon-low"})
+    '--epsilon-low=-1.0 must be in [0, 1).'
+    >>> in_options("tensor='tensor' has 4 devices, which do not divide num_heads=2.", {"mesh": "--mesh"})
+    '--mesh: tensor has 4 devices, which do not divide num_heads=2.'
     """
     if " cannot be read from " in text:
         return text
@@ -107,15 +89,10 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
 def is_text(text: str) -> bool:
     """Whether a text that was typed is one, and no bytes that the terminal's encoding does not know.
 
-    Args:
-        text: as Python has it of an argument or of the standard input.
+    Returns `False` for bytes that stand there as surrogates.
 
-    Returns:
-        `False` for bytes that stand there as surrogates.
-
-    Example:
-        >>> is_text("café"), is_text("caf" + chr(0xDCE9))
-        (True, False)
+    >>> is_text("café"), is_text("caf" + chr(0xDCE9))
+    (True, False)
     """
     return not any("\ud800" <= each <= "\udfff" for each in text)
 
@@ -135,15 +112,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def of_option(flag: str, value: str | None = None) -> Iterator[None]:
-    """A context for what an option's value says, such as a model's folder.
-
-    Args:
-        flag: the option, as "--model".
-        value: its value, if the errors do not name it.
-
-    Raises:
-        UserError: for a ValueError, OSError or ImportError, with its message behind the option.
-    """
+    """A context for what an option's value says, such as a model's folder."""
     try:
         yield
     except UserError:
@@ -183,15 +152,7 @@ def training_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals_kept(refused: dict[str, UserError] | None, where: str) -> Iterator[None]:
-    """A context for a file or a line of the data, so that what is behind one that is refused is read as well.
-
-    Args:
-        refused: where its error goes, by `where`; `None` to end with the first error.
-        where: the file or line, in words.
-
-    Raises:
-        UserError: the line's, if `refused` is `None`.
-    """
+    """A context for a file or a line of the data, so that what is behind one that is refused is read as well."""
     try:
         yield
     except UserError as error:
@@ -202,11 +163,7 @@ def refusals_kept(refused: dict[str, UserError] | None, where: str) -> Iterator[
 
 @contextlib.contextmanager
 def needed_packages() -> Iterator[None]:
-    """A context for imports of packages that only the extra `finetune` installs.
-
-    Raises:
-        UserError: a package is missing; the message has the command that installs it.
-    """
+    """A context for imports of packages that only the extra `finetune` installs."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -217,14 +174,7 @@ def needed_packages() -> Iterator[None]:
 
 
 def need(*packages: str) -> None:
-    """Looks at the start of a run for packages that are imported late.
-
-    Args:
-        packages: their names.
-
-    Raises:
-        UserError: one is not installed.
-    """
+    """Looks at the start of a run for packages that are imported late."""
     for package in packages:
         with needed_packages():
             if importlib.util.find_spec(package) is None:
@@ -246,16 +196,7 @@ def writable_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def quantizing(flag: str, kind: str | None, model: str) -> Iterator[None]:
-    """A context for weights that become quantised, whose block size is no option.
-
-    Args:
-        flag: the option that asks for it.
-        kind: its value.
-        model: whose weights they are.
-
-    Raises:
-        UserError: blocks do not divide the widths of the model.
-    """
+    """A context for weights that become quantised, whose block size is no option."""
     try:
         yield
     except ValueError as error:

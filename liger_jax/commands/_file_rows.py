@@ -24,14 +24,7 @@ def of_file(path: Path) -> Iterator[Found | Document]:
 
     A line of JSON lines is a text still: `of_line` reads it, so that the lines behind a wrong one are read, too.
 
-    Args:
-        path: the file.
-
-    Yields:
-        Pairs of a place in words and a row, an object where the file is right; or one document of prose.
-
-    Raises:
-        UserError: the name says prose, and the text is JSON; or the file cannot be read as what its name says.
+    Yields pairs of a place in words and a row, an object where the file is right; or one document of prose.
     """
     end = _formats.suffix(path)
     if (reason := _formats.why_not(path)) is not None:
@@ -44,18 +37,7 @@ def of_file(path: Path) -> Iterator[Found | Document]:
 
 
 def of_line(where: str, line: str) -> Any:
-    """The value of a JSON line.
-
-    Args:
-        where: the line, in words.
-        line: its text.
-
-    Returns:
-        The value.
-
-    Raises:
-        UserError: the line is no JSON.
-    """
+    """The value of a JSON line."""
     try:
         return _json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -67,14 +49,7 @@ class Line(str):
 
 
 def why_no_json(error: Exception) -> str:
-    """Why `json.loads` has failed, as a clause behind the place.
-
-    Args:
-        error: a ValueError or RecursionError that it raised.
-
-    Returns:
-        The clause.
-    """
+    """Why `json.loads` has failed, as a clause behind the place."""
     if isinstance(error, RecursionError):
         return "is nested too deep"
     return f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else f"cannot be read: {error}"

@@ -40,13 +40,8 @@ def read_texts(pattern: str, refused: dict[str, UserError] | None = None) -> dic
 def found(pattern: str, flag: str = "--data") -> list[Path]:
     """The files and folders of a name or a glob.
 
-    Args:
-        pattern: a name counts before a glob, so that chats[1].jsonl is found. `**` stands for all folders below, as in
-            Python's glob, but for those behind links, which may lead in a circle.
-        flag: the flag that named it, for messages.
-
-    Returns:
-        Their paths, in order.
+    `pattern`: a name counts before a glob, so that chats[1].jsonl is found. `**` stands for all folders below, as in
+    Python's glob, but for those behind links, which may lead in a circle.
     """
     try:
         return [Path(pattern)] if os.path.exists(pattern) else sorted(map(Path, set(_matches(pattern))))
@@ -82,17 +77,7 @@ def _read_text(path: Path) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[io.TextIOWrapper]:
-    """A context with a text file, which may be compressed.
-
-    Args:
-        path: the file.
-
-    Yields:
-        The file, opened.
-
-    Raises:
-        UserError: it is of a kind that is not read, is no UTF-8 text, or cannot be read. So does what is read later.
-    """
+    """A context with a text file, which may be compressed."""
     if (reason := _formats.why_not(path)) is not None:
         raise UserError(f"{path} {reason}")
     how = _formats.COMPRESSED.get(path.suffix.lower(), open)
@@ -110,12 +95,7 @@ def opened(path: Path) -> Iterator[io.TextIOWrapper]:
 def checked(path: Path, file: io.TextIOWrapper) -> Callable[[int], str]:
     """Reads a file by parts, and checks that each is text.
 
-    Args:
-        path: the file.
-        file: the same, opened.
-
-    Returns:
-        A function that returns so many next characters, and fewer at the end.
+    Returns a function that returns so many next characters, and fewer at the end.
     """
     begin = 0
 
@@ -130,16 +110,7 @@ def checked(path: Path, file: io.TextIOWrapper) -> Callable[[int], str]:
 
 
 def check_text(path: Path, text: str, begin: int = 0) -> None:
-    """Checks that a part of a file is text.
-
-    Args:
-        path: the file.
-        text: the part.
-        begin: the characters of the file before it.
-
-    Raises:
-        UserError: it has a null.
-    """
+    """Checks that a part of a file is text."""
     if (at := text.find("\0")) >= 0:
         raise _no_text(path, f"character {begin + at} is a null, which is in no text")
 

@@ -40,11 +40,7 @@ def is_rows(path: Path) -> bool:
 
 
 def tell(paths: Iterable[Path]) -> None:
-    """Prints which files are read as what, if they are not all of one kind.
-
-    Args:
-        paths: the files.
-    """
+    """Prints which files are read as what, if they are not all of one kind."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
         end = suffix(path)

@@ -12,34 +12,19 @@ MOST_NEW_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Who speaks, and how.
+    """Who speaks, and how."""
 
-    Attributes:
-        model: a folder of a run, a checkpoint or adapters, or an id such as "org/name".
-        base: the model that adapters belong to; `None` for the one that they name.
-        quantize: how the weights of layers are held, "nf4" or "int8"; `None` for as they are.
-        dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
-        max_new_tokens: the most tokens of a text; `None` for `MOST_NEW_TOKENS`, or for what the model still takes.
-        temperature: 0 takes the likeliest token.
-        top_p: the share of the likeliest tokens' probability that is drawn from.
-        top_k: how many of the likeliest tokens are drawn from; `None` for all.
-        seed: seed of random tokens.
-        system: the first message of a conversation; `None` for none.
-
-    Raises:
-        UserError: a value is out of its range, or does not go with another.
-    """
-
-    model: str
-    base: str | None = None
-    quantize: str | None = None
-    dtype: str | None = None
+    model: str  # a folder of a run, a checkpoint or adapters, or an id such as "org/name"
+    base: str | None = None  # the model that adapters belong to; `None` for the one that they name
+    quantize: str | None = None  # how the weights of layers are held, "nf4" or "int8"; `None` for as they are
+    dtype: str | None = None  # dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere
+    # The most tokens of a text; `None` for `MOST_NEW_TOKENS`, or for what the model still takes.
     max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
-    system: str | None = None
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_p: float = 1.0  # the share of the likeliest tokens' probability that is drawn from
+    top_k: int | None = None  # how many of the likeliest tokens are drawn from; `None` for all
+    seed: int = 0  # seed of random tokens
+    system: str | None = None  # the first message of a conversation; `None` for none
 
     def __post_init__(self):
         if self.system is not None and not is_text(self.system):
@@ -62,11 +47,7 @@ class Generation:
 
 
 def add_generation_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say which model speaks, and how: one for each field of `Generation`.
-
-    Args:
-        command: a parser.
-    """
+    """Adds the arguments that say which model speaks, and how: one for each field of `Generation`."""
     add = command.add_argument
     add("--model", required=True, help="a run's --out, a checkpoint's or adapters' folder, or an id")
     add("--base", metavar="MODEL", help="the model that adapters belong to (default: the one that they name)")
@@ -81,16 +62,6 @@ def add_generation_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def generation_of(args: argparse.Namespace) -> Generation:
-    """Who speaks, and how.
-
-    Args:
-        args: parsed arguments, of which those that `Generation` does not have are passed over.
-
-    Returns:
-        The values, with defaults for what was not given.
-
-    Raises:
-        UserError: a value is out of its range, or does not go with another.
-    """
+    """Who speaks, and how."""
     fields = {field.name for field in dataclasses.fields(Generation)}
     return Generation(**{k: v for k, v in vars(args).items() if k in fields and v is not None})

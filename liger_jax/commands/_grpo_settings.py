@@ -25,54 +25,31 @@ _MOST_SECONDS = 1e7  # which every system's timers take
 class GrpoSettings(Settings):
     """A run that trains a policy by rewards. A row of its batch is a completion.
 
-    Attributes:
-        reward: reward functions, each "module:function", perhaps with a weight: "rewards:right=0.5".
-        reward_timeout: seconds that one call of a reward function may take.
-        group: completions of a prompt, at least 2.
-        prompt_length: the most tokens of a prompt.
-        completion_length: the most tokens of a completion.
-        temperature: of sampling, and of the policy's log-probabilities.
-        top_p: the share of the likeliest tokens' probability that is drawn from.
-        top_k: how many of the likeliest tokens are drawn from; `None` for all.
-        loss_type: a type of `losses.policy_loss`.
-        importance_level: "token" or "sequence", as in `losses.policy_loss`.
-        advantages: how rewards become advantages, a name of `ADVANTAGES`.
-        epsilon_low: as in `losses.policy_loss`.
-        epsilon_high: as in `losses.policy_loss`.
-        delta: as in `losses.policy_loss`.
-        beta: weight of the penalty for the distance from the reference, the model with its adapters off.
-        importance_sampling: how losses are corrected for a sampler that rounds otherwise than the policy, a `mode` of
-            `losses.importance_sampling_ratio`; `None` for not at all.
-        importance_max: the largest ratio of that correction.
-        updates: how often the policy is updated on a step's completions.
-        mask_truncated: leave completions out of the loss that were cut off at their longest length.
-        samples: how many of each step's completions are written to OUT/completions.jsonl.
-        length: tokens in a packed row; 0 for a prompt and a completion of the longest lengths.
-
-    Raises:
-        UserError: a value is out of its range, or does not go with another.
+    `samples`: how many of each step's completions are written to OUT/completions.jsonl.
     """
 
-    reward: Sequence[str] = ()
-    reward_timeout: float = 1800.0
-    group: int = 8
-    prompt_length: int = 512
-    completion_length: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    loss_type: str = "dapo"
-    importance_level: str = "token"
-    advantages: str = "grpo"
-    epsilon_low: float | None = None
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
+    reward: Sequence[str] = ()  # reward functions, each "module:function", perhaps with a weight: "rewards:right=0.5"
+    reward_timeout: float = 1800.0  # seconds that one call of a reward function may take
+    group: int = 8  # completions of a prompt, at least 2
+    prompt_length: int = 512  # the most tokens of a prompt
+    completion_length: int = 256  # the most tokens of a completion
+    temperature: float = 1.0  # of sampling, and of the policy's log-probabilities
+    top_p: float = 1.0  # the share of the likeliest tokens' probability that is drawn from
+    top_k: int | None = None  # how many of the likeliest tokens are drawn from; `None` for all
+    loss_type: str = "dapo"  # a type of `losses.policy_loss`
+    importance_level: str = "token"  # "token" or "sequence", as in `losses.policy_loss`
+    advantages: str = "grpo"  # how rewards become advantages, a name of `ADVANTAGES`
+    epsilon_low: float | None = None  # as in `losses.policy_loss`
+    epsilon_high: float | None = None  # as in `losses.policy_loss`
+    delta: float | None = None  # as in `losses.policy_loss`
+    beta: float = 0.0  # weight of the penalty for the distance from the reference, the model with its adapters off
+    # How losses are corrected for a sampler that rounds otherwise than the policy, a `mode` of
+    # `losses.importance_sampling_ratio`; `None` for not at all.
     importance_sampling: str | None = None
-    importance_max: float = 3.0
-    updates: int = 1
-    mask_truncated: bool = False
-    length: int = 0
+    importance_max: float = 3.0  # the largest ratio of that correction
+    updates: int = 1  # how often the policy is updated on a step's completions
+    mask_truncated: bool = False  # leave completions out of the loss that were cut off at their longest length
+    length: int = 0  # tokens in a packed row; 0 for a prompt and a completion of the longest lengths
     batch: int = 64
     micro_batches: int = 8
     lora_dropout: float | None = 0.0
@@ -161,11 +138,7 @@ class GrpoSettings(Settings):
         return super().of_the_run() | {REWARD_CALL: "lists over the batch"}
 
     def loss_options(self) -> dict[str, Any]:
-        """Options of `losses.policy_loss`.
-
-        Returns:
-            Values by name.
-        """
+        """Options of `losses.policy_loss`."""
         names = "loss_type importance_level epsilon_low epsilon_high delta beta".split()
         longest = self.completion_length if self.loss_type == "dr_grpo" else None
         return {name: getattr(self, name) for name in names} | {"max_length": longest}

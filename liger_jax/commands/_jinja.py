@@ -29,9 +29,7 @@ class Message(dict):
 class Environment(sandbox.ImmutableSandboxedEnvironment):
     """The sandbox.
 
-    Attributes:
-        clock: the time that a template may take.
-        parsed: whether `tojson` has met a tool call's arguments as a JSON string, and printed the object.
+    `parsed`: whether `tojson` has met a tool call's arguments as a JSON string, and printed the object.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -65,17 +63,7 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def template(self, source: str) -> tuple[jinja2.Template, bool]:
-        """Compiles a template.
-
-        Args:
-            source: the template.
-
-        Returns:
-            The template, and whether it marks words by `{% generation %}`.
-
-        Raises:
-            jinja2.TemplateError: it is not valid Jinja.
-        """
+        """Compiles a template. Returns the template, and whether it marks words by `{% generation %}`."""
         tree = self.parse(source)
         marks = [block.call.node for block in tree.find_all(nodes.CallBlock)]
         has_marks = any(isinstance(mark, nodes.ExtensionAttribute) for mark in marks)
@@ -211,17 +199,7 @@ def _is_arguments(value: Any) -> bool:
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a tool call.
-
-    Args:
-        text: a JSON object; an empty text stands for no arguments.
-
-    Returns:
-        The object.
-
-    Raises:
-        UserError: the text is no JSON object.
-    """
+    """The arguments of a tool call."""
     try:
         found = _json.loads(text or "{}")
     except _json.RepeatedNameError as error:

@@ -23,17 +23,5 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def loads(text: str) -> Any:
-    """The value that a text holds as JSON.
-
-    Args:
-        text: the JSON.
-
-    Returns:
-        The value.
-
-    Raises:
-        RepeatedNameError: a name occurs twice in one object.
-        ValueError: the text is no JSON.
-        RecursionError: it is nested too deep.
-    """
+    """The value that a text holds as JSON."""
     return json.loads(text, object_pairs_hook=_object)

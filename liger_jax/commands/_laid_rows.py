@@ -34,20 +34,7 @@ class Column:
 
 
 class LaidRows(Mapping[str, Any]):
-    """The rows of some pieces, as `pack`, `pad` or `pack_pairs` lays them.
-
-    The columns `input_ids`, `labels`, and, where pieces share rows or are read by segments, `segment_ids` and
-    `positions`, else `token_mask`, are a model's arguments.
-
-    Args:
-        tokens: all pieces, of which so many stand side by side in a row as belong together.
-        pieces: the numbers of those that are laid, in lists. No row has pieces of two lists.
-        length: tokens in a row, at least those of the longest pieces that belong together.
-        packed: whether pieces share rows with others that do not belong to them.
-
-    Attributes:
-        beside: more columns, arrays that begin with the rows, or what is read as they are.
-    """
+    """The rows of some pieces, as `pack`, `pad` or `pack_pairs` lays them."""
 
     def __init__(self, tokens: Tokens, pieces: list[np.ndarray], length: int, packed: bool):
         self.tokens, self.length, self._together = tokens, length, tokens.together
@@ -98,12 +85,7 @@ class LaidRows(Mapping[str, Any]):
     def made(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of a column.
 
-        Args:
-            name: a model's argument, or "pieces" for the place in `pieces` of what stands at each place, -1 for none.
-            rows: (rows,), their numbers.
-
-        Returns:
-            int32 (rows, length).
+        `name`: a model's argument, or "pieces" for the place in `pieces` of what stands at each place, -1 for none.
         """
         found = np.full((len(rows), self.length), _FILLED.get(name, 0), np.int32)
         for out, row in zip(found, rows.tolist(), strict=True):
@@ -118,12 +100,7 @@ class LaidRows(Mapping[str, Any]):
 
 
 class RowParts:
-    """Rows in equal parts, as `training.rows.parts` makes them, each when it is asked for.
-
-    Args:
-        rows: the rows; `None` for none.
-        size: rows in a part.
-    """
+    """Rows in equal parts, as `training.rows.parts` makes them, each when it is asked for."""
 
     def __init__(self, rows: LaidRows | None, size: int):
         self._rows, self._size = rows, size

@@ -19,23 +19,14 @@ class LeftOut:
         self._last: dict[str, str] = {}  # the row in which it was left out last: both answers of a pair are one row's
 
     def look(self, where: str, missing: Iterable[str]) -> None:
-        """Counts what is missing of a row.
-
-        Args:
-            where: the row, in words.
-            missing: what `of` has found.
-        """
+        """Counts what is missing of a row."""
         for what in missing:
             if self._last.get(what) != where:
                 self._rows[what] = self._rows.get(what, 0) + 1
                 self._last[what] = where
 
     def told(self) -> dict[str, str]:
-        """What is to be said of it, and forgets it.
-
-        Returns:
-            A sentence for each kind.
-        """
+        """What is to be said of it, and forgets it."""
         found, self._rows, self._last = self._rows, {}, {}
         return {what: f"the chat template {what}, in {n:,} row{'' if n == 1 else 's'}" for what, n in found.items()}
 
@@ -50,16 +41,7 @@ def of(
 ) -> Iterator[str]:
     """What a template leaves out of a conversation, apart from the answers that are trained on.
 
-    Args:
-        source: the template.
-        layout: what it printed.
-        messages: the conversation.
-        answers: the indices of the answers, whose content and calls are checked elsewhere.
-        values: the variables that the conversation gives it, `tools` among them.
-        without_tools: what it prints without tools.
-
-    Yields:
-        Words that follow "the chat template", such as "prints no system message".
+    Yields words that follow "the chat template", such as "prints no system message".
     """
     origins = [run.origin for run in layout.runs if run.origin and layout.text[run.begin : run.end].strip()]
     printed = {(origin.message, field) for origin in origins for field in origin.field.split("+")}

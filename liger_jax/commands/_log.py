@@ -18,14 +18,7 @@ _FIRST = ("step", "loss")  # columns of every run's table
 
 
 def check_table(path: Path) -> None:
-    """Looks before a run at the table that it would replace.
-
-    Args:
-        path: where its table will be.
-
-    Raises:
-        UserError: there is a file that is no run's table.
-    """
+    """Looks before a run at the table that it would replace."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             first = file.readline()
@@ -36,11 +29,7 @@ def check_table(path: Path) -> None:
 
 
 def check_wandb() -> None:
-    """Looks at the start of a run for the package of Weights & Biases, which no extra installs.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Looks at the start of a run for the package of Weights & Biases, which no extra installs."""
     try:
         found = importlib.util.find_spec(WANDB)
     except ValueError:  # a module that something has put in its place
@@ -52,15 +41,7 @@ def check_wandb() -> None:
 class Log:
     """Where each step's figures go. A context, which closes the files.
 
-    Args:
-        kinds: "csv" for log.csv, "tensorboard" and "wandb" for folders of these names.
-        folder: where both lie.
-        columns: names of all figures, of which "step" and "loss" come first.
-        earlier: figures of the steps before, as a resumed run has them; what the files hold beyond them is dropped.
-        config: what Weights & Biases shows as the run's options.
-
-    Raises:
-        UserError: a file cannot be written, a package is not installed, or Weights & Biases refuses the run.
+    `earlier`: figures of the steps before, as a resumed run has them; what the files hold beyond them is dropped.
     """
 
     def __init__(
@@ -98,11 +79,7 @@ class Log:
             self._wandb.finish()
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Adds a step.
-
-        Args:
-            figures: by names of `columns`; those that are missing stay empty, and another name adds a column.
-        """
+        """Adds a step. Figures that are missing stay empty, and a new name adds a column."""
         if self._file is not None and self._table is not None:
             try:
                 if new := [name for name in figures if name not in self._table.fieldnames]:

@@ -28,12 +28,7 @@ _LONG = 2**15
 def within(settings: Settings, model: Architecture) -> tuple[Settings, str]:
     """The run with rows that the model has positions for, where nobody said how long they are.
 
-    Args:
-        settings: the run, whose length is the default.
-        model: the architecture.
-
-    Returns:
-        The run, and a line that says so; the line is empty if the rows are as they were.
+    Returns the run, and a line that says so; the line is empty if the rows are as they were.
     """
     longest = model.config.longest_sequence
     if settings.rope_scaling is not None or settings.length <= longest:
@@ -43,18 +38,8 @@ def within(settings: Settings, model: Architecture) -> tuple[Settings, str]:
 
 
 def stretched_for(settings: Settings, model: Architecture) -> Architecture:
-    """The model with positions for the run's rows.
-
-    Args:
-        settings: the run.
-        model: the architecture.
-
-    Returns:
-        The architecture, with a longer rotary embedding if `--rope-scaling` asks for one and rows need it; this is
-        said, since whoever loads the result must know it.
-
-    Raises:
-        UserError: the rows are longer than the model's positions, and no rotary embedding that fits it is asked for.
+    """The architecture for the run's rows: with a longer rotary embedding if `--rope-scaling` asks for one and rows
+    need it. This is said, since whoever loads the result must know it.
     """
     longest = model.config.longest_sequence
     try:
@@ -87,16 +72,7 @@ def let_pool_grow(settings: Settings) -> str:
 
     The limit is no reservation: the pool grows as far as it is needed.
 
-    Args:
-        settings: the run.
-
-    Returns:
-        A line that says so; empty if the pool stays as it is.
-
-    Raises:
-        UserError: an option does not go with the model.
-        ValueError: the model's files are damaged.
-        FileNotFoundError: the model is not there.
+    Returns a line that says so; empty if the pool stays as it is.
     """
     rows = settings.batch // settings.num_parts
     remat: Any = settings.remat or ways_to_offload(settings.length, whole=not settings.pack)[0]
@@ -114,39 +90,17 @@ def let_pool_grow(settings: Settings) -> str:
 
 
 def ways_to_offload(length: int, *, whole: bool) -> list[Remat]:
-    """What layers may put into the host's memory.
-
-    Args:
-        length: tokens of a row.
-        whole: whether each token attends to all before it, and not to those of a window or a document alone.
-
-    Returns:
-        Values of `remat`, the fastest first.
-    """
+    """What layers may put into the host's memory."""
     return ["offload_attention", "offload"] if length >= _LONG and whole else ["offload"]
 
 
 def in_words(remat: Remat) -> str:
-    """What of the layers lies in the host's memory.
-
-    Args:
-        remat: what layers keep for the backward.
-
-    Returns:
-        The name of these arrays.
-    """
+    """What of the layers lies in the host's memory."""
     return "inputs and attention's results" if remat == "offload_attention" else "inputs"
 
 
 def places(run: Run) -> Iterator[str]:
-    """What of a step lies where, as far as a long row changes it.
-
-    Args:
-        run: the run.
-
-    Yields:
-        Lines.
-    """
+    """What of a step lies where, as far as a long row changes it."""
     if run.micro_batches > 1:
         yield f"batch: {run.batch} rows in {run.micro_batches} micro-batches"
     tokens = run.tokens

@@ -15,18 +15,7 @@ OVERLAP = 2**12
 
 
 def encoded(read: Callable[[int], str], encode: Callable[[str], Any]) -> Iterator[list[int]]:
-    """The tokens of a long text.
-
-    Args:
-        read: returns so many next characters of the text, and fewer at its end.
-        encode: the encoding of a text by its `ids` and `offsets`, without special tokens that are added.
-
-    Yields:
-        Token ids, which together are those of the whole text.
-
-    Raises:
-        UserError: two windows nowhere agree.
-    """
+    """The tokens of a long text. `read`: returns so many next characters of the text, and fewer at its end."""
     text = read(WINDOW)
     found, skipped = encode(text), 0  # the tokens before `skipped` were given already
     while len(text) >= WINDOW and (more := read(WINDOW - OVERLAP)):
@@ -44,19 +33,7 @@ def encoded(read: Callable[[int], str], encode: Callable[[str], Any]) -> Iterato
 def with_added(
     read: Callable[[int], str], tokenizer: Any, repeat: Callable[[str, Sequence[int]], None]
 ) -> Iterator[list[int]]:
-    """The tokens of a long text with the special ones that the tokenizer adds around every text.
-
-    Args:
-        read: returns so many next characters of the text, and fewer at its end.
-        tokenizer: of the package `tokenizers`.
-        repeat: called with "begin" or "end" where the text does so with the same tokens, which then are there once.
-
-    Yields:
-        Token ids, which together are those of the whole text.
-
-    Raises:
-        UserError: two windows nowhere agree, or the tokenizer fails.
-    """
+    """The tokens of a long text with the special ones that the tokenizer adds around every text."""
 
     def encode(text: str) -> Any:
         with failures():

@@ -12,21 +12,9 @@ def lines(
 ) -> list[str]:
     """What a run says that goes on for longer than it was to.
 
-    Args:
-        before: the settings with which its newest checkpoint was saved.
-        done: the steps that are done.
-        last_rate: the learning rate of the last of them.
-        steps: the steps that it has now.
-        rate: the learning rate of a step, from 0.
-        rows: the rows that it trains on.
-
-    Returns:
-        One or two lines; none if the run is as long as before.
-
-    Example:
-        >>> (line,) = lines({"steps": 10, "epochs": None, "batch": 2}, 10, 0.1, 20, lambda step: 0.5, 100)
-        >>> print(line[:93])
-        goes on from step 10 to 20, where it was to end at 10: the learning rate follows the schedule
+    >>> (line,) = lines({"steps": 10, "epochs": None, "batch": 2}, 10, 0.1, 20, lambda step: 0.5, 100)
+    >>> print(line[:93])
+    goes on from step 10 to 20, where it was to end at 10: the learning rate follows the schedule
     """
     if not done or before.get("steps", steps) >= steps:
         return []

@@ -18,23 +18,14 @@ _PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        versions: of all packages that are installed, by their names.
-        has_driver: whether NVIDIA's driver is here.
-        platforms: what JAX_PLATFORMS says; empty if nothing.
-        devices: the devices that JAX finds, in words.
-        platform: theirs; empty if JAX finds none.
-        error: why JAX finds none; empty if it does.
-    """
-
-    versions: Mapping[str, str]
-    has_driver: bool
-    platforms: str
-    devices: tuple[str, ...]
-    platform: str
-    error: str = ""
+    versions: Mapping[str, str]  # of all packages that are installed, by their names
+    has_driver: bool  # whether NVIDIA's driver is here
+    platforms: str  # what JAX_PLATFORMS says; empty if nothing
+    devices: tuple[str, ...]  # the devices that JAX finds, in words
+    platform: str  # theirs; empty if JAX finds none
+    error: str = ""  # why JAX finds none; empty if it does
 
     @property
     def plugins(self) -> dict[str, str]:
@@ -43,11 +34,7 @@ class Machine:
 
 
 def found() -> Machine:
-    """Looks at this machine.
-
-    Returns:
-        What it has.
-    """
+    """Looks at this machine."""
     try:
         devices, error = jax.devices(), ""
     except RuntimeError as raised:
@@ -63,16 +50,7 @@ def found() -> Machine:
 
 
 def problems(machine: Machine, requirements: Mapping[str, str] | None = None) -> list[str]:
-    """What is broken, each with its cure.
-
-    Args:
-        machine: what was found.
-        requirements: the versions that liger-jax and JAX need, by package, such as ">=0.10.2,<0.13"; `None` for those
-            that they tell.
-
-    Returns:
-        Sentences; none if all is well.
-    """
+    """What is broken, each with its cure."""
     needed = _packages.requirements() if requirements is None else requirements
     wrong = _packages.wrong_versions(machine.versions, needed)
     jaxlib = machine.versions.get("jaxlib", "")

@@ -34,25 +34,9 @@ def fitted(
     teacher: Callable[[int], int] = lambda parts: 0,
     teacher_stays: bool = True,
 ) -> Settings:
-    """Prints what the run needs, and decides what was left to it: its micro-batches, and where layers' inputs lie.
-
-    Args:
-        settings: the run.
-        model: the architecture.
-        dtype: dtype of the computation.
-        param_dtype: dtype of the weights.
-        stored: dtype of the checkpoint, which frozen weights would have.
-        mesh: the devices along each axis of `meshes.AXES`.
-        teacher: bytes of a model beside this one, on each device, by the number of micro-batches; 0 for none.
-        teacher_stays: whether it is there in each step, or before the first one alone.
-
-    Returns:
-        The run. Of what was left to it, it has as few micro-batches as fit, and layers' inputs in the host's memory
-        only if they do not fit on the device.
-
-    Raises:
-        UserError: the run does not fit, and is not to begin nevertheless; the message says what makes it fit.
-        ValueError: the model takes no rows of that length.
+    """Prints what the run needs, and decides what was left open: as few micro-batches as fit, and layers' inputs in the
+    host's memory only if they do not fit on the device. `teacher` is the bytes of a second model on each device, by the
+    number of micro-batches; `teacher_stays` says whether it is there in each step, or before the first one alone.
     """
     device = devices.here()
     chosen = dict(remat=settings.remat or defaults.REMAT, micro_batches=settings.num_parts)
@@ -129,14 +113,7 @@ def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
 
 
 def gib(size: int) -> str:
-    """A size in words.
-
-    Args:
-        size: bytes.
-
-    Returns:
-        The size in GiB, rounded up to a tenth.
-    """
+    """A size in words."""
     return f"{math.ceil(10 * size / GIB) / 10:.1f} GiB"
 
 
@@ -163,15 +140,8 @@ def _near(needed: int, capacity: int) -> str:
 
 
 def changes(run: Run, frozen: str, whole: bool = False) -> Run | None:
-    """Makes a run fit by as few changes as possible, the cheapest in time and quality first.
-
-    Args:
-        run: a run that does not fit.
-        frozen: dtype of weights that are not trained.
-        whole: whether the loss takes a batch in one part.
-
-    Returns:
-        The changed run; `None` if no changes make it fit.
+    """Makes a run fit by as few changes as possible, the cheapest in time and quality first; `None` if no changes make
+    it fit. `whole`: the loss takes a batch in one micro-batch.
     """
     needed = lambda some: estimate(_changed(run, some)).total
     taken: list[dict[str, Any]] = []

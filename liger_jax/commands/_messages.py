@@ -18,16 +18,8 @@ _TEXT = ("text", "input_text", "output_text")  # types of parts that are text
 
 
 def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row.
-
-    Args:
-        row: an object with `messages`. A null counts as absent, as tables write it where other rows have a value.
-
-    Returns:
-        The messages. Each content is a text, and parts of text are joined. A list of no tool calls is left out.
-
-    Raises:
-        UserError: they are no messages, none is the assistant's, or a field has a value that it must not have.
+    """The messages of a row. A null counts as absent, as tables write it where other rows have a value; contents that
+    are lists of texts are joined.
     """
     found = _without_nulls(row["messages"])
     if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
@@ -42,17 +34,7 @@ def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools of a row.
-
-    Args:
-        value: a list of objects, or JSON of it.
-
-    Returns:
-        The list, or `None` where there are no tools.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """The tools of a row."""
     found = _without_nulls(_of_json(value, "tools"))
     if isinstance(found, list):
         found = [_of_json(tool, "tools") for tool in found]
@@ -64,17 +46,7 @@ def tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def template_values(value: Any) -> dict[str, Any]:
-    """The variables that a row gives to its chat template.
-
-    Args:
-        value: an object, or JSON of it.
-
-    Returns:
-        The object.
-
-    Raises:
-        UserError: it is something else, or has a name that the template has from elsewhere.
-    """
+    """The variables that a row gives to its chat template."""
     found = _without_nulls(_of_json(value, VALUES))
     if found is None:
         return {}
@@ -86,14 +58,7 @@ def template_values(value: Any) -> dict[str, Any]:
 
 
 def look_alikes(row: dict[str, Any]) -> set[str]:
-    """The fields that look as if they chose what is trained on, and do not.
-
-    Args:
-        row: an object with `messages`.
-
-    Returns:
-        Their names.
-    """
+    """The fields that look as if they chose what is trained on, and do not."""
     row, of_messages = _without_nulls(row), set()
     for message in row["messages"]:
         unread = set(message) - (_OF_MESSAGE if message["role"] == "assistant" else _OF_MESSAGE - set(IS_TRAINED))
@@ -107,14 +72,7 @@ def look_alikes(row: dict[str, Any]) -> set[str]:
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Whether a message is to be trained on, by its own fields.
-
-    Args:
-        message: an answer.
-
-    Returns:
-        Whether none of the fields is 0 or false.
-    """
+    """Whether a message is to be trained on, by its own fields."""
     return all(message.get(field) is None or bool(message[field]) for field in IS_TRAINED)
 
 

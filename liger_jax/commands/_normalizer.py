@@ -11,15 +11,7 @@ _MOST_GROWTH = 100  # times as long as a text that a normalizer may make of it b
 
 
 def check_growth(path: Path, content: bytes) -> None:
-    """Checks that no normalizer makes a text many times as long, which would fill the memory.
-
-    Args:
-        path: the tokenizer's file, for messages.
-        content: what it holds.
-
-    Raises:
-        UserError: one does, or the file holds no JSON object.
-    """
+    """Checks that no normalizer makes a text many times as long, which would fill the memory."""
     try:
         values = config_json.loads(content, path)
     except ValueError as error:

@@ -56,11 +56,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def chosen() -> dict[str, list[Chosen]]:
-    """What each op chooses for its forward and, where it has another one, for its backward.
-
-    Returns:
-        The choices by op. Nothing is compiled or computed.
-    """
+    """What each op chooses for its forward and, where it has another one, for its backward."""
     found = {}
     for name, (call, types) in CASES.items():
         with choices_noted() as noted:

@@ -85,16 +85,8 @@ _VALUES_OF = {
 def in_other_words(name: str, known: Container[str]) -> str:
     """A sentence about an option of other trainers.
 
-    Args:
-        name: what was typed.
-        known: the command's options.
-
-    Returns:
-        The sentence behind a space; empty if there is nothing to say.
-
-    Example:
-        >>> in_other_words("--simpo_gamma", ["--cpo-alpha", "--gamma"]), in_other_words("--simpo-gamma", ["--data"])
-        (' It is --gamma.', '')
+    >>> in_other_words("--simpo_gamma", ["--cpo-alpha", "--gamma"]), in_other_words("--simpo-gamma", ["--data"])
+    (' It is --gamma.', '')
     """
     name = name.replace("_", "-").lower()
     of_command, told = _TOLD.get(name, ("", ""))
@@ -106,28 +98,13 @@ def in_other_words(name: str, known: Container[str]) -> str:
 def value_in_other_words(value: str) -> str:
     """A sentence about a value that other trainers take.
 
-    Args:
-        value: what was typed.
-
-    Returns:
-        The sentence behind a full stop; empty if there is nothing to say.
-
-    Example:
-        >>> value_in_other_words("constant_with_warmup"), value_in_other_words("cosine")
-        ('. It is constant with --warmup.', '')
+    >>> value_in_other_words("constant_with_warmup"), value_in_other_words("cosine")
+    ('. It is constant with --warmup.', '')
     """
     return f". {_VALUES[value]}." if value in _VALUES else ""
 
 
 def value_of_another_command(option: str, values: Container[str]) -> str:
-    """A sentence about a value that an option does not have, and the same option of another command has.
-
-    Args:
-        option: its name.
-        values: those that it has.
-
-    Returns:
-        The sentence behind a full stop; empty if there is nothing to say.
-    """
+    """A sentence about a value that an option does not have, and the same option of another command has."""
     told = [each for (name, own), each in _VALUES_OF.items() if option == name and own in values]
     return f". {told[0]}." if told else ""

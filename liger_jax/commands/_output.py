@@ -38,15 +38,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safeten
 
 
 def check(settings: Settings, source: Path) -> None:
-    """Looks before the run at what its result would replace: only what a run has left may be lost.
-
-    Args:
-        settings: the run.
-        source: folder of the model that is tuned.
-
-    Raises:
-        UserError: the result would replace the model that is tuned, or what no run has left.
-    """
+    """Looks before the run at what its result would replace: only what a run has left may be lost."""
     out, target = Path(settings.out), folder(settings)
     if "csv" in settings.log:
         _log.check_table(out / _log.TABLE)
@@ -81,14 +73,7 @@ def _check_kinds(settings: Settings, out: Path, target: Path) -> None:
 
 
 def write_settings(settings: Settings) -> None:
-    """Writes the file of options in OUT by which the run can be repeated.
-
-    Args:
-        settings: the run.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes the file of options in OUT by which the run can be repeated."""
     _config.write(Path(settings.out) / SETTINGS, settings.to_write(), _config.heading(settings.command))
 
 
@@ -113,12 +98,7 @@ def _identity(path: Path) -> tuple[int, int]:
 def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
     """Whether a run has already left the result that it is asked for.
 
-    Args:
-        settings: the run.
-        finished: what `record` has returned, by the names of results.
-
-    Returns:
-        Whether that result has all its files still. What is in them is the user's affair from then on.
+    Returns whether that result has all its files still. What is in them is the user's affair from then on.
     """
     found = finished.get(folder(settings).name)
     if found is None or found["save_dtype"] != settings.save_dtype:
@@ -127,45 +107,19 @@ def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
 
 
 def ended_early(settings: Settings, finished: dict[str, Any]) -> bool:
-    """Whether a run has ended before its last step by the patience that it is given now.
-
-    Args:
-        settings: the run.
-        finished: what `record` has returned, by the names of results.
-
-    Returns:
-        Whether it has left its result so.
-    """
+    """Whether a run has ended before its last step by the patience that it is given now."""
     found = finished.get(folder(settings).name, {})
     return settings.patience is not None and found.get("patience") == settings.patience
 
 
 def record(settings: Settings, target: Path, early: bool) -> dict[str, Any]:
-    """What `is_there` and `ended_early` need to know of a result.
-
-    Args:
-        settings: the run.
-        target: the result's folder.
-        early: the run ended before its last step.
-
-    Returns:
-        What JSON holds.
-    """
+    """What `is_there` and `ended_early` need to know of a result."""
     files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
     return {"save_dtype": settings.save_dtype, "files": files, "patience": settings.patience if early else None}
 
 
 def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
-    """The most room that the result takes while it is written.
-
-    Args:
-        settings: the run.
-        source: the model that is tuned.
-        trained: the parameters that are trained, or their shapes.
-
-    Returns:
-        Bytes.
-    """
+    """The most room that the result takes while it is written."""
     own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trained))
     if settings.lora is None or not settings.merge:
         return own
@@ -174,15 +128,7 @@ def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
 
 
 def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
-    """What runs have left in OUT beside their checkpoints, apart from the model that is tuned now.
-
-    Args:
-        settings: the run that begins there.
-        source: folder of the model that is tuned.
-
-    Returns:
-        Names of files and folders in OUT; none if no run was there.
-    """
+    """What runs have left in OUT beside their checkpoints, apart from the model that is tuned now."""
     out = Path(settings.out)
     beside = [name for names in BESIDE.values() for name in names if (out / name).exists()]
     if not holds_a_run(out / CHECKPOINTS):  # it may have been killed before its first checkpoint
@@ -194,15 +140,7 @@ def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
 
 
 def clear(settings: Settings, earlier: Sequence[str]) -> None:
-    """Removes what a run that was started over has left and this one has not replaced, and says so.
-
-    Args:
-        settings: the run that has taken the other's place.
-        earlier: what `of_earlier_runs` returned when it began.
-
-    Raises:
-        UserError: something cannot be removed.
-    """
+    """Removes what a run that was started over has left and this one has not replaced, and says so."""
     own = {folder(settings).name} | {_log.PLACES[kind] for kind in settings.log}
     own |= {name for kind in settings.keeps for name in BESIDE[kind]}
     for name in earlier:
@@ -219,11 +157,7 @@ def clear(settings: Settings, earlier: Sequence[str]) -> None:
 def folder(settings: Settings) -> Path:
     """Where the result goes.
 
-    Args:
-        settings: the run.
-
-    Returns:
-        OUT/model or OUT/adapters; with the step behind it for `--result-of`, which replaces no run's result.
+    Returns OUT/model or OUT/adapters; with the step behind it for `--result-of`, which replaces no run's result.
     """
     name = ADAPTERS if _only_adapters(settings) else MODEL
     return Path(settings.out) / (name if settings.result_of is None else f"{name}-{settings.result_of}")
@@ -234,20 +168,7 @@ def _only_adapters(settings: Settings) -> bool:
 
 
 def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) -> Path:
-    """Writes weights or adapters, the tokenizer's files with the chat template, and the generation config.
-
-    Args:
-        model: the trained model.
-        settings: the run; they say whether weights or adapters are written, and where.
-        source: the model that was tuned.
-        stops: the tokens that end a text.
-
-    Returns:
-        The folder, as `folder` names it.
-
-    Raises:
-        UserError: something cannot be written.
-    """
+    """Writes weights or adapters, the tokenizer's files with the chat template, and the generation config."""
     target = folder(settings)
     generation = _generation(model.kept, stops)
     try:
@@ -284,10 +205,8 @@ def _dtype_of(source: Source) -> str | None:
 
 
 def _cast(model: Any, asked: str | None, stored: str | None) -> None:
-    """Makes the weights' dtype that which was asked for, or else the checkpoint's, if it is smaller. Says what it does.
-
-    Raises:
-        UserError: a weight is too large for float16.
+    """Makes the weights' dtype that which was asked for, or else the checkpoint's, if it is smaller.
+    Says what it does.
     """
     held = str(model.head.dtype)
     wanted = asked or (stored if stored and jnp.dtype(stored).itemsize < jnp.dtype(held).itemsize else held)

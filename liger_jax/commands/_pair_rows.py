@@ -27,18 +27,8 @@ _SCORES = (  # names that data sets give the numbers by which an answer was chos
 def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
     """What a row holds.
 
-    Args:
-        where: where it was found, in words.
-        values: its fields. A null counts as absent.
-        column: of no use, as the fields of pairs have one name each.
-        form: of no use.
-
-    Returns:
-        The chosen answer behind its prompt, and in `rejected` the other one behind the same. Only what follows the
-        prompt is trained on.
-
-    Raises:
-        UserError: the row is no pair, or its fields have other values.
+    Returns the chosen answer behind its prompt, and in `rejected` the other one behind the same. Only what follows the
+    prompt is trained on.
     """
     found = _row_formats.checked(where, values, lambda values: _pair(where, values))
     return dataclasses.replace(found, is_doubted=_is_doubted(values))
@@ -59,18 +49,8 @@ def _is_doubted(values: Row) -> bool:
 def answered(where: str, values: Row, prompt: Any, answer: Any) -> Document:
     """A single answer as a conversation.
 
-    Args:
-        where: where it was found, in words.
-        values: the row's fields.
-        prompt: a text, messages, or `None`.
-        answer: a text, a message or messages.
-
-    Returns:
-        The conversation, of which the assistant's messages behind the prompt are trained on; an empty text for an empty
-        answer, which is left out.
-
-    Raises:
-        UserError: a value is none of these, or there is no message of the assistant's.
+    Returns the conversation, of which the assistant's messages behind the prompt are trained on; an empty text for an
+    empty answer, which is left out.
     """
     answers = _messages("completion", answer)
     if not any(each["role"] == "assistant" for each in answers):

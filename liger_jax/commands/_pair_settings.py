@@ -17,18 +17,12 @@ _NO_OPTIONS = ("format", "column", "stream")  # the fields of pairs have one nam
 
 @dataclasses.dataclass(frozen=True)
 class PairSettings(Settings):
-    """A run on pairs of answers, or on single ones with labels. More attributes are those of `Preference`, `Unpaired`.
-
-    Attributes:
-        format: the name of such rows.
-        out: folder for checkpoints, logs and the result.
-
-    Raises:
-        UserError: a value is out of its range, or does not go with another.
+    """A run on pairs of answers, or on single ones with labels. More attributes are those of
+    `Preference`, `Unpaired`.
     """
 
-    format: str | None = dataclasses.field(default=_pair_rows.FORM, init=False)
-    out: str = "runs/dpo"
+    format: str | None = dataclasses.field(default=_pair_rows.FORM, init=False)  # the name of such rows
+    out: str = "runs/dpo"  # folder for checkpoints, logs and the result
     loss_type: str = "sigmoid"
     loss_weights: tuple[float, ...] | None = None
     beta: float = 0.1
@@ -110,20 +104,12 @@ class PairSettings(Settings):
         return (*super().keeps, "references") if is_computed else super().keeps
 
     def to_write(self) -> dict[str, Any]:
-        """The settings as a file of options has them.
-
-        Returns:
-            Values by name; `None` where the default depends on others.
-        """
+        """The settings as a file of options has them."""
         return {name: value for name, value in super().to_write().items() if name not in _NO_OPTIONS}
 
 
 def add_loss_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the loss: one for each field of `Preference`.
-
-    Args:
-        command: a parser.
-    """
+    """Adds the arguments of the loss: one for each field of `Preference`."""
     add = command.add_argument
     names = ", ".join((*DPO_TYPES, *FREE, *KTO_TYPES))
     # In a file of options the name is another one than that of plan's --loss.

@@ -27,15 +27,9 @@ _FIGURES = (  # TRL's names
 
 
 def loss_of(preference: Preference, num_segments: int) -> Callable[..., Any]:
-    """The loss of a run, a mean over pairs, for `make_step` with `has_aux=True`.
-
-    Args:
-        preference: the loss by its name, with its options.
-        num_segments: the most segments of a row. Each odd one is a chosen answer, and the next one its rejected answer.
-
-    Returns:
-        A function of the model, the batch and `normalizer_of`'s denominators, `None` for the batch's own. It returns
-        the loss and the figures by name, all of which add up over micro-batches.
+    """The loss of a run, a mean over pairs, for `make_step` with `has_aux=True`: a function of the model, the batch and
+    `normalizer_of`'s denominators, `None` for the batch's own. Each odd segment of a row is a chosen answer, and the
+    next one its rejected answer. Loss and figures add up over micro-batches.
     """
     normalizer, ld_alpha = normalizer_of(preference), preference.ld_alpha
 
@@ -67,12 +61,8 @@ def loss_of(preference: Preference, num_segments: int) -> Callable[..., Any]:
 def normalizer_of(preference: Preference) -> Callable[[Mapping[str, Any]], dict[str, jax.Array]]:
     """The denominators of the loss.
 
-    Args:
-        preference: the loss by its name, with its options.
-
-    Returns:
-        A function of a whole batch: how many `pairs` it has, and how many `tokens` the likelihood of their chosen
-        answers counts; both are () float32, and 1 where there is none.
+    Returns a function of a whole batch: how many `pairs` it has, and how many `tokens` the likelihood of their chosen
+    answers counts; both are () float32, and 1 where there is none.
     """
     reads_prompts = preference.reads_prompts
 
@@ -122,15 +112,7 @@ TASK = Task(
 
 
 def of_run(settings: PairSettings, *model: Any) -> Task:
-    """The task of a run: of pairs, or by its loss of single answers.
-
-    Args:
-        settings: the run.
-        *model: the model's folder and architecture, which say nothing more.
-
-    Returns:
-        The task.
-    """
+    """The task of a run: of pairs, or by its loss of single answers."""
     _check_trains(settings)
     return TASK if settings.unpaired is None else _unpaired_task.task_of(settings)
 
@@ -140,9 +122,6 @@ def _check_trains(settings: PairSettings) -> None:
 
     The optimizer and the clipping of gradients take squares: 0 and infinity both leave the model as it is. At the first
     step the policy is the reference.
-
-    Raises:
-        UserError: the run could not change the model.
     """
     chosen, unpaired, tokens = jnp.array([-20.0, -21.0, -22.0, -23.0]), settings.unpaired, jnp.full(4, 10.0)
     rejected = chosen[::-1]

@@ -29,17 +29,8 @@ class PairTokenizer(Tokenizer):
 
         A pair that is longer than a row is cut at its end: first the longer answer, and then both to half a row.
 
-        Args:
-            documents: chosen answers, each with its rejected one.
-            length: the most tokens of a pair.
-            refused: where errors of single documents go, by where they are; `None` to raise the first.
-
-        Yields:
-            Two pieces for each pair. A pair is left out, and `left_out` says why, if one answer has no token to train
-            on, or both are the same within the row.
-
-        Raises:
-            UserError: as `Tokenizer.encoded` does.
+        Yields two pieces for each pair. A pair is left out, and `left_out` says why, if one answer has no token to
+        train on, or both are the same within the row.
         """
         sides = [side for each in documents for side in (each, each.rejected) if side is not None]
         found = {id(piece.document): piece for piece in super().encoded(sides, MOST, refused)}
@@ -83,15 +74,7 @@ class PairTokenizer(Tokenizer):
 
 
 def fitted(pair: Sequence[Piece], length: int) -> list[Piece]:
-    """Two pieces that share a row, cut at their ends: first the longer one, and then both to half a row.
-
-    Args:
-        pair: the pieces.
-        length: the most tokens of both.
-
-    Returns:
-        Both.
-    """
+    """Two pieces that share a row, cut at their ends: first the longer one, and then both to half a row."""
     sizes = [len(piece.tokens) for piece in pair]
     ends = [max(length // 2, length - other) for other in sizes[::-1]]
     cut = lambda piece, end: dataclasses.replace(piece, tokens=piece.tokens[:end], labels=piece.labels[:end])

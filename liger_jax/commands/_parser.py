@@ -163,16 +163,8 @@ class Parser(argparse.ArgumentParser):
 def meant(name: str, known: Iterable[str]) -> str:
     """A question that names what was meant.
 
-    Args:
-        name: what was typed.
-        known: what might have been.
-
-    Returns:
-        The question behind a space; empty if nothing is near.
-
-    Example:
-        >>> meant("--modle", ["--model", "--data"]), meant("--lr", ["--learning-rate"]), meant("--bs", ["--out"])
-        (' Did you mean --model?', ' Did you mean --learning-rate?', '')
+    >>> meant("--modle", ["--model", "--data"]), meant("--lr", ["--learning-rate"]), meant("--bs", ["--out"])
+    (' Did you mean --model?', ' Did you mean --learning-rate?', '')
     """
     known = list(known)
     spelled = name.replace("_", "-").lower()

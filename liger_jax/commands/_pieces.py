@@ -16,21 +16,13 @@ _MOST_SAID = 500  # characters of another library's error
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A document's tokens, or a part of them that fills a row.
+    """A document's tokens, or a part of them that fills a row."""
 
-    Attributes:
-        tokens: (tokens,) int32.
-        labels: (tokens,) int32, the token where it is trained on and -100 elsewhere.
-        document: the document.
-        begin: the place of the first token in the document.
-        total: how many tokens the document has; 0 where that is not known yet.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    document: Document | None = None
-    begin: int = 0
-    total: int = 0
+    tokens: np.ndarray  # (tokens,) int32
+    labels: np.ndarray  # (tokens,) int32, the token where it is trained on and -100 elsewhere
+    document: Document | None = None  # the document
+    begin: int = 0  # the place of the first token in the document
+    total: int = 0  # how many tokens the document has; 0 where that is not known yet
 
     @property
     def is_scored(self) -> bool:
@@ -73,12 +65,7 @@ def completed(offsets: np.ndarray, prompt_size: int) -> np.ndarray:
     A token that holds the end of the prompt and the begin of the completion is the completion's: without it the
     completion's first characters would not be learnt.
 
-    Args:
-        offsets: (tokens, 2), where each token begins and ends in the text; (0, 0) for those that are added.
-        prompt_size: characters of the prompt.
-
-    Returns:
-        (tokens,) booleans.
+    `offsets`: (tokens, 2), where each token begins and ends in the text; (0, 0) for those that are added.
     """
     found = offsets.reshape(-1, 2)[:, 1] > prompt_size
     if found.any():
@@ -87,23 +74,12 @@ def completed(offsets: np.ndarray, prompt_size: int) -> np.ndarray:
 
 
 def no_place(length: int) -> str:
-    """What a document has whose answers, or one of them, are cut off as a whole.
-
-    Args:
-        length: the most tokens of what belongs together.
-
-    Returns:
-        The words behind "has".
-    """
+    """What a document has whose answers, or one of them, are cut off as a whole."""
     return f"a prompt that leaves its answer no place in --length={length}"
 
 
 def nothing_to_train_on(why: Iterable[str] = ()) -> UserError:
-    """The error for data of which no token is trained on.
-
-    Args:
-        why: clauses that say what the documents have instead, where that is known.
-    """
+    """The error for data of which no token is trained on."""
     if not (told := "; ".join(dict.fromkeys(why))):
         return UserError("The data has no token to train on: each is predicted from those before it.")
     cure = " Pass a larger --length, or leave it out." if "--length" in told else ""

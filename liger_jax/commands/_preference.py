@@ -21,58 +21,33 @@ _READ_BY = {"cpo_alpha": tuple(_CPO), "gamma": ("simpo",), "loss_weights": DPO_T
 
 
 class Pairs(NamedTuple):
-    """What a loss reads of P pairs, (P,) float32 each.
+    """What a loss reads of P pairs, (P,) float32 each."""
 
-    Attributes:
-        chosen: log-probability of the chosen response, summed over its tokens.
-        rejected: the other response's.
-        chosen_tokens: how many tokens the first sum has.
-        rejected_tokens: how many the second has.
-        exist: bool, which are pairs; others count nowhere.
-        nll: negative log-likelihood of chosen, in such a unit that its mean over pairs is the mean over tokens.
-        references: log-probabilities of both under the reference; zeros for a loss without one.
-    """
-
-    chosen: jax.Array
-    rejected: jax.Array
-    chosen_tokens: jax.Array
-    rejected_tokens: jax.Array
-    exist: jax.Array
-    nll: jax.Array
+    chosen: jax.Array  # log-probability of the chosen response, summed over its tokens
+    rejected: jax.Array  # the other response's
+    chosen_tokens: jax.Array  # how many tokens the first sum has
+    rejected_tokens: jax.Array  # how many the second has
+    exist: jax.Array  # bool, which are pairs; others count nowhere
+    nll: jax.Array  # negative log-likelihood of chosen, in such a unit that its mean over pairs is the mean over tokens
+    # Log-probabilities of both under the reference; zeros for a loss without one.
     references: tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preference:
-    """A loss of pairs with its options, which are those of its function; `None` for the function's own default.
+    """A loss of pairs with its options, which are those of its function; `None` for the function's own default."""
 
-    Attributes:
-        loss_type: a type of `dpo_loss`, or several with commas between them; "orpo", "cpo", "cpo_hinge", "cpo_ipo" or
-            "simpo".
-        loss_weights: a factor for each of several types.
-        beta: how strongly the reference binds, or the scale of log-probabilities.
-        label_smoothing: the share of pairs whose answers may be the wrong way round.
-        f_divergence: between policy and reference.
-        f_alpha: α of "alpha_divergence".
-        discopop_tau: of "discopop".
-        cpo_alpha: weight of the likelihood of chosen, for the CPO losses.
-        gamma: the margin of "simpo".
-        ld_alpha: weight of the tokens beyond the shorter response of a pair.
-
-    Raises:
-        UserError: a value is out of its range, or is not read by the loss.
-    """
-
+    # A type of `dpo_loss`, or several with commas between them; "orpo", "cpo", "cpo_hinge", "cpo_ipo" or "simpo".
     loss_type: str = "sigmoid"
-    loss_weights: tuple[float, ...] | None = None
-    beta: float = 0.1
-    label_smoothing: float | None = None
-    f_divergence: str | None = None
-    f_alpha: float | None = None
-    discopop_tau: float | None = None
-    cpo_alpha: float | None = None
-    gamma: float | None = None
-    ld_alpha: float | None = None
+    loss_weights: tuple[float, ...] | None = None  # a factor for each of several types
+    beta: float = 0.1  # how strongly the reference binds, or the scale of log-probabilities
+    label_smoothing: float | None = None  # the share of pairs whose answers may be the wrong way round
+    f_divergence: str | None = None  # between policy and reference
+    f_alpha: float | None = None  # α of "alpha_divergence"
+    discopop_tau: float | None = None  # of "discopop"
+    cpo_alpha: float | None = None  # weight of the likelihood of chosen, for the CPO losses
+    gamma: float | None = None  # the margin of "simpo"
+    ld_alpha: float | None = None  # weight of the tokens beyond the shorter response of a pair
 
     def __post_init__(self):
         for name in self._types:
@@ -126,15 +101,7 @@ class Preference:
         return self.loss_type == "orpo"
 
     def losses(self, pairs: Pairs, tokens_per_pair: Any) -> DPOOutput:
-        """The losses of pairs; where there is no pair, a loss has no meaning.
-
-        Args:
-            pairs: their log-probabilities.
-            tokens_per_pair: the mean number of tokens of the whole batch's chosen responses, () float32.
-
-        Returns:
-            The function's own output.
-        """
+        """The losses of pairs; where there is no pair, a loss has no meaning."""
         chosen, rejected = pairs.chosen, pairs.rejected
         counts = [jnp.maximum(n, 1).astype(jnp.int32) for n in (pairs.chosen_tokens, pairs.rejected_tokens)]
         if self.loss_type in ("orpo", "simpo", "cpo_ipo"):

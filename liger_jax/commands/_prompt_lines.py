@@ -10,18 +10,7 @@ _ANSWER = {"role": "assistant", "content": "."}  # stands behind messages while 
 
 
 def document(where: str, values: Any) -> Document:
-    """What a line asks of a model.
-
-    Args:
-        where: where it was found, in words.
-        values: its value, an object with a `prompt`, a text or a list of messages, or with `messages`.
-
-    Returns:
-        The text or the conversation that the model goes on with.
-
-    Raises:
-        UserError: the line has another form.
-    """
+    """What a line asks of a model."""
     fields = values if isinstance(values, dict) else {}
     prompt, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(prompt, str):

@@ -22,35 +22,22 @@ _MULTIPLE = 16  # prompts are padded to a multiple of it
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the data.
+    """A line of the data."""
 
-    Attributes:
-        where: where it stands, in words.
-        tokens: (tokens,) int32, the prompt's.
-        fields: its values by name, which rewards are given.
-    """
-
-    where: str
-    tokens: np.ndarray
-    fields: Mapping[str, Any]
+    where: str  # where it stands, in words
+    tokens: np.ndarray  # (tokens,) int32, the prompt's
+    fields: Mapping[str, Any]  # its values by name, which rewards are given
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptRows:
-    """The prompts of a run. A row is a completion's: each prompt has a group of equal rows.
+    """The prompts of a run. A row is a completion's: each prompt has a group of equal rows."""
 
-    Attributes:
-        lines: the lines of the data.
-        batch: completions in a step, a multiple of `group`.
-        group: completions of a prompt.
-        seed: seed of the order.
-        parts: names and weights of what `--data` names, with the number of lines of each.
-    """
-
-    lines: Sequence[Line]
-    batch: int
-    group: int
-    seed: int
+    lines: Sequence[Line]  # the lines of the data
+    batch: int  # completions in a step, a multiple of `group`
+    group: int  # completions of a prompt
+    seed: int  # seed of the order
+    # Names and weights of what `--data` names, with the number of lines of each.
     parts: Sequence[tuple[str, float, int]]
 
     held_out_rows = None
@@ -81,14 +68,7 @@ class PromptRows:
         return {"documents": f"{len(self.lines)} prompts {digests.of_bytes(*contents)[:12]}"}
 
     def lines_of(self, step: int) -> list[Line]:
-        """The lines of a step.
-
-        Args:
-            step: its number, from 0.
-
-        Returns:
-            `batch // group` lines, in an order that each epoch draws anew.
-        """
+        """The lines of a step."""
         epoch, first = divmod(step, self._steps_in_epoch)
         number = self.batch // self.group
         return [self.lines[i] for i in self._order(epoch)[first * number : (first + 1) * number]]
@@ -96,12 +76,7 @@ class PromptRows:
     def batches(self, settings: Any, own: None = None) -> Callable[[int], Rows]:
         """The rows of each step by its number, from 0.
 
-        Args:
-            settings: the run, which says nothing more.
-            own: `None`, since one process has all rows.
-
-        Returns:
-            A function of the step. Its rows are padded in front; labels are the tokens.
+        Returns a function of the step. Its rows are padded in front; labels are the tokens.
         """
 
         def rows_of(step: int) -> Rows:
@@ -141,20 +116,7 @@ class PromptRows:
 
 
 def prepared(settings: Any, encoder: Tokenizer, place: Path, parts: Mapping[str, list[_sources.Part]]) -> PromptRows:
-    """Reads the prompts of a run.
-
-    Args:
-        settings: the run, of `liger-jax grpo`.
-        encoder: the tokenizer.
-        place: of no use here, where tokens are not kept.
-        parts: files and datasets, by flag.
-
-    Returns:
-        The prompts.
-
-    Raises:
-        UserError: a line is no prompt, or too long; or there is none.
-    """
+    """Reads the prompts of a run."""
     lines, counts = [], []
     for part in parts["--data"]:
         before = len(lines)

@@ -13,12 +13,7 @@ _QUESTION, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistan
 
 
 class Prompts:
-    """What a template prints around answers.
-
-    Args:
-        layout: renders messages, with or without a prompt behind them, into a `Layout`.
-        messages: the conversation.
-    """
+    """What a template prints around answers."""
 
     def __init__(self, layout: Callable[..., Any], messages: Sequence[Any]):
         self._layout, self._messages = layout, messages
@@ -28,14 +23,7 @@ class Prompts:
         self._behind: dict[Any, list[list[str]]] = {}
 
     def added(self, i: int) -> str:
-        """Finds what `add_generation_prompt` adds before message i.
-
-        Args:
-            i: index of an answer.
-
-        Returns:
-            The prompt, which is empty where the template adds none.
-        """
+        """Finds what `add_generation_prompt` adds before message i."""
         role, before = self._before(i)
         if role not in self._added:
             try:
@@ -46,14 +34,7 @@ class Prompts:
         return self._added[role]
 
     def header(self, i: int) -> str | None:
-        """Finds what stands before the content of a plain answer in the place of message i.
-
-        Args:
-            i: index of an answer.
-
-        Returns:
-            The header, or `None` if nothing tells.
-        """
+        """Finds what stands before the content of a plain answer in the place of message i."""
         role, before = self._before(i)
         if role not in self._header:
             lead = self._lead_of([*before, _ANSWER, _QUESTION], len(before))
@@ -64,8 +45,7 @@ class Prompts:
     def end(self) -> str:
         """Finds what ends the conversation after its last words: what a prompt replaces, or follows.
 
-        Returns:
-            The text, which is empty if it may be a prompt that the template prints whether it is asked to or not.
+        Returns the text, which is empty if it may be a prompt that the template prints whether it is asked to or not.
         """
         try:
             without, prompt = self._layout(self._messages), self._layout(self._messages, prompt=True)
@@ -77,13 +57,8 @@ class Prompts:
     def behind(self, i: int, rest: Sequence[str]) -> list[list[str]]:
         """Finds what stands behind message i if the conversation ends there, and if a question follows.
 
-        Args:
-            i: index of an answer.
-            rest: what stands behind it in the conversation. Where the same stands behind an answer with the same
-                fields after the same role, the same is found.
-
-        Returns:
-            The template's own words of both, in parts.
+        `rest`: what stands behind it in the conversation. Where the same stands behind an answer with the same fields
+        after the same role, the same is found. Returns the template's own words of both, in parts.
         """
         until, fields = self._messages[: i + 1], {name for name, value in self._messages[i].items() if value}
         key = (self._before(i)[0], frozenset(fields), tuple(rest))
@@ -99,12 +74,7 @@ class Prompts:
 
         It is what the next message lacks if it is the first one, and what stands before a prompt, too.
 
-        Args:
-            i: index of an answer.
-            lead: what the template prints at the next message before its words.
-
-        Returns:
-            The beginning of `lead`, which is empty if nothing there ends message i.
+        Returns the beginning of `lead`, which is empty if nothing there ends message i.
         """
         role = self._messages[i + 1]["role"]
         if role not in self._between:
@@ -135,13 +105,8 @@ class Prompts:
 def after_prompt(lead: str, prompt: str) -> int | None:
     """Where the prompt ends in what stands before an answer.
 
-    Args:
-        lead: what stands there.
-        prompt: what the template prints for a new answer. It may go on, as by `<think>`, where a finished answer does
-            not.
-
-    Returns:
-        The number of characters, or `None` if the prompt is not there.
+    `prompt`: what the template prints for a new answer. It may go on, as by `<think>`, where a finished answer does
+    not. Returns the number of characters, or `None` if the prompt is not there.
     """
     if not prompt.strip():
         return None

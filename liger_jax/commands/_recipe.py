@@ -19,18 +19,7 @@ _SCHEDULES = {
 
 
 def schedule(settings: Settings, steps: int) -> Any:
-    """The learning rate of each step.
-
-    Args:
-        settings: the run.
-        steps: how many steps it has.
-
-    Returns:
-        A function of the step, from 0.
-
-    Raises:
-        UserError: the rate would rise in more steps than there are.
-    """
+    """The learning rate of each step."""
     share = settings.warmup
     if share >= 1:
         if share > steps:
@@ -40,15 +29,7 @@ def schedule(settings: Settings, steps: int) -> Any:
 
 
 def optimizer(settings: Settings, rate: Any) -> Any:
-    """The optimizer.
-
-    Args:
-        settings: the run.
-        rate: its learning rates.
-
-    Returns:
-        The transformation.
-    """
+    """The optimizer."""
     return optimizer_named(
         settings.optimizer,
         rate,

@@ -26,29 +26,14 @@ _READ = ("model", "adapters", "length", "rope_scaling", "pack", "dtype", "param_
 
 
 def add_columns(settings: PairSettings, data: TrainingRows) -> None:
-    """Adds the column to a run's rows, if the run needs it. Its numbers are NaN until `fill`.
-
-    Args:
-        settings: the run.
-        data: its rows.
-    """
+    """Adds the column to a run's rows, if the run needs it. Its numbers are NaN until `fill`."""
     if settings.needs_reference and not settings.switches_adapters_off:
         for laid in data.laid:
             laid.beside[NAME] = np.full((laid.num_rows, data.num_segments), np.nan, np.float32)
 
 
 def fill(settings: PairSettings, data: TrainingRows, model: Any, made_of: Mapping[str, str]) -> None:
-    """Fills the column, from the file of an earlier start if that is whole and of the same model and rows.
-
-    Args:
-        settings: the run.
-        data: its rows.
-        model: the model before its first step.
-        made_of: texts by which model and data can be told from others.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Fills the column, from the file of an earlier start if that is whole and of the same model and rows."""
     columns = [laid.beside[NAME] for laid in data.laid if NAME in laid.beside]
     if not columns:
         return

@@ -12,17 +12,11 @@ from liger_jax.training.rows import ARGUMENTS
 
 
 class Responses(NamedTuple):
-    """Numbers of each segment, (B, S) float32, and 0 where a row has fewer.
+    """Numbers of each segment, (B, S) float32, and 0 where a row has fewer."""
 
-    Attributes:
-        log_probs: the answer's log-probability, summed over its tokens.
-        tokens: how many they are.
-        nll: the negative log-likelihood of the answer, or of prompt and answer.
-    """
-
-    log_probs: jax.Array
-    tokens: jax.Array
-    nll: jax.Array
+    log_probs: jax.Array  # the answer's log-probability, summed over its tokens
+    tokens: jax.Array  # how many they are
+    nll: jax.Array  # the negative log-likelihood of the answer, or of prompt and answer
 
 
 def responses(
@@ -30,15 +24,8 @@ def responses(
 ) -> Responses:
     """What a model makes of the answers of some rows.
 
-    Args:
-        model: a causal language model.
-        batch: the columns `rows.ARGUMENTS`, (B, T) each; labels are -100 outside of answers.
-        num_segments: S, the most segments of a row, which is even: segments 1 and 2 are a pair, and so on.
-        ld_alpha: weight of an answer's tokens beyond the shorter answer of its pair; `None` weighs all alike.
-        prompts: whether `nll` counts prompts, too.
-
-    Returns:
-        Their numbers.
+    `num_segments`: S, the most segments of a row, which is even: segments 1 and 2 are a pair, and so on. `ld_alpha`:
+    weight of an answer's tokens beyond the shorter answer of its pair; `None` weighs all alike.
     """
     segment_ids, labels = batch["segment_ids"], batch["labels"]
     if prompts:

@@ -19,35 +19,13 @@ from liger_jax.training.waiting import telling
 
 
 def made_of(run: Run, course: Course) -> dict[str, str]:
-    """Texts by which a run's model, teacher and data can be told from others.
-
-    Args:
-        run: the run.
-        course: what its steps train on.
-
-    Returns:
-        Digests and other texts, by what they are of.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Texts by which a run's model, teacher and data can be told from others."""
     teacher = {} if run.task.teacher is None else run.task.teacher.made_of()
     return course.data.made_of() | _model_files(run.settings, run.source) | teacher
 
 
 def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
-    """The checkpoints of a run, which no other run goes on from.
-
-    Args:
-        run: the run.
-        made_of: the number of steps, and texts by which the model and the data can be told from others.
-
-    Returns:
-        The checkpoints.
-
-    Raises:
-        UserError: the run there has called its rewards otherwise.
-    """
+    """The checkpoints of a run, which no other run goes on from."""
     settings = run.settings
     spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, run.source)]
     earlier = sorted(set.intersection(*spared))
@@ -77,16 +55,7 @@ def _model_files(settings: Settings, source: Source) -> dict[str, str]:
 
 
 def is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:
-    """Whether the result is there already, which is said.
-
-    Args:
-        settings: the run.
-        checkpoints: those of the run.
-        steps: how many steps the run has.
-
-    Returns:
-        Whether nothing is left to do.
-    """
+    """Whether the result is there already, which is said."""
     latest, finished = checkpoints.latest_step, checkpoints.finished
     early = _output.ended_early(settings, finished)
     if not ((latest == steps or early) and _output.is_there(settings, finished)):
@@ -101,15 +70,7 @@ def is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> boo
 
 
 def check_kept(step: int, checkpoints: Checkpoints) -> None:
-    """Refuses the result of a step of which there is no checkpoint.
-
-    Args:
-        step: the step of `--result-of`.
-        checkpoints: those of the run.
-
-    Raises:
-        UserError: its checkpoint is not kept.
-    """
+    """Refuses the result of a step of which there is no checkpoint."""
     if step not in (kept := checkpoints.kept_steps):
         there = f"those of {', '.join(map(str, kept))} are" if kept else "none is"
         raise UserError(f"--result-of={step}: this step's checkpoint is not kept; {there}. --keep keeps more of them.")
@@ -118,13 +79,7 @@ def check_kept(step: int, checkpoints: Checkpoints) -> None:
 def restored(checkpoints: Checkpoints, state: Any, course: Course) -> tuple[Any, dict[str, Any]]:
     """The state and the log to go on with, and words about what a longer run changes.
 
-    Args:
-        checkpoints: those of the run.
-        state: the state of a run that begins; or its shapes, where there is a checkpoint.
-        course: what the run's steps train on.
-
-    Returns:
-        The newest checkpoint's, or those of a run that begins.
+    Returns the newest checkpoint's, or those of a run that begins.
     """
     before = checkpoints.latest_settings
     if (found := checkpoints.restore(state)) is None:
@@ -139,12 +94,5 @@ def restored(checkpoints: Checkpoints, state: Any, course: Course) -> tuple[Any,
 
 
 def shapes(state: Any) -> Any:
-    """What a checkpoint is read by, once a state's arrays are to go: two states need not fit.
-
-    Args:
-        state: arrays.
-
-    Returns:
-        Their shapes, dtypes and shardings.
-    """
+    """What a checkpoint is read by, once a state's arrays are to go: two states need not fit."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)

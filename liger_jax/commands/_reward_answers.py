@@ -62,21 +62,7 @@ class Notes:
 
 
 def numbers(name: str, weight: float, answer: Any, when: str, places: Sequence[str]) -> list[float]:
-    """What a function has returned as numbers, NaN for `None`.
-
-    Args:
-        name: the function's.
-        weight: the factor of its numbers.
-        answer: what `read` has made of what it returned.
-        when: when it was called, in words.
-        places: the line of each completion, in words.
-
-    Returns:
-        A number for each completion.
-
-    Raises:
-        UserError: it has returned something else.
-    """
+    """What a function has returned as numbers, NaN for `None`."""
     cure = "It must return a list that has a finite number, or None, for each."
     if not isinstance(answer, list):
         raise UserError(f"The reward {name} has returned {shown(answer)} {when} for {len(places)} completions. {cure}")

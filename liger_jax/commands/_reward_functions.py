@@ -24,19 +24,12 @@ NO_COLUMNS = (*GIVEN, "prompt", "completion", "trainer_state")  # fields that th
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """A function that scores completions.
+    """A function that scores completions."""
 
-    Attributes:
-        name: the function's name.
-        function: is called as TRL calls it, with those of the arguments that it names.
-        weight: the factor of its numbers.
-        module: the module's name.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    weight: float = 1.0
-    module: str = ""
+    name: str  # the function's name
+    function: Callable[..., Any]  # is called as TRL calls it, with those of the arguments that it names
+    weight: float = 1.0  # the factor of its numbers
+    module: str = ""  # the module's name
 
     @functools.cached_property
     def _signature(self) -> list[inspect.Parameter]:
@@ -57,14 +50,7 @@ class Reward:
         return {each.name: each.default is not each.empty for each in self._signature if each.kind in kinds}
 
     def check(self, lines: Sequence[Line]) -> None:
-        """Looks at the function's parameters, before anything is computed.
-
-        Args:
-            lines: those of the data.
-
-        Raises:
-            UserError: the function does not take completions, or takes what a line does not have.
-        """
+        """Looks at the function's parameters, before anything is computed."""
         for each in self._signature:
             if each.kind is each.POSITIONAL_ONLY and each.default is each.empty:
                 raise UserError(
@@ -101,20 +87,7 @@ class Reward:
 
 
 def found(text: str, home: str | None, seconds: float, tell: Callable[[str], None]) -> Reward:
-    """The function that `--reward` names.
-
-    Args:
-        text: "module:function", perhaps with a weight behind it, as in "rewards:right=0.5".
-        home: the current folder, whose modules are found too.
-        seconds: how long the module's import may take.
-        tell: prints a line.
-
-    Returns:
-        The function.
-
-    Raises:
-        UserError: the module cannot be imported, or has no such function.
-    """
+    """The function that `--reward` names."""
     path, equals, number = text.partition("=")
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -196,9 +169,7 @@ def file_of(function: Any) -> str | None:
 def place_of(error: BaseException, file: str | None = None) -> str:
     """Where the user's code has raised an error, as " at rewards.py:9"; "" where it was raised elsewhere.
 
-    Args:
-        error: the error.
-        file: the code's file; `None` for any that is not Python's import or this one.
+    `file`: the code's file; `None` for any that is not Python's import or this one.
     """
     frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
     mine = [each for each in frames if each.filename == file or file is None and "importlib" not in each.filename]

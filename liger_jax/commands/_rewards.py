@@ -24,17 +24,11 @@ _MADE_UP = ("The answer is 42.", "I do not know.")
 
 
 class Scores(NamedTuple):
-    """What the functions have made of some completions.
+    """What the functions have made of some completions."""
 
-    Attributes:
-        numbers: (functions, completions) float64, without weights; NaN where a function has answered `None`.
-        metrics: means of what `log_metric` was given, by name.
-        extras: what `log_extra` was given, by column: a value of JSON's for each completion.
-    """
-
-    numbers: np.ndarray
-    metrics: dict[str, float]
-    extras: dict[str, list[Any]]
+    numbers: np.ndarray  # (functions, completions) float64, without weights; NaN where a function has answered `None`
+    metrics: dict[str, float]  # means of what `log_metric` was given, by name
+    extras: dict[str, list[Any]]  # what `log_extra` was given, by column: a value of JSON's for each completion
 
 
 class Rewards:
@@ -42,16 +36,6 @@ class Rewards:
 
     A call has lists over the whole batch, as TRL's: `prompts` and `completions`, which are texts, or lists of messages
     where a prompt is one; `completion_ids`; and each field of the lines. A function gets copies of those that it names.
-
-    Args:
-        given: each "module:function", perhaps with a weight behind it, as in "rewards:right=0.5". Modules of the
-            current folder are found, too.
-        lines: those of the data.
-        seconds: how long a call may take.
-
-    Raises:
-        UserError: a module cannot be imported, has no such function, or two functions have one name; or a function
-            takes what a line does not have.
     """
 
     def __init__(self, given: Sequence[str], lines: Sequence[Line], seconds: float = 1800.0):
@@ -87,17 +71,7 @@ class Rewards:
         return np.array([reward.weight for reward in self.functions])
 
     def tried(self, lines: Sequence[Line]) -> Scores:
-        """Calls the functions with two completions that no model has written.
-
-        Args:
-            lines: those of the data.
-
-        Returns:
-            The scores.
-
-        Raises:
-            UserError: as `of`.
-        """
+        """Calls the functions with two completions that no model has written."""
         asked = [lines[0], lines[-1]]
         ids = [line.tokens[:4].tolist() for line in asked]
         return self.of("on two made-up completions, on which it is tried before the run,", asked, _MADE_UP, ids)
@@ -105,21 +79,7 @@ class Rewards:
     def of(
         self, when: str, lines: Sequence[Line], texts: Sequence[str], completion_ids: Sequence[Sequence[int]]
     ) -> Scores:
-        """Scores completions.
-
-        Args:
-            when: when it happens, in words that stand behind "has failed".
-            lines: the line of each completion.
-            texts: of the completions.
-            completion_ids: their tokens.
-
-        Returns:
-            The scores.
-
-        Raises:
-            UserError: a function raises an error, ends the program, does not come to an end, or returns something else
-                than a finite number or `None` for each completion.
-        """
+        """Scores completions."""
         answers: list[Any] = []
         notes = [Notes() for _ in self.functions]
         try:

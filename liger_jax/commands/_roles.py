@@ -17,20 +17,14 @@ class UnknownRoles:
     def look(self, document: Document, template: str) -> None:
         """Looks for such roles.
 
-        Args:
-            document: a conversation.
-            template: the text of the chat template that prints it. A role that stands there in quotes is known.
+        `template`: the text of the chat template that prints it. A role that stands there in quotes is known.
         """
         for role in {message["role"] for message in document.messages or ()}.difference(_KNOWN):
             if f"'{role}'" not in template and f'"{role}"' not in template:
                 self._places.setdefault(role, {})[document.where] = None
 
     def told(self) -> dict[str, str]:
-        """What is to be said of them, and forgets them.
-
-        Returns:
-            A sentence for each role.
-        """
+        """What is to be said of them, and forgets them."""
         found, self._places = self._places, {}
         return {f"role {role}": _sentence(role, list(places)) for role, places in found.items()}
 

@@ -28,34 +28,17 @@ SAMPLED = "sampling_log_probs"  # in a batch that is corrected for the sampler, 
 
 
 class Completion(NamedTuple):
-    """What the model has added to a prompt.
+    """What the model has added to a prompt."""
 
-    Attributes:
-        tokens: (tokens,) int32, with the one that ends it.
-        text: the text, without special tokens.
-        is_cut: no token has ended it.
-        log_probs: (tokens,) float32, the tokens' log-probabilities by the sampler; None if nobody asks for them.
-    """
-
-    tokens: np.ndarray
-    text: str
-    is_cut: bool
+    tokens: np.ndarray  # (tokens,) int32, with the one that ends it
+    text: str  # the text, without special tokens
+    is_cut: bool  # no token has ended it
+    # (tokens,) float32, the tokens' log-probabilities by the sampler; None if nobody asks for them.
     log_probs: np.ndarray | None = None
 
 
 class Rollouts:
-    """The steps of a run, each with completions of its own.
-
-    Args:
-        settings: the run.
-        data: its prompts.
-        tokenizer: their tokenizer.
-        place: puts a batch on the run's devices.
-
-    Raises:
-        UserError: a reward function is not there, needs a field that a line does not have, or fails on made-up
-            completions; or the file for completions is of no run.
-    """
+    """The steps of a run, each with completions of its own."""
 
     def __init__(
         self,
@@ -82,11 +65,7 @@ class Rollouts:
         return names + self._metrics
 
     def goes_on(self, log: dict[str, Any]) -> None:
-        """Says if the rewards' code is another one than that of the steps that are done.
-
-        Args:
-            log: what is saved beside the run's state, which gets the code's digests.
-        """
+        """Says if the rewards' code is another one than that of the steps that are done."""
         before, now = log.get("reward_code", {}), self._rewards.code()
         if log["steps"] and (changed := [name for name in now if name in before and before[name] != now[name]]):
             print(
@@ -117,20 +96,7 @@ class Rollouts:
     def step(self, graph: Any, update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
         """Samples, rewards and updates.
 
-        Args:
-            graph: the model's structure.
-            update: the compiled step.
-            state: parameters and the optimizer's state.
-            rows: the prompts, each as often as its group is large, and the step's `number`.
-            frozen: the variables that are not trained.
-
-        Returns:
-            The state, and the loss with figures by TRL's names, which are means over the updates.
-
-        Raises:
-            NotFiniteError: the model's logits are NaN.
-            NotFiniteAtStartError: they are so before the first update.
-            UserError: a reward function fails.
+        Returns the state, and the loss with figures by TRL's names, which are means over the updates.
         """
         number = int(rows["number"])
         lines = self._data.lines_of(number)
@@ -327,14 +293,7 @@ class Rollouts:
 
 
 def num_segments(settings: GrpoSettings) -> int:
-    """The most completions in a row.
-
-    Args:
-        settings: the run.
-
-    Returns:
-        Their number: each has a token of its own, and one of its prompt.
-    """
+    """The most completions in a row."""
     return max(1, min(settings.batch, settings.length // 2))
 
 

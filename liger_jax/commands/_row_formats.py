@@ -25,36 +25,15 @@ Row = dict[str, Any]
 def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
     """What a row holds.
 
-    Args:
-        where: where it was found, in words.
-        values: its fields. A null counts as absent.
-        column: the field that is trained on, a text or a list of messages; `None` for what the fields' names say. A
-            row that does not have it is read by its names.
-        form: one of `FORMATS`, where the fields' names are those of several; `None` for the only one.
-
-    Returns:
-        The document.
-
-    Raises:
-        UserError: the row is of no format or of several, or its fields have other values than the format's.
+    `column`: the field that is trained on, a text or a list of messages; `None` for what the fields' names say. A row
+    that does not have it is read by its names. `form`: one of `FORMATS`, where the fields' names are those of several;
+    `None` for the only one.
     """
     return checked(where, values, lambda values: _document(where, values, column, form))
 
 
 def checked(where: str, values: Row, read: Callable[[Row], Document]) -> Document:
-    """What a row holds, after checks that are those of all rows.
-
-    Args:
-        where: where it was found, in words.
-        values: its fields. A null counts as absent.
-        read: makes a document of them.
-
-    Returns:
-        The document.
-
-    Raises:
-        UserError: `read` raises one, to which the place is added, or there is what no text can hold.
-    """
+    """What a row holds, after checks that are those of all rows."""
     if _is_deeper(values, MOST_LEVELS):
         raise UserError(f"{where}: lists and objects are nested to more than {MOST_LEVELS} levels.")
     values = {name: value for name, value in values.items() if value is not None}

@@ -33,18 +33,7 @@ from liger_jax.training.waiting import beside, telling
 
 @training_errors()
 def train(settings: Settings, task: Task | TaskOf) -> int:
-    """Trains a model.
-
-    Args:
-        settings: the run.
-        task: what it trains for; or a function of the run, its model's folder and architecture, which says it.
-
-    Returns:
-        The exit code: 0, or 128 and a signal's number if one stopped it.
-
-    Raises:
-        UserError: whatever the user can mend.
-    """
+    """Trains a model. Returns the exit code: 0, or 128 and a signal's number if one stopped it."""
     need("orbax.checkpoint", "tqdm")
     out = Path(settings.out)
     writable_folder(out)

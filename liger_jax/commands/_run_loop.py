@@ -23,14 +23,7 @@ def programs(
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """Begins to compile the step and the scoring, while the weights are read: they depend on the shapes alone.
 
-    Args:
-        run: the run.
-        course: what its steps train on.
-        like: the model's types.
-        batches: an example of what is trained on, and one of rows.
-
-    Returns:
-        Both programs, each to be waited for; and the shapes of the state.
+    Returns both programs, each to be waited for; and the shapes of the state.
     """
     settings, task, devices, data, optimizer = run.settings, run.task, run.devices, course.data, course.optimizer
     graph, params, frozen = nnx.split(like, _run_model.trained(settings), ...)
@@ -56,21 +49,7 @@ def loop(
     models: tuple[Any, Any, Any],
     write: Callable[..., None],
 ) -> Loop:
-    """The loop over a run's steps, with all that it does between them.
-
-    Args:
-        run: the run.
-        course: what its steps train on.
-        checkpoints: those of the run.
-        played: what makes the batches, where the model writes them; else `None`.
-        compiled: the step and the scoring.
-        models: the graph of the model that is trained, its frozen variables, and the graph of the one that writes
-            samples.
-        write: takes each step's figures.
-
-    Returns:
-        The loop.
-    """
+    """The loop over a run's steps, with all that it does between them."""
     settings, task, devices, data = run.settings, run.task, run.devices, course.data
     (step, sums), (graph, frozen, shown) = compiled, models
     size = settings.batch // settings.num_parts
@@ -103,16 +82,7 @@ def loop(
 def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
     """Runs the loop. The user's errors say what is saved.
 
-    Args:
-        loop: the loop.
-        state: parameters and the optimizer's state.
-        log: as in `Loop.run`.
-
-    Returns:
-        The state, and the number of the signal that stopped the run, or 0.
-
-    Raises:
-        UserError: a step's data or rewards have failed.
+    Returns the state, and the number of the signal that stopped the run, or 0.
     """
     try:
         return loop.run(state, log)

@@ -27,23 +27,7 @@ def new(
     precision: dict[str, str],
     layout: Layout | None,
 ) -> Any:
-    """A model of the run's structure with random weights, for its shapes.
-
-    Args:
-        settings: the run.
-        task: what it trains for.
-        source: the model's folder.
-        found: the model's architecture.
-        precision: names of the dtypes, as `_decided_run.precision` gives them.
-        layout: which axes of the run's mesh split what; `None` for one device.
-
-    Returns:
-        The model, with the run's adapters, and a teacher that stays in its attribute `teacher`.
-
-    Raises:
-        UserError: blocks of quantised weights do not divide the model's widths.
-        ValueError: the adapters' targets are not in the model.
-    """
+    """A model of the run's structure with random weights, for its shapes."""
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(
         remat=settings.remat or defaults.REMAT, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout)
@@ -62,29 +46,13 @@ def new(
 
 
 def trained(settings: Settings) -> Any:
-    """The variables that are trained, by their type; a teacher has none.
-
-    Args:
-        settings: the run.
-
-    Returns:
-        A filter of `nnx.split` and `nnx.state`.
-    """
+    """The variables that are trained, by their type; a teacher has none."""
     kind = nnx.Param if settings.lora is None else nnx.LoRAParam
     return nnx.All(kind, nnx.Not(nnx.PathContains(_teacher.NAME)))
 
 
 def trained_lines(settings: Settings, model: Any, found: Architecture) -> Iterator[str]:
-    """Says how much of a model is trained.
-
-    Args:
-        settings: the run.
-        model: the model, or its types.
-        found: its architecture.
-
-    Yields:
-        Lines to print.
-    """
+    """Says how much of a model is trained."""
     number = sum(x.size for x in jax.tree.leaves(nnx.state(model, trained(settings))))
     if settings.lora is None:
         yield f"trained: all {number:,} parameters"
@@ -96,17 +64,7 @@ def trained_lines(settings: Settings, model: Any, found: Architecture) -> Iterat
 
 
 def tuned(graph: Any, state: Any, frozen: Any, keeps: Any) -> Any:
-    """Puts a model together that is to be written, without its teacher.
-
-    Args:
-        graph: its structure.
-        state: parameters and the optimizer's state.
-        frozen: the variables that are not trained.
-        keeps: what it keeps for its files.
-
-    Returns:
-        The model.
-    """
+    """Puts a model together that is to be written, without its teacher."""
     model = nnx.merge(graph, state[0], frozen)
     model.kept = keeps
     if hasattr(model, _teacher.NAME):

@@ -17,26 +17,14 @@ _SHOWN = 80  # characters of what is given
 
 
 class Samples:
-    """Held-out rows whose beginnings a model is given.
-
-    Args:
-        pieces: the rows' pieces, the first of which are taken.
-        tokenizer: their tokenizer.
-        longest: the most tokens that the model takes.
-        unit: a batch has a multiple of so many rows, as a mesh of devices needs it.
-    """
+    """Held-out rows whose beginnings a model is given."""
 
     def __init__(self, pieces: Sequence[Piece], tokenizer: Tokenizer, longest: int, unit: int = 1):
         self._unit, self._tokenizer, self._new = unit, tokenizer, min(NEW_TOKENS, max(1, longest // 2))
         self._prompts = [beginning(piece)[-(longest - self._new) :] for piece in pieces]
 
     def show(self, model: nnx.Module, write: Callable[[str], Any]) -> None:
-        """Prints how a model goes on with each of them, by its likeliest tokens.
-
-        Args:
-            model: the model.
-            write: prints a text.
-        """
+        """Prints how a model goes on with each of them, by its likeliest tokens."""
         if not self._prompts:
             return
         width = max(map(len, self._prompts))
@@ -56,11 +44,7 @@ class Samples:
 def beginning(piece: Piece) -> np.ndarray:
     """What a model is given of a piece.
 
-    Args:
-        piece: a text, a prompt with its completion, or a conversation.
-
-    Returns:
-        The first tokens: all before the first answer, of a text the first half.
+    Returns the first tokens: all before the first answer, of a text the first half.
     """
     document = piece.document
     if document is not None and (document.messages is not None or document.prompt is not None):

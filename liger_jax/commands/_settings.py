@@ -37,113 +37,73 @@ ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command li
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A fine-tuning run.
+    """A fine-tuning run."""
 
-    Attributes:
-        model: a checkpoint's folder, or an id such as "org/name"; or adapters, whose training then goes on.
-        data: files, globs, folders, and ids of datasets on the hub; a weight may follow each, as in "chats.jsonl=2".
-        eval_data: the same, of what is scored and not trained on; none to hold out a share of the data.
-        subset: the dataset's configuration.
-        column: the field of a row that is trained on; `None` for what the names of its fields say.
-        format: the format of rows that have the fields of several; `None` for what the names of their fields say.
-        stream: read the dataset from the hub while the run goes on.
-        lora: rank of the adapters that are trained; `None` to train all weights.
-        lora_alpha: numerator of the adapters' scale; `None` for twice the rank.
-        lora_targets: what has adapters: names with commas between them, "all-linear" or a regular expression; `None`
-            for all projections of layers.
-        lora_experts: the experts of a mixture have adapters, too.
-        lora_dropout: the share of the adapters' inputs that training drops; `None` for none, or as their folder says.
-        rslora: scale the adapters by alpha/√rank.
-        dora: train the lengths of the weights' columns, too.
-        adapters: the folder of adapters that training goes on from, if `--model` was one.
-        quantize: how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are.
-        pack: documents share rows, whose segments do not see each other; else each has rows of its own.
-        length: tokens in a row.
-        rope_scaling: how the rotary embedding reaches rows that are longer than the model's positions, a name of
-            `ROPE_SCALINGS`; `None` to refuse them.
-        batch: rows in a step.
-        micro_batches: equal parts of a step's batch, whose gradients are accumulated; `None` for as few as fit.
-        epochs: how often each row is trained on; `None` for once, or for what `steps` says.
-        steps: training steps; `None` for what `epochs` says.
-        learning_rate: the peak; `None` for 2e-4 with adapters and 1e-5 without.
-        optimizer: "adamw", or "adamw8bit", whose moments have 8 bits.
-        schedule: how the rate goes on behind the peak, a name of `SCHEDULES`.
-        warmup: the share of the steps in which the rate rises, or from 1 on their number.
-        weight_decay: the share of each weight that a step of rate 1 takes away.
-        clip: a gradient with a larger norm is scaled down to it; 0 to leave all as they are.
-        remat: what layers keep for the backward; `None` for "full"; where that does not fit for "offload_attention",
-            if rows are long and the host has room for it, else for "offload".
-        dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
-        param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
-        eval_share: the share of the data that is held out and scored; `None` for 0.02, or none beside `eval_data`.
-        every: steps between checkpoints, each with an evaluation.
-        samples: how many held-out rows are continued and printed at each evaluation.
-        patience: the run ends once so many evaluations have not improved the held-out loss; `None` for all steps.
-        keep: how many of the newest checkpoints are kept, beside the one with the least held-out loss.
-        seed: seed of the adapters, the held-out data, the order of the rows and the rounding of bfloat16 weights.
-        log: where each step's figures go, names of `LOGS`.
-        out: folder for checkpoints, logs and the result.
-        merge: add the adapters to the weights in the result.
-        save_dtype: dtype of the weights in the result; `None` for the checkpoint's own, if it is smaller than theirs.
-        result_of: no training, but the result of this step, whose checkpoint is kept; `None` to train.
-        fresh: start over, whatever checkpoint there is.
-        mesh: the devices along each axis, such as "fsdp=2,tensor=2"; `None` for as many along fsdp as divide the run.
-        distributed: join the other processes of the run, as `processes.begin` takes it; `None` for a single process.
-        verify: read all of the model's weights to know whether they are still those of the run.
-        risk_memory: begin even if the run does not fit by the planner's estimate.
-
-    Raises:
-        UserError: a value is out of its range, or does not go with another.
-    """
-
-    model: str
+    model: str  # a checkpoint's folder, or an id such as "org/name"; or adapters, whose training then goes on
+    # Files, globs, folders, and ids of datasets on the hub; a weight may follow each, as in "chats.jsonl=2".
     data: str | Sequence[str]
+    # The same, of what is scored and not trained on; none to hold out a share of the data.
     eval_data: Sequence[str] = ()
-    subset: str | None = None
-    column: str | None = None
+    subset: str | None = None  # the dataset's configuration
+    column: str | None = None  # the field of a row that is trained on; `None` for what the names of its fields say
+    # The format of rows that have the fields of several; `None` for what the names of their fields say.
     format: str | None = None
-    stream: bool = False
-    lora: int | None = None
-    lora_alpha: float | None = None
+    stream: bool = False  # read the dataset from the hub while the run goes on
+    lora: int | None = None  # rank of the adapters that are trained; `None` to train all weights
+    lora_alpha: float | None = None  # numerator of the adapters' scale; `None` for twice the rank
+    # What has adapters: names with commas between them, "all-linear" or a regular expression; `None` for all
+    # projections of layers.
     lora_targets: str | None = None
-    lora_experts: bool = False
+    lora_experts: bool = False  # the experts of a mixture have adapters, too
+    # The share of the adapters' inputs that training drops; `None` for none, or as their folder says.
     lora_dropout: float | None = None
-    rslora: bool = False
-    dora: bool = False
-    adapters: str | None = None
-    quantize: str | None = None
-    pack: bool = False
-    length: int = defaults.LENGTH
+    rslora: bool = False  # scale the adapters by alpha/√rank
+    dora: bool = False  # train the lengths of the weights' columns, too
+    adapters: str | None = None  # the folder of adapters that training goes on from, if `--model` was one
+    quantize: str | None = None  # how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are
+    pack: bool = False  # documents share rows, whose segments do not see each other; else each has rows of its own
+    length: int = defaults.LENGTH  # tokens in a row
+    # How the rotary embedding reaches rows that are longer than the model's positions, a name of `ROPE_SCALINGS`;
+    # `None` to refuse them.
     rope_scaling: str | None = None
-    batch: int = defaults.BATCH
+    batch: int = defaults.BATCH  # rows in a step
+    # Equal parts of a step's batch, whose gradients are accumulated; `None` for as few as fit.
     micro_batches: int | None = None
-    epochs: float | None = None
-    steps: int | None = None
-    learning_rate: float | None = None
-    optimizer: str = defaults.OPTIMIZER
-    schedule: str = "cosine"
-    warmup: float = 0.03
-    weight_decay: float = 0.01
-    clip: float = 1.0
+    epochs: float | None = None  # how often each row is trained on; `None` for once, or for what `steps` says
+    steps: int | None = None  # training steps; `None` for what `epochs` says
+    learning_rate: float | None = None  # the peak; `None` for 2e-4 with adapters and 1e-5 without
+    optimizer: str = defaults.OPTIMIZER  # "adamw", or "adamw8bit", whose moments have 8 bits
+    schedule: str = "cosine"  # how the rate goes on behind the peak, a name of `SCHEDULES`
+    warmup: float = 0.03  # the share of the steps in which the rate rises, or from 1 on their number
+    weight_decay: float = 0.01  # the share of each weight that a step of rate 1 takes away
+    clip: float = 1.0  # a gradient with a larger norm is scaled down to it; 0 to leave all as they are
+    # What layers keep for the backward; `None` for "full"; where that does not fit for "offload_attention", if rows are
+    # long and the host has room for it, else for "offload".
     remat: str | None = None
-    dtype: str | None = None
+    dtype: str | None = None  # dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere
+    # Dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
     param_dtype: str | None = None
+    # The share of the data that is held out and scored; `None` for 0.02, or none beside `eval_data`.
     eval_share: float | None = None
-    every: int = 100
-    samples: int = 0
+    every: int = 100  # steps between checkpoints, each with an evaluation
+    samples: int = 0  # how many held-out rows are continued and printed at each evaluation
+    # The run ends once so many evaluations have not improved the held-out loss; `None` for all steps.
     patience: int | None = None
-    keep: int = 1
-    seed: int = 0
-    log: tuple[str, ...] = ("csv",)
-    out: str = "runs/finetune"
-    merge: bool = False
+    keep: int = 1  # how many of the newest checkpoints are kept, beside the one with the least held-out loss
+    seed: int = 0  # seed of the adapters, the held-out data, the order of the rows and the rounding of bfloat16 weights
+    log: tuple[str, ...] = ("csv",)  # where each step's figures go, names of `LOGS`
+    out: str = "runs/finetune"  # folder for checkpoints, logs and the result
+    merge: bool = False  # add the adapters to the weights in the result
+    # Dtype of the weights in the result; `None` for the checkpoint's own, if it is smaller than theirs.
     save_dtype: str | None = None
-    result_of: int | None = None
-    fresh: bool = False
+    result_of: int | None = None  # no training, but the result of this step, whose checkpoint is kept; `None` to train
+    fresh: bool = False  # start over, whatever checkpoint there is
+    # The devices along each axis, such as "fsdp=2,tensor=2"; `None` for as many along fsdp as divide the run.
     mesh: str | None = None
+    # Join the other processes of the run, as `processes.begin` takes it; `None` for a single process.
     distributed: str | None = None
-    verify: bool = False
-    risk_memory: bool = False
+    verify: bool = False  # read all of the model's weights to know whether they are still those of the run
+    risk_memory: bool = False  # begin even if the run does not fit by the planner's estimate
 
     command = "finetune"
     is_alone = False  # whether the command trains in one process
@@ -283,26 +243,20 @@ class Settings:
     def to_write(self) -> dict[str, Any]:
         """The settings as a file of options has them.
 
-        Returns:
-            Values by name; `None` where the default depends on others. A file neither starts a run over nor has all
-            weights read, and is the same for all processes.
+        Returns values by name; `None` where the default depends on others. A file neither starts a run over nor has all
+        weights read, and is the same for all processes.
         """
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NOT_WRITTEN}
 
     def of_all_processes(self) -> dict[str, Any]:
-        """The settings that are the same in all processes of a run.
-
-        Returns:
-            Values by the options' names.
-        """
+        """The settings that are the same in all processes of a run."""
         values = dataclasses.asdict(self)
         return {f"--{name.replace('_', '-')}": value for name, value in values.items() if name != "distributed"}
 
     def of_the_run(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is continued.
 
-        Returns:
-            Values by name: all but where the figures go, and how often the run saves.
+        Returns values by name: all but where the figures go, and how often the run saves.
         """
         found = dataclasses.asdict(self) | {
             "epochs": self.epochs_to_train,
@@ -316,17 +270,6 @@ class Settings:
 
 
 def settings_of(args: argparse.Namespace, settings_type: type[Settings] = Settings) -> Settings:
-    """The settings of a run.
-
-    Args:
-        args: parsed arguments, of which those that the settings do not have are passed over.
-        settings_type: `Settings`, or a command's own kind of them.
-
-    Returns:
-        The settings, with defaults for what was not given.
-
-    Raises:
-        UserError: a value is out of its range, or does not go with another.
-    """
+    """The settings of a run."""
     fields = {field.name for field in dataclasses.fields(settings_type) if field.init}
     return settings_type(**{k: v for k, v in vars(args).items() if k in fields and v is not None})

@@ -30,16 +30,7 @@ Stretch = tuple[str, bool]  # a text, and whether it is scored
 
 @training_errors()
 def show(settings: Settings, count: int, *, shorten: bool) -> None:
-    """Prints the first rows as they would be trained on.
-
-    Args:
-        settings: the run.
-        count: how many rows.
-        shorten: take shorter rows if the model does not take those of the settings.
-
-    Raises:
-        UserError: whatever the run would be refused for.
-    """
+    """Prints the first rows as they would be trained on."""
     settings, tokenizer = _prepared(settings, shorten)
     with tempfile.TemporaryDirectory() as place:
         data, _ = _laid(settings, tokenizer, Path(place), None)
@@ -51,15 +42,7 @@ def show(settings: Settings, count: int, *, shorten: bool) -> None:
 def check(settings: Settings, *, shorten: bool) -> int:
     """Prints what the run would be refused for: all of it, where a run ends with the first.
 
-    Args:
-        settings: the run.
-        shorten: take shorter rows if the model does not take those of the settings.
-
-    Returns:
-        The exit code: 1 if there is something, else 0.
-
-    Raises:
-        UserError: the model or its tokenizer cannot be used, or there is no data.
+    Returns the exit code: 1 if there is something, else 0.
     """
     settings, tokenizer = _prepared(settings, shorten)
     refused: dict[str, UserError] = {}
@@ -72,14 +55,7 @@ def check(settings: Settings, *, shorten: bool) -> int:
 
 
 def scored_places(rows: Rows) -> np.ndarray:
-    """Which tokens the loss counts: its own labels, which predict the next token, moved back to that token.
-
-    Args:
-        rows: a run's.
-
-    Returns:
-        Booleans of (rows, length).
-    """
+    """Which tokens the loss counts: its own labels, which predict the next token, moved back to that token."""
     targets = np.asarray(shifted_labels(rows["labels"], rows.get("segment_ids")))
     return np.pad(targets[:, :-1] != IGNORE_INDEX, ((0, 0), (1, 0)))
 
@@ -87,17 +63,7 @@ def scored_places(rows: Rows) -> np.ndarray:
 def row_lines(
     row: tuple[np.ndarray, ...], pieces: Mapping[int, Piece], tokenizer: Tokenizer, mark: Any
 ) -> Iterator[str]:
-    """The text of a row: each piece with a line that says what it is, and what is cut off or empty.
-
-    Args:
-        row: tokens, whether each is scored, and the number of each token's piece; all (length,).
-        pieces: the pieces by number.
-        tokenizer: the tokens' tokenizer.
-        mark: `coloured` or `underlined`.
-
-    Yields:
-        Lines.
-    """
+    """The text of a row: each piece with a line that says what it is, and what is cut off or empty."""
     tokens, scored, numbers = row
     for number in dict.fromkeys(numbers[numbers >= 0].tolist()):
         piece, here = pieces[number], numbers == number
@@ -115,14 +81,6 @@ def stretches(tokenizer: Tokenizer, tokens: np.ndarray, scored: np.ndarray) -> l
 
     A token's text may depend on those before it, as spaces do, and a character may have several tokens. So a stretch is
     what its tokens add to the text of all tokens before.
-
-    Args:
-        tokenizer: the tokens' tokenizer.
-        tokens: (tokens,) int32.
-        scored: (tokens,), whether each is scored.
-
-    Returns:
-        The stretches, which add up to the text of all tokens.
     """
     text, found, begin = tokenizer.text(tokens.tolist()), [], 0
     changes = np.flatnonzero(np.diff(scored)) + 1
@@ -137,11 +95,7 @@ def stretches(tokenizer: Tokenizer, tokens: np.ndarray, scored: np.ndarray) -> l
 def coloured(some: Sequence[Stretch]) -> str:
     """The text with its scored stretches in green.
 
-    Args:
-        some: stretches of a text.
-
-    Returns:
-        Lines with a terminal's escape sequences, which begin and end in each line.
+    Returns lines with a terminal's escape sequences, which begin and end in each line.
     """
     green = lambda line: f"{_GREEN}{line}{_PLAIN}" if line else ""
     text = ""
@@ -152,14 +106,7 @@ def coloured(some: Sequence[Stretch]) -> str:
 
 
 def underlined(some: Sequence[Stretch]) -> str:
-    """The text with a line of `~` under its scored stretches.
-
-    Args:
-        some: stretches of a text.
-
-    Returns:
-        Lines without escape sequences.
-    """
+    """The text with a line of `~` under its scored stretches."""
     lines, line, under = [], "", ""
     for text, is_scored in some:
         for character in _visible(text):

@@ -21,17 +21,11 @@ _ABOUT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One thing that `--data` names.
+    """One thing that `--data` names."""
 
-    Attributes:
-        name: as it was typed, without its weight.
-        weight: how often its rows are in an epoch.
-        paths: its files; none for a dataset of the hub.
-    """
-
-    name: str
-    weight: float = 1.0
-    paths: tuple[Path, ...] = ()
+    name: str  # as it was typed, without its weight
+    weight: float = 1.0  # how often its rows are in an epoch
+    paths: tuple[Path, ...] = ()  # its files; none for a dataset of the hub
 
 
 def parts(given: Sequence[str], flag: str = "--data") -> list[Part]:
@@ -89,24 +83,13 @@ def _part(text: str, flag: str) -> Part:
 def weight(text: str) -> float:
     """How often the rows of an argument of `--data` are in an epoch.
 
-    Args:
-        text: as it was typed.
-
-    Returns:
-        What stands behind its last "=", where that is a weight; else 1.
+    Returns what stands behind its last "=", where that is a weight; else 1.
     """
     return _part_of(text, "--data")[1]
 
 
 def may_be_id(name: str) -> bool:
-    """Whether a name may be a dataset's. If its first part is a folder here, it is a mistyped path.
-
-    Args:
-        name: as it was typed.
-
-    Returns:
-        Whether it may.
-    """
+    """Whether a name may be a dataset's. If its first part is a folder here, it is a mistyped path."""
     organisation, slash, _ = name.rpartition("/")
     is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.lower().endswith(_formats.KNOWN)
     return is_id and not (slash and os.path.isdir(organisation))

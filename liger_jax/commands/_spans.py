@@ -22,19 +22,12 @@ _TAG = r"[<\[](?=[^\w]*[A-Za-z])[^<>\[\]\s]*[>\]]"  # such as <think>, </think> 
 
 
 class Span(NamedTuple):
-    """A stretch of the text.
+    """A stretch of the text."""
 
-    Attributes:
-        begin: its first character.
-        end: the character after its last.
-        message: index of the message.
-        has_end: whether it ends with something that is not the message's own words.
-    """
-
-    begin: int
-    end: int
-    message: int
-    has_end: bool
+    begin: int  # its first character
+    end: int  # the character after its last
+    message: int  # index of the message
+    has_end: bool  # whether it ends with something that is not the message's own words
 
 
 class Run(NamedTuple):

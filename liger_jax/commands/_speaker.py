@@ -30,17 +30,7 @@ _UNFINISHED = "\ufffd"  # stands for a character of which not all tokens are the
 
 
 class Speaker:
-    """A model with its tokenizer.
-
-    Args:
-        options: which model, and how its tokens are chosen.
-
-    Attributes:
-        tokenizer: its tokenizer.
-
-    Raises:
-        UserError: the folder holds neither a model nor adapters, or one of its files cannot be used.
-    """
+    """A model with its tokenizer."""
 
     def __init__(self, options: Generation):
         self._options, self._texts = options, 0
@@ -67,11 +57,7 @@ class Speaker:
         self.tokenizer = Tokenizer(files, self._model.config.vocab_size, stops)
 
     def check_template(self) -> None:
-        """Looks for a chat template.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Looks for a chat template."""
         if not self.tokenizer.has_template:
             raise UserError(
                 f"The tokenizer of {self._options.model} has no chat template, so that nothing says how a conversation "
@@ -79,17 +65,7 @@ class Speaker:
             )
 
     def say(self, document: Document) -> Iterator[str]:
-        """Goes on with a text or a conversation.
-
-        Args:
-            document: the text or the conversation.
-
-        Yields:
-            The new text in parts.
-
-        Raises:
-            UserError: the text is too long for the model, or `Tokenizer.prompt` refuses it.
-        """
+        """Goes on with a text or a conversation."""
         prompt = self.tokenizer.prompt(document)
         told = self.tokenizer.told()
         for about in told.keys() - self._told:
@@ -139,12 +115,7 @@ class Speaker:
 
 
 class _Words:
-    """Tokens become text one by one. A token's text depends on those before it, and a character may be several.
-
-    Args:
-        text: the text of tokens.
-        prompt: the tokens before them.
-    """
+    """Tokens become text one by one. A token's text depends on those before it, and a character may be several."""
 
     def __init__(self, text: Callable[[list[int]], str], prompt: np.ndarray):
         self._text = text

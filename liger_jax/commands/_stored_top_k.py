@@ -33,12 +33,7 @@ _CHUNK = 256  # tokens whose logits exist at once
 
 
 class Stored:
-    """The entries of one set of rows: 0 at places that are not scored, and everywhere before they are opened.
-
-    Args:
-        laid: the rows.
-        top_k: K, entries of a place.
-    """
+    """The entries of one set of rows: 0 at places that are not scored, and everywhere before they are opened."""
 
     def __init__(self, laid: LaidRows, top_k: int):
         self.laid, self._top_k = laid, top_k
@@ -46,29 +41,12 @@ class Stored:
         self._ends = np.zeros(0, np.int64)
 
     def open(self, path: Path, first: int, counts: np.ndarray) -> int:
-        """Maps the file.
-
-        Args:
-            path: the file.
-            first: the first place in it that is these rows'.
-            counts: (rows,), the scored places of each row.
-
-        Returns:
-            The place behind their last one.
-        """
+        """Maps the file."""
         self._entries, self._ends = np.memmap(path, _entry(self._top_k), "r"), first + np.cumsum(counts)
         return int(self._ends[-1])
 
     def made(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Some rows of a column.
-
-        Args:
-            name: of `COLUMNS`.
-            rows: (rows,), their numbers.
-
-        Returns:
-            (rows, length, K).
-        """
+        """Some rows of a column."""
         found = np.zeros((len(rows), self.laid.length, self._top_k), COLUMNS[name])
         if self._entries is not None:
             for out, row, places in zip(found, rows.tolist(), scored_places(self.laid, rows), strict=True):
@@ -78,15 +56,7 @@ class Stored:
 
 
 def add_columns(settings: DistillSettings, data: TrainingRows) -> list[Stored]:
-    """Adds the columns to a run's rows.
-
-    Args:
-        settings: the run; its `top_k` is not `None`.
-        data: its rows.
-
-    Returns:
-        What fills them, by `fill`.
-    """
+    """Adds the columns to a run's rows."""
     assert settings.top_k is not None
     found = [Stored(laid, settings.top_k) for laid in data.laid]
     for stored in found:
@@ -103,19 +73,7 @@ def fill(
     model: Any,
     made_of: Mapping[str, str],
 ) -> None:
-    """Fills the columns, from the file of an earlier start if that is whole and of the same teacher and rows.
-
-    Args:
-        some: what `add_columns` has returned.
-        teacher: the teacher.
-        settings: the run.
-        model: the model that is trained, which says where and how to compute.
-        made_of: texts by which teacher and data can be told from others.
-
-    Raises:
-        UserError: the file cannot be written, or the teacher's logits are NaN.
-        DiskError: there is no room for the file.
-    """
+    """Fills the columns, from the file of an earlier start if that is whole and of the same teacher and rows."""
     assert settings.top_k is not None
     path = Path(settings.out) / f"{NAME}.bin"
     key = _keyed_file.key(settings, _READ, made_of, (stored.laid for stored in some))
@@ -133,15 +91,7 @@ def fill(
 
 
 def scored_places(laid: LaidRows, rows: np.ndarray) -> np.ndarray:
-    """Where the next token is scored.
-
-    Args:
-        laid: all rows.
-        rows: (rows,), numbers of some.
-
-    Returns:
-        bool (rows, length), as `losses.shifted_labels` has it.
-    """
+    """Where the next token is scored. Returns bool (rows, length), as `losses.shifted_labels` has it."""
     labels, found = laid.made("labels", rows), np.zeros((len(rows), laid.length), bool)
     found[:, :-1] = labels[:, 1:] != IGNORE_INDEX
     if "segment_ids" in laid:
@@ -153,15 +103,7 @@ def scored_places(laid: LaidRows, rows: np.ndarray) -> np.ndarray:
 def top_k(model: Any, rows: Mapping[str, Any], k: int, temperature: float, vocab_size: int) -> tuple[Any, Any]:
     """The likeliest next tokens at each position.
 
-    Args:
-        model: a causal language model.
-        rows: `input_ids`, and in packed rows `segment_ids` and `positions`.
-        k: how many tokens, K.
-        temperature: by which logits are divided.
-        vocab_size: entries of the head that count.
-
-    Returns:
-        Their numbers int32 and log-probabilities float32, (B, T, K).
+    Returns their numbers int32 and log-probabilities float32, (B, T, K).
     """
 
     def local(hidden, head):

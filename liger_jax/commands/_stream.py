@@ -27,16 +27,7 @@ Place = tuple[int, int]  # rows of the stream that are done, and pieces of the n
 
 
 class Stream:
-    """The rows of each step, whichever was asked for before.
-
-    Args:
-        settings: the run, whose `data` is a dataset's id.
-        encoder: the tokenizer.
-        folder: where places are noted.
-
-    Raises:
-        UserError: the data is no dataset of the hub, or the dataset cannot be opened.
-    """
+    """The rows of each step, whichever was asked for before."""
 
     def __init__(self, settings: Settings, encoder: Tokenizer, folder: Path):
         self._settings, self._encoder, self._name = settings, encoder, settings.data[0]
@@ -57,28 +48,11 @@ class Stream:
         self._next = -1  # the step that `_pieces` has come to
 
     def rows_of(self, step: int) -> Rows:
-        """The rows of a step.
-
-        Args:
-            step: its number, from 0.
-
-        Returns:
-            A model's arguments.
-
-        Raises:
-            UserError: a row of the stream cannot be used, or the stream cannot be read.
-        """
+        """The rows of a step."""
         return self._of_step(step)[0]
 
     def pieces_of(self, step: int) -> np.ndarray:
-        """Which piece each token of a step belongs to.
-
-        Args:
-            step: its number, from 0.
-
-        Returns:
-            (rows, length), the piece's place among those of the step.
-        """
+        """Which piece each token of a step belongs to."""
         return self._of_step(step)[1]
 
     def _of_step(self, step: int) -> tuple[Rows, np.ndarray]:

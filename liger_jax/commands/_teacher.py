@@ -25,32 +25,16 @@ NAME = "teacher"  # the attribute of a model that has one, and a part of the pat
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A teacher that was found, and whose numbers are not read yet.
+    """A teacher that was found, and whose numbers are not read yet."""
 
-    Attributes:
-        source: its folder.
-        architecture: what it is.
-        quantize: how its projections are held, "nf4" or "int8"; `None` for as they are.
-        vocab_size: the entries that student and teacher have in common. Heads may have padding behind them.
-        stays: whether it is beside the student in each step; else it is there before the first one alone.
-    """
-
-    source: Source
-    architecture: Architecture
-    quantize: str | None
-    vocab_size: int
-    stays: bool
+    source: Source  # its folder
+    architecture: Architecture  # what it is
+    quantize: str | None  # how its projections are held, "nf4" or "int8"; `None` for as they are
+    vocab_size: int  # the entries that student and teacher have in common. Heads may have padding behind them.
+    stays: bool  # whether it is beside the student in each step; else it is there before the first one alone
 
     def new(self, dtype: str, layout: Layout | None) -> Any:
-        """A model of its structure with random weights, for its shapes.
-
-        Args:
-            dtype: dtype of the computation.
-            layout: which axes of the run's mesh split what; `None` for one device.
-
-        Returns:
-            The model.
-        """
+        """A model of its structure with random weights, for its shapes."""
         options: dict[str, Any] = self._dtypes(dtype) | dict(kernels=KernelOptions(layout=layout), rngs=nnx.Rngs(0))
         model = self.architecture.family(self.architecture.config, **options)
         if self.source.is_nf4:
@@ -61,31 +45,13 @@ class Teacher:
         return model
 
     def read(self, dtype: str, mesh: Any, kernels: KernelOptions) -> Any:
-        """Reads it.
-
-        Args:
-            dtype: dtype of the computation.
-            mesh: the run's mesh; `None` for one device.
-            kernels: the options of the models that run there.
-
-        Returns:
-            The model.
-        """
+        """Reads it."""
         options: dict[str, Any] = self._dtypes(dtype) | dict(mesh=mesh, kernels=kernels, quantize=self.quantize)
         with quantizing("--teacher-quantize", self.quantize, f"--teacher={self.source.folder}"):
             return AutoModelForCausalLM.from_pretrained(self.source, **options)
 
     def num_bytes(self, dtype: str, devices: meshes.Devices, tokens: int) -> int:
-        """The memory that it takes on each device.
-
-        Args:
-            dtype: dtype of the computation.
-            devices: those of the run.
-            tokens: of a device, that are computed at once.
-
-        Returns:
-            Bytes of its weights, and of one layer's work in the forward.
-        """
+        """The memory that it takes on each device."""
         state = devices.typed(nnx.state(nnx.eval_shape(lambda: self.new(dtype, devices.layout))))
         held = sum(math.prod(_shape_on_a_device(x)) * x.dtype.itemsize for x in jax.tree.leaves(state))
         config = self.architecture.config
@@ -104,22 +70,7 @@ class Teacher:
 
 
 def found(settings: DistillSettings, source: Source, student: Architecture) -> Teacher:
-    """Looks for a run's teacher, before anything is read.
-
-    Args:
-        settings: the run.
-        source: the folder of the model that is trained.
-        student: its architecture.
-
-    Returns:
-        The teacher.
-
-    Raises:
-        UserError: it has another vocabulary, or fewer positions than the run's rows; or it holds adapters; or the run's
-            result would replace it.
-        ValueError: it is no model that is known here, or its files are damaged.
-        FileNotFoundError: it is not there.
-    """
+    """Looks for a run's teacher, before anything is read."""
     name = f"--teacher={settings.teacher}"
     with of_option("--teacher"):
         its = find(settings.teacher)

@@ -31,14 +31,7 @@ _FORMAT = 3
 
 
 class Tokens:
-    """The pieces of documents, in files that are mapped into memory.
-
-    Args:
-        folder: where the files are.
-
-    Attributes:
-        meta: what `write` has noted of them.
-    """
+    """The pieces of documents, in files that are mapped into memory."""
 
     def __init__(self, folder: Path):
         self.folder, self.meta = folder, read_json(folder / META)
@@ -61,13 +54,8 @@ class Tokens:
         return np.diff(self._ends, prepend=0)
 
     def num_scored(self, pieces: np.ndarray) -> int:
-        """How many tokens of some pieces the loss counts: the first of a piece never is, as nothing stands before it.
-
-        Args:
-            pieces: their numbers.
-
-        Returns:
-            The number.
+        """How many tokens of some pieces the loss counts: the first of a piece never is, as nothing
+        stands before it.
         """
         ends, total = self._ends, 0
         for i in pieces.tolist():
@@ -81,27 +69,13 @@ class Tokens:
         return " ".join(self.meta["digests"][name] for name in ("tokens", "scored", "ends"))
 
     def arrays(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a piece, and their labels, both (tokens,) int32.
-
-        Args:
-            i: the piece's number.
-
-        Returns:
-            Both, in memory.
-        """
+        """The tokens of a piece, and their labels, both (tokens,) int32."""
         begin, end = int(self._ends[i - 1]) if i else 0, int(self._ends[i])
         tokens = np.array(self._tokens[begin:end])
         return tokens, np.where(self._scored[begin:end], tokens, IGNORE_INDEX).astype(np.int32)
 
     def piece(self, i: int) -> Piece:
-        """A piece with what is shown of its document: where it is from, the roles of its messages, "" for a prompt.
-
-        Args:
-            i: the piece's number.
-
-        Returns:
-            The piece.
-        """
+        """A piece with what is shown of its document: where it is from, the roles of its messages, "" for a prompt."""
         number = int(self._document[i])
         first, last = int(self._title_ends[number - 1]) if number else 0, int(self._title_ends[number])
         where, roles, has_prompt = json.loads(bytes(self._titles[first:last]))
@@ -132,11 +106,7 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def leftovers_removed(out: Path) -> Iterator[None]:
-    """A context for a run, before and behind which unfinished tokens are removed, or such as it did not keep.
-
-    Args:
-        out: the run's folder.
-    """
+    """A context for a run, before and behind which unfinished tokens are removed, or such as it did not keep."""
     remove = lambda: [shutil.rmtree(path, ignore_errors=True) for path in (out / FOLDER).glob(f"*{NEW}")]
     remove()
     try:
@@ -148,15 +118,7 @@ def leftovers_removed(out: Path) -> Iterator[None]:
 
 
 def find(place: Path, key: str) -> Tokens | None:
-    """The tokens of an earlier start, if they are whole.
-
-    Args:
-        place: the folder with folders of tokens.
-        key: what the tokens are made of.
-
-    Returns:
-        The tokens, or `None`.
-    """
+    """The tokens of an earlier start, if they are whole."""
     folder = place / key
     meta = read_json(folder / META)
     if meta.get("format") != _FORMAT or meta.get("key") != key:
@@ -176,23 +138,7 @@ def write(
     length: int,
     refused: _data.Refused = None,
 ) -> Tokens:
-    """Encodes documents into files, some at a time.
-
-    Args:
-        place: the folder with folders of tokens.
-        key: what the tokens are made of.
-        parts: what `--data` names.
-        read: the documents of a part.
-        tokenizer: it encodes them.
-        length: the most tokens of a piece.
-        refused: where errors of single documents go, by where they are; `None` to raise the first.
-
-    Returns:
-        The tokens, in a folder that `keep` gives its name.
-
-    Raises:
-        UserError: a document cannot be used, or nothing can be written.
-    """
+    """Encodes documents into files, some at a time. Returns the tokens, in a folder that `keep` gives its name."""
     folder = place / f"{key}{NEW}"
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -213,11 +159,7 @@ def write(
 
 
 def keep(tokens: Sequence[Tokens]) -> None:
-    """Gives the tokens of a run their names, and removes those of other runs beside them.
-
-    Args:
-        tokens: all that the run has.
-    """
+    """Gives the tokens of a run their names, and removes those of other runs beside them."""
     names = {each.folder.name.removesuffix(NEW) for each in tokens}
     for each in tokens:
         if each.folder.name.endswith(NEW):

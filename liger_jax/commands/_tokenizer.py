@@ -29,16 +29,7 @@ _MOST_SAID = 500  # characters of another library's error
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint, from tokenizer.json and the small files beside it.
-
-    Args:
-        source: the checkpoint, or its folder.
-        vocab_size: entries of the model's vocabulary.
-        stops: the tokens that end a text by the checkpoint's config.
-
-    Raises:
-        UserError: there is no tokenizer.json, or one of the files is damaged.
-    """
+    """The tokenizer of a checkpoint, from tokenizer.json and the small files beside it."""
 
     together = 1  # how many pieces, one after the other, share a row and are held out together
     kind = "piece"  # what they are together, in a word
@@ -81,20 +72,7 @@ class Tokenizer:
     def pieces(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> list[Piece]:
-        """Encodes documents, cuts them to the length of a row, and prints what is to be known of them.
-
-        Args:
-            documents: texts and conversations.
-            length: the most tokens of a piece.
-            refused: where errors of single documents go, by where they are; `None` to raise the first.
-
-        Returns:
-            The pieces in which a token is trained on.
-
-        Raises:
-            UserError: a token is not in the model's vocabulary, there is no chat template or it fails, or nothing is
-                left to train on.
-        """
+        """Encodes documents, cuts them to the length of a row, and prints what is to be known of them."""
         found = list(self.encoded(documents, length, refused))
         for note in self.notes(length):
             print(note)
@@ -110,17 +88,6 @@ class Tokenizer:
         A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
         and so is a prompt with its completion, and what is longer is dropped. A token that ends a last answer is added
         to `stops`.
-
-        Args:
-            documents: texts and conversations.
-            length: the most tokens of a piece.
-            refused: where errors of single documents go, by where they are; `None` to raise the first.
-
-        Yields:
-            The pieces in which a token is trained on, in the order of the documents.
-
-        Raises:
-            UserError: a token is not in the model's vocabulary, or there is no chat template or it fails.
         """
         chats = [each for each in documents if each.messages is not None]
         completions = [each for each in documents if each.messages is None and each.prompt is not None]
@@ -137,26 +104,11 @@ class Tokenizer:
             yield from (piece for piece in found if piece.is_scored)
 
     def side(self, piece: Piece, number: int) -> str:
-        """What a piece is among those that belong together.
-
-        Args:
-            piece: the piece.
-            number: its place among all pieces.
-
-        Returns:
-            A word or two; "" where it stands alone.
-        """
+        """What a piece is among those that belong together."""
         return ""
 
     def notes(self, length: int) -> list[str]:
-        """What is to be said of all documents that were encoded.
-
-        Args:
-            length: the most tokens of a piece.
-
-        Returns:
-            Sentences.
-        """
+        """What is to be said of all documents that were encoded."""
         found = [*self._conversations.notes(), *self.told().values()]
         for kind, cut in self._cut.items():
             if cut:
@@ -170,11 +122,7 @@ class Tokenizer:
         return list(dict.fromkeys(found))
 
     def told(self) -> dict[str, str]:
-        """What is to be said of texts and messages that were encoded since it was said last.
-
-        Returns:
-            Sentences by what they are about.
-        """
+        """What is to be said of texts and messages that were encoded since it was said last."""
         return self._conversations.told() | self._once.told()
 
     @property
@@ -213,18 +161,7 @@ class Tokenizer:
         return any("strftime_now" in source for source in self._chat_templates().values())
 
     def prompt(self, document: Document) -> np.ndarray:
-        """The tokens behind which a model goes on with a text, or answers a conversation.
-
-        Args:
-            document: the text or the conversation.
-
-        Returns:
-            (tokens,) int32.
-
-        Raises:
-            UserError: there are no tokens, one is not in the model's vocabulary, there is no chat template, or it
-                fails.
-        """
+        """The tokens behind which a model goes on with a text, or answers a conversation."""
         is_text = document.messages is None
         text = document.text if is_text else self._conversations.prompt(document)
         with failures():

@@ -15,47 +15,29 @@ NOBODY = -1  # the message of a text that several messages went into, or a messa
 
 
 class Origin(NamedTuple):
-    """Where a text is from.
+    """Where a text is from."""
 
-    Attributes:
-        message: index of the message, or `NOBODY`.
-        field: the field of the message, or several, joined by "+".
-        call: index of the tool call that the field belongs to, or -1.
-        at: place of the first character in the field, or `None` where the text is made of the field by more than cuts.
-    """
-
-    message: int
-    field: str
-    call: int = -1
+    message: int  # index of the message, or `NOBODY`
+    field: str  # the field of the message, or several, joined by "+"
+    call: int = -1  # index of the tool call that the field belongs to, or -1
+    # Place of the first character in the field, or `None` where the text is made of the field by more than cuts.
     at: int | None = 0
 
 
 class Event(NamedTuple):
-    """What happens between two characters.
+    """What happens between two characters."""
 
-    Attributes:
-        kind: "at" where a loop comes to a message, "left" after the loop, "begin" and "end" of marked words.
-        loop: which of the template's loops it is.
-        message: index of the message that the loop is at.
-    """
-
-    kind: str
-    loop: int = 0
-    message: int = NOBODY
+    kind: str  # "at" where a loop comes to a message, "left" after the loop, "begin" and "end" of marked words
+    loop: int = 0  # which of the template's loops it is
+    message: int = NOBODY  # index of the message that the loop is at
 
 
 class Part(NamedTuple):
-    """A stretch of a text.
+    """A stretch of a text."""
 
-    Attributes:
-        text: its characters; none at an event.
-        origin: where they are from; `None` for the template's own words.
-        event: what happens there.
-    """
-
-    text: str
-    origin: Origin | None = None
-    event: Event | None = None
+    text: str  # its characters; none at an event
+    origin: Origin | None = None  # where they are from; `None` for the template's own words
+    event: Event | None = None  # what happens there
 
     def cut(self, begin: int, end: int) -> "Part":
         """The part from one character to another."""
@@ -66,11 +48,7 @@ class Part(NamedTuple):
 
 
 class Traced(str):
-    """A string with its parts.
-
-    Args:
-        parts: what it consists of.
-    """
+    """A string with its parts."""
 
     __module__ = "builtins"  # errors of templates name it
     # The underscores keep them out of a template's reach. Texts of which one begins with all of the other share a list:
@@ -183,15 +161,7 @@ class Traced(str):
 
 
 def join(texts: Iterable[Any], sep: str = "") -> str:
-    """The texts one after the other, each with its origin.
-
-    Args:
-        texts: strings, or what becomes one by `str`.
-        sep: what stands between two of them.
-
-    Returns:
-        A string; a plain one if nothing has an origin.
-    """
+    """The texts one after the other, each with its origin."""
     parts: list[Part] = []
     pieces: list[str] = []
     size = 0
@@ -212,12 +182,7 @@ def join(texts: Iterable[Any], sep: str = "") -> str:
 def derived(text: str, *sources: Any) -> str:
     """A text that is made of others in a way that is not followed.
 
-    Args:
-        text: the result.
-        sources: strings, and lists and objects of them, that went into it.
-
-    Returns:
-        The text, which is from the message of its sources if they have one message.
+    Returns the text, which is from the message of its sources if they have one message.
     """
     origins = {part.origin for source in sources for part in _all_parts(source) if part.origin is not None}
     if not origins or not text:
@@ -232,27 +197,14 @@ def derived(text: str, *sources: Any) -> str:
 def mixed(text: str, *sources: Any) -> str:
     """A text in which the template's own words and others stand where nobody follows, such as a filled pattern.
 
-    Args:
-        text: the result.
-        sources: strings, and lists and objects of them, that went into it.
-
-    Returns:
-        The text, which is of `NOBODY` if a source is from a message.
+    Returns the text, which is of `NOBODY` if a source is from a message.
     """
     has_origin = any(part.origin is not None for source in sources for part in _all_parts(source))
     return Traced(text) if has_origin and text else text
 
 
 def traced(value: Any, origin: Origin) -> Any:
-    """A value whose strings, keys included, know their origin.
-
-    Args:
-        value: what JSON can hold.
-        origin: of all strings in it.
-
-    Returns:
-        The same value for whoever compares it.
-    """
+    """A value whose strings, keys included, know their origin."""
     if isinstance(value, dict):
         return {traced(key, origin): traced(each, origin) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -261,14 +213,7 @@ def traced(value: Any, origin: Origin) -> Any:
 
 
 def parts_of(text: str) -> Sequence[Part]:
-    """What a string consists of.
-
-    Args:
-        text: traced or not.
-
-    Returns:
-        Its parts. A plain string is one part, of the template's own words.
-    """
+    """What a string consists of."""
     return _parts(text)
 
 

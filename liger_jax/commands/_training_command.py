@@ -18,14 +18,7 @@ def trained(
 ) -> int:
     """Trains, and prints a user's error as one sentence.
 
-    Args:
-        name: the command's name.
-        args: its parsed arguments.
-        task: imports the command's `Task`, which needs packages of an extra.
-        settings_type: what the arguments become.
-
-    Returns:
-        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
+    Returns the exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
     """
     stopped, in_order = f"liger-jax {name}: stopped outside of training; nothing new is saved.", True
     at_once = signals.ending_now(processes.leave, stopped) if args.owns_process else contextlib.nullcontext()

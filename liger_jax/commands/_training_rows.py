@@ -27,22 +27,15 @@ from liger_jax.training.waiting import telling
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRows:
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        rows: the rows to train on; `None` if they are read from a stream.
-        held_out_rows: the rows that are scored and not trained on; `None` if there are none.
-        mixture: (rows, weight) of consecutive groups of rows, where an epoch has each as often as the weight says;
-            `None` for each row once.
-        summary: how many there are, in words.
-        stream: the stream.
-    """
-
-    rows: LaidRows | None
-    held_out_rows: LaidRows | None
+    rows: LaidRows | None  # the rows to train on; `None` if they are read from a stream
+    held_out_rows: LaidRows | None  # the rows that are scored and not trained on; `None` if there are none
+    # (rows, weight) of consecutive groups of rows, where an epoch has each as often as the weight says; `None` for each
+    # row once.
     mixture: Mixture | None
-    summary: str
-    stream: Stream | None = None
+    summary: str  # how many there are, in words
+    stream: Stream | None = None  # the stream
 
     @property
     def num_in_epoch(self) -> int:
@@ -71,15 +64,7 @@ class TrainingRows:
         }
 
     def batches(self, settings: Settings, own: np.ndarray | None = None) -> Callable[[int], Rows]:
-        """The rows of each step by its number, from 0.
-
-        Args:
-            settings: the run.
-            own: places in a batch whose rows are read here, as `rows.batches` takes them. A stream is read whole.
-
-        Returns:
-            A function of the step.
-        """
+        """The rows of each step by its number, from 0."""
         if self.stream is not None:
             return self.stream.rows_of
         return rows.batches(self.rows, settings.batch, settings.seed, settings.epochs_to_train, self.mixture, own)
@@ -87,12 +72,8 @@ class TrainingRows:
     def pieces(self, settings: Settings) -> Callable[[int], np.ndarray]:
         """Which piece each token of a step belongs to, by numbers that do not depend on the rows.
 
-        Args:
-            settings: the run.
-
-        Returns:
-            A function of the step: numbers (rows, length). What comes twice in a step has two numbers, and places
-            without a token have any.
+        Returns a function of the step: numbers (rows, length). What comes twice in a step has two numbers, and places
+        without a token have any.
         """
         if self.stream is not None:
             return self.stream.pieces_of
@@ -114,14 +95,7 @@ class TrainingRows:
         return max(each.most_in_a_row for each in self.laid)
 
     def held_out(self, most: int) -> list[Piece]:
-        """The first pieces that are scored, and of those that belong together the first.
-
-        Args:
-            most: how many.
-
-        Returns:
-            So many, or all.
-        """
+        """The first pieces that are scored, and of those that belong together the first."""
         laid = self.held_out_rows
         return [] if laid is None else [laid.tokens.piece(int(i)) for i in laid.pieces[:: laid.tokens.together][:most]]
 
@@ -131,19 +105,7 @@ class TrainingRows:
 
 
 def tokenizer(source: Source, model: Architecture, kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
-    """Reads a checkpoint's tokenizer.
-
-    Args:
-        source: the checkpoint.
-        model: its architecture.
-        kind: `Tokenizer`, or a kind of it.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        UserError: one of its files is missing or damaged.
-    """
+    """Reads a checkpoint's tokenizer."""
     with user_errors():
         stops = source.stops
     return kind(source, model.config.vocab_size, stops)
@@ -152,14 +114,7 @@ def tokenizer(source: Source, model: Architecture, kind: type[Tokenizer] = Token
 def parts_of(settings: Settings) -> dict[str, list[_sources.Part]]:
     """What the flags of a run name, which is looked for before anything is read.
 
-    Args:
-        settings: the run.
-
-    Returns:
-        Files and datasets by flag; those of `--data` are left out for a stream.
-
-    Raises:
-        UserError: something is not there, or its name can be read in two ways.
+    Returns files and datasets by flag; those of `--data` are left out for a stream.
     """
     given = {} if settings.stream else {"--data": settings.data}
     given |= {"--eval-data": settings.eval_data} if settings.eval_data else {}
@@ -173,20 +128,7 @@ def parts_of(settings: Settings) -> dict[str, list[_sources.Part]]:
 def prepared(
     settings: Settings, encoder: Tokenizer, place: Path, parts: Mapping[str, list[_sources.Part]] | None = None
 ) -> TrainingRows:
-    """The rows of a run, whose tokens are made once: a later start finds them by the content of the data.
-
-    Args:
-        settings: the run.
-        encoder: the tokenizer.
-        place: where tokens are kept.
-        parts: what `parts_of` returns, where it was called already.
-
-    Returns:
-        The rows to train on, and those that are held out.
-
-    Raises:
-        UserError: something of the data cannot be used, or nothing is left to train on.
-    """
+    """The rows of a run, whose tokens are made once: a later start finds them by the content of the data."""
     parts = parts_of(settings) if parts is None else parts
     if settings.stream:
         stream = Stream(settings, encoder, place)
@@ -212,23 +154,7 @@ def tokens_of(
     refused: _data.Refused = None,
     is_kept: bool = True,
 ) -> Tokens:
-    """The tokens of what a flag names. Prints what is to be known of them.
-
-    Args:
-        settings: the run.
-        encoder: the tokenizer.
-        place: where tokens are kept.
-        parts: what the flag names.
-        flag: the flag.
-        refused: where errors of single files and lines go, by where they are; `None` to raise the first.
-        is_kept: whether tokens of an earlier start serve, and these may serve a later one.
-
-    Returns:
-        The tokens, in files.
-
-    Raises:
-        UserError: something of the data cannot be used, or there is nothing in it.
-    """
+    """The tokens of what a flag names. Prints what is to be known of them."""
     _formats.tell([path for part in parts for path in part.paths])
     loaded = {part.name: _data.dataset(part.name, settings.subset) for part in parts if not part.paths}
     key = _key(settings, encoder, parts, loaded) if is_kept else flag.strip("-")
@@ -247,19 +173,7 @@ def tokens_of(
 
 
 def lay(settings: Settings, train: Tokens, scored: Tokens | None = None) -> TrainingRows:
-    """Lays the pieces of documents into rows.
-
-    Args:
-        settings: the run.
-        train: the data's tokens.
-        scored: those of other data that is scored; `None` to hold out a share of the former.
-
-    Returns:
-        The rows to train on, and those that are held out.
-
-    Raises:
-        UserError: nothing is left to train on.
-    """
+    """Lays the pieces of documents into rows."""
     together = train.together
     number = len(train) // together
     if settings.share_held_out and number < 2:

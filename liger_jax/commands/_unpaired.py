@@ -13,22 +13,12 @@ from liger_jax.losses import KTOOutput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unpaired:
-    """A loss of single answers with its options, as in `losses.kto_loss`.
+    """A loss of single answers with its options, as in `losses.kto_loss`."""
 
-    Attributes:
-        loss_type: "kto" or "apo_zero_unpaired".
-        beta: how strongly the reference binds.
-        desirable_weight: the weight of good answers; `None` for 1.
-        undesirable_weight: the weight of bad answers; `None` for 1.
-
-    Raises:
-        UserError: a value is out of its range.
-    """
-
-    loss_type: str
-    beta: float = 0.1
-    desirable_weight: float | None = None
-    undesirable_weight: float | None = None
+    loss_type: str  # "kto" or "apo_zero_unpaired"
+    beta: float = 0.1  # how strongly the reference binds
+    desirable_weight: float | None = None  # the weight of good answers; `None` for 1
+    undesirable_weight: float | None = None  # the weight of bad answers; `None` for 1
 
     needs_reference = True
     ld_alpha = None
@@ -51,17 +41,7 @@ class Unpaired:
         return self.loss_type == "kto"
 
     def losses(self, log_probs: jax.Array, references: jax.Array, desirable: jax.Array, kl: jax.Array) -> KTOOutput:
-        """The losses of answers.
-
-        Args:
-            log_probs: the answers' log-probabilities, (P,) float32.
-            references: the same under the reference.
-            desirable: bool, which of them are good.
-            kl: the baseline, () float32; of no use without one.
-
-        Returns:
-            The function's own output.
-        """
+        """The losses of answers."""
         weights = {name: getattr(self, name) for name in ("desirable_weight", "undesirable_weight")}
         options: dict[str, Any] = {name: value for name, value in weights.items() if value is not None}
         options |= {"kl": kl} if self.needs_others else {}

@@ -16,17 +16,7 @@ FORM, FORM_WITH_OTHERS = "unpaired", "unpaired with others"  # what the settings
 def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
     """What a row holds.
 
-    Args:
-        where: where it was found, in words.
-        values: its fields. A null counts as absent.
-        column: of no use, as the fields have one name each.
-        form: of no use.
-
-    Returns:
-        The completion behind its prompt, and in `desirable` its label. Only what follows the prompt is trained on.
-
-    Raises:
-        UserError: the row is no answer with a label, or its fields have other values.
+    Returns the completion behind its prompt, and in `desirable` its label. Only what follows the prompt is trained on.
     """
     return _row_formats.checked(where, values, lambda values: _labelled(where, values))
 

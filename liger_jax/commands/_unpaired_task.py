@@ -32,15 +32,8 @@ def sums_of(
 ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
     """What some rows add to the loss and its figures.
 
-    Args:
-        unpaired: the loss by its name, with its options.
-        num_segments: the most segments of a row. With a baseline, each odd one is an answer, and the next one the same
-            prompt with an answer to another.
-        model: the model that is trained.
-        batch: the columns of rows.
-
-    Returns:
-        The sum of the losses, of each figure, and the numbers of answers.
+    `num_segments`: the most segments of a row. With a baseline, each odd one is an answer, and the next one the same
+    prompt with an answer to another.
     """
     found = responses(model, batch, num_segments)
     if _references.NAME in batch:
@@ -68,16 +61,9 @@ def sums_of(
 
 
 def loss_of(unpaired: Unpaired, num_segments: int) -> Callable[..., Any]:
-    """The loss of a run, a mean over answers, for `make_step` with `has_aux=True`.
-
-    Args:
-        unpaired: the loss by its name, with its options.
-        num_segments: as in `sums_of`.
-
-    Returns:
-        A function of the model, the batch and `normalizer_of`'s denominators, `None` for the batch's own. It returns
-        the loss and the figures by name, which add up over micro-batches where the loss does. A figure of good answers,
-        or of bad ones, is NaN where the batch has none.
+    """The loss of a run, a mean over answers, for `make_step` with `has_aux=True`: a function of the model, the batch
+    and `normalizer_of`'s denominators, `None` for the batch's own. Loss and figures add up over micro-batches. A figure
+    of good answers, or of bad ones, is NaN where the batch has none.
     """
 
     def loss(model: Any, batch: Mapping[str, Any], denominators: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -92,12 +78,7 @@ def loss_of(unpaired: Unpaired, num_segments: int) -> Callable[..., Any]:
 def normalizer_of(unpaired: Unpaired, num_segments: int) -> Callable[[Mapping[str, Any]], dict[str, jax.Array]]:
     """The denominators of the loss and its figures.
 
-    Args:
-        unpaired: the loss by its name, with its options.
-        num_segments: as in `sums_of`.
-
-    Returns:
-        A function of a whole batch: how many answers it has, and how many good and bad ones; () float32 each.
+    Returns a function of a whole batch: how many answers it has, and how many good and bad ones; () float32 each.
     """
 
     def normalizer(batch):
@@ -125,14 +106,7 @@ def _with_margins(unpaired: Unpaired, means: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures_of(unpaired: Unpaired) -> tuple[str, ...]:
-    """The names of the figures.
-
-    Args:
-        unpaired: the loss.
-
-    Returns:
-        TRL's names; "kl" for a loss with a baseline alone.
-    """
+    """The names of the figures."""
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
     return (*names, "kl") if unpaired.needs_others else names
 
@@ -161,14 +135,7 @@ def _scores(unpaired: Unpaired, totals: Sequence[float]) -> dict[str, float]:
 
 
 def task_of(settings: PairSettings) -> Task:
-    """The task of a run.
-
-    Args:
-        settings: the run; its loss is one of single answers.
-
-    Returns:
-        The task.
-    """
+    """The task of a run."""
     unpaired = settings.unpaired
     assert unpaired is not None
     figures = figures_of(unpaired)

@@ -25,19 +25,7 @@ class UnpairedTokenizer(Tokenizer):
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> Iterator[Piece]:
-        """Encodes some documents of many, and cuts them to the length of a row.
-
-        Args:
-            documents: answers with labels.
-            length: the most tokens of a piece.
-            refused: where errors of single documents go, by where they are; `None` to raise the first.
-
-        Yields:
-            A piece for each answer of which a token is scored.
-
-        Raises:
-            UserError: as `Tokenizer.encoded` does.
-        """
+        """Encodes some documents of many, and cuts them to the length of a row."""
         self.left_out |= {document.where: EMPTY for document in documents if document.is_blank}
         full, there = [document for document in documents if not document.is_blank], set()
         for piece in super().encoded(full, length, refused):
@@ -65,17 +53,8 @@ class UnpairedWithOthers(UnpairedTokenizer):
     ) -> Iterator[Piece]:
         """Encodes some documents of many. An answer and the other one share a row.
 
-        Args:
-            documents: answers with labels.
-            length: the most tokens of both; what is longer is cut as pairs are.
-            refused: where errors of single documents go, by where they are; `None` to raise the first.
-
-        Yields:
-            Two pieces for each answer: it, and its prompt with an answer to another prompt, as `_others` chooses it;
-            or, where all of these documents have one prompt, with an answer of the documents before.
-
-        Raises:
-            UserError: as `Tokenizer.encoded` does, and that all answers have one prompt.
+        Yields two pieces for each answer: it, and its prompt with an answer to another prompt, as `_others` chooses it;
+        or, where all of these documents have one prompt, with an answer of the documents before.
         """
         found = list(super().encoded(documents, MOST, refused))
         asked = [_asked(piece) for piece in found]
@@ -125,15 +104,10 @@ def _others(asked: Sequence[Hashable]) -> list[int | None]:
     same place among its neighbours: the one behind it would be of its own prompt, and the next prompt's first answer
     would always be a good one.
 
-    Args:
-        asked: what each of them answers.
+    Returns numbers of `asked`, where behind the last comes the first; `None` where all answer one prompt.
 
-    Returns:
-        Numbers of `asked`, where behind the last comes the first; `None` where all answer one prompt.
-
-    Example:
-        >>> _others(["a", "a", "b", "b", "c"])
-        [2, 3, 4, 4, 0]
+    >>> _others(["a", "a", "b", "b", "c"])
+    [2, 3, 4, 4, 0]
     """
     runs = [[*run] for _, run in itertools.groupby(range(len(asked)), asked.__getitem__)]
     if len(runs) < 2:

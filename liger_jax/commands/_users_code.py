@@ -23,10 +23,6 @@ def folder_kept(home: str | None, told: Callable[[str], None]) -> Iterator[None]
     """A context in which modules of the current folder are found, and after which the current folder is the same.
 
     An installed command does not look for modules there by itself.
-
-    Args:
-        home: the current folder; `None` where it was removed.
-        told: is called with the name of the folder that the code has left as the current one.
     """
     if home is None:
         yield
@@ -59,9 +55,7 @@ def limited(seconds: float, last: Callable[[], None]) -> Iterator[None]:
 
     Without effect outside of the main thread, whose handlers alone Python calls, and on Windows.
 
-    Args:
-        seconds: the limit.
-        last: is called if the code catches each interruption and goes on, before the process ends with code 2.
+    `last`: is called if the code catches each interruption and goes on, before the process ends with code 2.
     """
     main = threading.main_thread()
     if threading.current_thread() is not main or _SIGNAL is None:

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 def in_one_line() -> Iterator[None]:
     """A context in which a warning is printed as one sentence.
 
-    Example:
-        >>> with in_one_line():
-        ...     print(warnings.formatwarning("a field changes\\n nothing", UserWarning, "file.py", 1), end="")
-        liger-jax: a field changes nothing
+    >>> with in_one_line():
+    ...     print(warnings.formatwarning("a field changes\\n nothing", UserWarning, "file.py", 1), end="")
+    liger-jax: a field changes nothing
     """
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"liger-jax: {' '.join(str(message).split())}\n"

@@ -11,15 +11,6 @@ _CURE = (
 
 
 def check(flag: str, source: Source) -> None:
-    """Looks for the files of a model's weights.
-
-    Args:
-        flag: the option that names the model.
-        source: the model's folder.
-
-    Raises:
-        UserError: one is missing, or there is none.
-        ValueError: the index of the files is damaged.
-    """
+    """Looks for the files of a model's weights."""
     if why := why_no_weights(source.folder):
         raise UserError(f"{flag}: {source.folder} {why} {_CURE}")

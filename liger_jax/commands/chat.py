@@ -15,23 +15,12 @@ SUMMARY = "talk with a model"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax chat`.
-
-    Args:
-        command: its parser.
-    """
+    """Adds the arguments of `liger-jax chat`."""
     add_generation_arguments(command)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talks until the input ends.
-
-    Args:
-        args: the parsed arguments that `add_arguments` has added.
-
-    Returns:
-        The exit code: 0, or 2 for what the user can mend.
-    """
+    """Talks until the input ends."""
 
     def work():
         options = generation_of(args)

@@ -21,11 +21,7 @@ SUMMARY = "show your text or conversations as they would be trained on"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax data`, most of them those of `liger-jax finetune`.
-
-    Args:
-        command: its parser.
-    """
+    """Adds the arguments of `liger-jax data`, most of them those of `liger-jax finetune`."""
     what = "as finetune's --data: files, globs, folders, a dataset's id"
     command.add_argument("files", nargs="*", metavar="FILE", help=what)
     command.add_argument("--data", nargs="+", metavar="DATA", help="the same, as the commands that train take it")
@@ -38,14 +34,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows or checks the data.
-
-    Args:
-        args: the parsed arguments that `add_arguments` has added.
-
-    Returns:
-        The exit code: 0, 1 if `--check` has found something, or 2 for an error.
-    """
+    """Shows or checks the data. Returns the exit code: 0, 1 if `--check` has found something, or 2 for an error."""
     if "JAX_PLATFORMS" not in os.environ:  # nothing is trained, and looking for an accelerator takes seconds
         jax.config.update("jax_platforms", "cpu")
 

@@ -23,11 +23,7 @@ SUMMARY = "train a model to give the probabilities of a larger one"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax distill`.
-
-    Args:
-        command: its parser.
-    """
+    """Adds the arguments of `liger-jax distill`."""
     data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
     command.add_argument("--data", nargs="+", required=True, metavar="DATA", help=data)
     command.add_argument("--stream", action="store_true", help="read a dataset from the hub while the run goes on")
@@ -37,14 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, and prints a user's error as one sentence.
-
-    Args:
-        args: the parsed arguments that `add_arguments` has added.
-
-    Returns:
-        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
-    """
+    """Trains, and prints a user's error as one sentence."""
     return trained("distill", args, _task, DistillSettings)
 
 

@@ -12,22 +12,11 @@ SUMMARY = "what is here, what is broken, and which kernels run"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds no arguments: `liger-jax doctor` has none of its own.
-
-    Args:
-        command: its parser.
-    """
+    """Adds no arguments: `liger-jax doctor` has none of its own."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks at this machine.
-
-    Args:
-        args: the parsed arguments.
-
-    Returns:
-        The exit code: 0, or 1 if something is broken.
-    """
+    """Looks at this machine."""
 
     def work():
         from liger_jax.commands import _doctor

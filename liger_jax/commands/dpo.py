@@ -23,11 +23,7 @@ SUMMARY = "train a model on pairs of answers, of which one is preferred"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax dpo`.
-
-    Args:
-        command: its parser.
-    """
+    """Adds the arguments of `liger-jax dpo`."""
     data = "rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
     command.add_argument("--data", nargs="+", required=True, metavar="DATA", help=data)
     add_loss_arguments(command)
@@ -36,14 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, and prints a user's error as one sentence.
-
-    Args:
-        args: the parsed arguments that `add_arguments` has added.
-
-    Returns:
-        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
-    """
+    """Trains, and prints a user's error as one sentence."""
     return trained("dpo", args, _task, PairSettings)
 
 

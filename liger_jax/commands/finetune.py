@@ -23,11 +23,7 @@ SUMMARY = "train a model on your text or conversations"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax finetune`.
-
-    Args:
-        command: its parser.
-    """
+    """Adds the arguments of `liger-jax finetune`."""
     add = command.add_argument
     data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
     add("--data", nargs="+", required=True, metavar="DATA", help=data)
@@ -37,14 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fine-tunes, and prints a user's error as one sentence.
-
-    Args:
-        args: the parsed arguments that `add_arguments` has added.
-
-    Returns:
-        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
-    """
+    """Fine-tunes, and prints a user's error as one sentence."""
     return trained("finetune", args, _task)
 
 

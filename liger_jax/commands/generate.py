@@ -18,11 +18,7 @@ ALTERNATIVES = (("prompt", "file"),)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax generate`.
-
-    Args:
-        command: its parser.
-    """
+    """Adds the arguments of `liger-jax generate`."""
     add_generation_arguments(command)
     command.add_argument("--prompt", metavar="TEXT", help="what to go on with")
     command.add_argument("--file", help="the same from a file: a text, or JSON lines with a prompt or messages")
@@ -30,14 +26,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates.
-
-    Args:
-        args: the parsed arguments that `add_arguments` has added.
-
-    Returns:
-        The exit code: 0, or 2 for what the user can mend.
-    """
+    """Generates."""
 
     def work():
         options = generation_of(args)

@@ -22,11 +22,7 @@ SUMMARY = "train a model by rewards of what it writes"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax grpo`.
-
-    Args:
-        command: its parser.
-    """
+    """Adds the arguments of `liger-jax grpo`."""
     add = command.add_argument
     data = "lines with a prompt: files, globs, folders, a dataset's id; FILE=2 takes its lines twice"
     add("--data", nargs="+", required=True, metavar="DATA", help=data)
@@ -58,14 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, and prints a user's error as one sentence.
-
-    Args:
-        args: the parsed arguments that `add_arguments` has added.
-
-    Returns:
-        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
-    """
+    """Trains, and prints a user's error as one sentence."""
     return trained("grpo", args, _task, GrpoSettings)
 
 

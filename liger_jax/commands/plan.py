@@ -35,14 +35,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan.
-
-    Args:
-        args: the parsed arguments that `add_arguments` has added.
-
-    Returns:
-        The exit code: 0 if the run fits, 1 if not, 2 for an error.
-    """
+    """Prints the plan. Returns the exit code: 0 if the run fits, 1 if not, 2 for an error."""
     if "JAX_PLATFORMS" not in os.environ:  # nothing is run, and looking for an accelerator takes seconds
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
@@ -84,11 +77,7 @@ def _planned(args: argparse.Namespace) -> int:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax plan`.
-
-    Args:
-        command: its parser.
-    """
+    """Adds the arguments of `liger-jax plan`."""
     command.add_argument(
         "--model", required=True, help=f"a config.json or its folder; or an id, such as one of {', '.join(MODELS)}"
     )
