@@ -28,12 +28,6 @@ def install_command(extra: str) -> str:
 
     A checkout is installed from its folder. A copy that came by a URL is installed from that URL, and a copy from an
     index by its name.
-
-    Args:
-        extra: one of pyproject.toml's optional dependencies, such as "planner".
-
-    Returns:
-        The command, quoted for a shell.
     """
     folder = checkout()
     if (folder / "pyproject.toml").is_file():

@@ -10,36 +10,23 @@ MIB, GIB = 2**20, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """An NVIDIA GPU.
+    """An NVIDIA GPU."""
 
-    Attributes:
-        kind: the product's name, as the driver gives it.
-        names: words by which cards of this chip and memory are known. Another card's name may have one, too.
-        capability: compute capability, major and minor.
-        memory_bytes: the whole memory, as the driver reports it.
-        visible_gib: the memory that CUDA counts, of which JAX's allocator takes a fraction. It is the least figure seen
-            in messages of CUDA programs that ran out of memory.
-        cores: streaming multiprocessors.
-        shared_bytes: shared memory of a core.
-        threads: resident threads of a core.
-        float32_units: float32 units of a core.
-        l2_bytes: second-level cache.
-        bandwidth: bytes a second of the memory, as published.
-        peak_flops: operations a second of dense products in 16 bits, as published.
-    """
-
-    kind: str
+    kind: str  # the product's name, as the driver gives it
+    # Words by which cards of this chip and memory are known. Another card's name may have one, too.
     names: tuple[str, ...]
-    capability: Capability
-    memory_bytes: int
+    capability: Capability  # compute capability, major and minor
+    memory_bytes: int  # the whole memory, as the driver reports it
+    # The memory that CUDA counts, of which JAX's allocator takes a fraction. It is the least figure seen in messages of
+    # CUDA programs that ran out of memory.
     visible_gib: float
-    cores: int
-    shared_bytes: int
-    threads: int
-    float32_units: int
-    l2_bytes: int
-    bandwidth: float
-    peak_flops: float
+    cores: int  # streaming multiprocessors
+    shared_bytes: int  # shared memory of a core
+    threads: int  # resident threads of a core
+    float32_units: int  # float32 units of a core
+    l2_bytes: int  # second-level cache
+    bandwidth: float  # bytes a second of the memory, as published
+    peak_flops: float  # operations a second of dense products in 16 bits, as published
 
     @property
     def block_shared_bytes(self) -> int:
@@ -49,35 +36,22 @@ class GPU:
 
 @dataclasses.dataclass(frozen=True)
 class TPU:
-    """A TPU generation.
+    """A TPU generation."""
 
-    Attributes:
-        kind: as JAX names its devices.
-        memory_bytes: the memory that libtpu lets a program have on one device.
-        smallest: the smallest topology, one host.
-        most_chips: chips of the largest topology, a pod.
-        macs: bfloat16 multiply-adds of a core in a cycle: 4 units of 128 × 128 up to v5p, and from v6e on 2 of
-            256 × 256 that take 2 rows a cycle. With the clock these give the published peaks of a chip: 275, 197, 459,
-            918 and 2,307 TFLOP/s.
-        ghz: the clock.
-        bandwidth: bytes a second that a core reads from the memory.
-        vmem_bytes: VMEM of a core.
-        cores: of a device. With two, the compiler splits an operation over them.
-        devices_per_chip: cores of a chip that are devices of their own.
-        chip_config: libtpu's name of the configuration in which JAX runs a chip.
-    """
-
-    kind: str
-    memory_bytes: int
-    smallest: str
-    most_chips: int
+    kind: str  # as JAX names its devices
+    memory_bytes: int  # the memory that libtpu lets a program have on one device
+    smallest: str  # the smallest topology, one host
+    most_chips: int  # chips of the largest topology, a pod
+    # Bfloat16 multiply-adds of a core in a cycle: 4 units of 128 × 128 up to v5p, and from v6e on 2 of 256 × 256 that
+    # take 2 rows a cycle. With the clock these give the published peaks of a chip: 275, 197, 459, 918 and 2,307
+    # TFLOP/s.
     macs: int
-    ghz: float
-    bandwidth: float
-    vmem_bytes: int
-    cores: int = 1
-    devices_per_chip: int = 1
-    chip_config: str = "default"
+    ghz: float  # the clock
+    bandwidth: float  # bytes a second that a core reads from the memory
+    vmem_bytes: int  # VMEM of a core
+    cores: int = 1  # of a device. With two, the compiler splits an operation over them.
+    devices_per_chip: int = 1  # cores of a chip that are devices of their own
+    chip_config: str = "default"  # libtpu's name of the configuration in which JAX runs a chip
 
 
 def _card(
@@ -206,16 +180,11 @@ _CAPABILITY_OF_OTHERS: dict[Capability, tuple[str, ...]] = {
 def gpu_named(device_kind: str) -> GPU | None:
     """The row of a card by its name.
 
-    Args:
-        device_kind: the name, as the driver gives it: "NVIDIA H100 PCIe".
+    Returns the row with the longest of the names in it: a card with this chip and this memory, which may have more or
+    less of both; None if there is none, and for a laptop's card, whose chip is another one.
 
-    Returns:
-        The row with the longest of the names in it: a card with this chip and this memory, which may have more or less
-        of both; None if there is none, and for a laptop's card, whose chip is another one.
-
-    Example:
-        >>> [gpu_named(f"NVIDIA {name}").cores for name in ("H100 80GB HBM3", "H100 PCIe", "GeForce RTX 3090 Ti")]
-        [132, 114, 84]
+    >>> [gpu_named(f"NVIDIA {name}").cores for name in ("H100 80GB HBM3", "H100 PCIe", "GeForce RTX 3090 Ti")]
+    [132, 114, 84]
     """
     if "Laptop" in device_kind:
         return None
@@ -230,15 +199,10 @@ def _stands_in(name: str, device_kind: str) -> bool:
 def capability_of(device_kind: str) -> Capability:
     """The compute capability of a GPU that cannot be asked, because it is absent.
 
-    Args:
-        device_kind: its name, as the driver gives it.
+    Returns the capability, as far as the name tells it. A name that nobody knows is taken for Ampere.
 
-    Returns:
-        The capability, as far as the name tells it. A name that nobody knows is taken for Ampere.
-
-    Example:
-        >>> capability_of("NVIDIA H100 PCIe"), capability_of("NVIDIA GB300"), capability_of("NVIDIA A40")
-        ((9, 0), (10, 0), (8, 6))
+    >>> capability_of("NVIDIA H100 PCIe"), capability_of("NVIDIA GB300"), capability_of("NVIDIA A40")
+    ((9, 0), (10, 0), (8, 6))
     """
     if (gpu := gpu_named(device_kind)) is not None:
         return gpu.capability

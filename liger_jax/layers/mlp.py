@@ -49,27 +49,13 @@ class _GatedMLP(nnx.Module):
 
 
 def are_plain_products(*projections: Any) -> bool:
-    """Whether `ops.gated_mlp` can replace these projections: plain products of one dtype and precision.
-
-    Args:
-        *projections: layers.
-
-    Returns:
-        False where one of them has a bias, an adapter such as LoRA's, or another dtype or precision than the others.
-    """
+    """Whether `ops.gated_mlp` can replace these projections: plain products of one dtype and precision."""
     is_plain = all(is_plain_product(p) and p.bias is None for p in projections)
     return is_plain and len({(p.kernel.dtype, p.dtype, p.precision) for p in projections}) == 1
 
 
 def is_plain_product(projection: Any) -> bool:
-    """Whether a projection is x·kernel, plus a bias if it has one, as `nnx.Linear` computes it by default.
-
-    Args:
-        projection: a layer.
-
-    Returns:
-        False for a layer that replaces `nnx.Linear`, such as one with an adapter, and for one with its own product.
-    """
+    """Whether a projection is x·kernel, plus a bias if it has one, as `nnx.Linear` computes it by default."""
     return (
         type(projection) is nnx.Linear
         and projection.preferred_element_type is None
@@ -88,20 +74,7 @@ def in_one_op(
     recomputed: bool,
     implementation: str | tuple[str, ...] | None,
 ) -> Float[Array, "*batch D"]:
-    """down(activation(gate(x))·up(x)) by `ops.gated_mlp`.
-
-    Args:
-        x: (..., D), any float dtype.
-        gate_proj: the gate's projection; of all three `are_plain_products` is true.
-        up_proj: the projection that the gate multiplies.
-        down_proj: the projection of their product.
-        activation: as in `ops.gated_mlp`.
-        recomputed: as in `ops.gated_mlp`.
-        implementation: as in `ops.gated_mlp`.
-
-    Returns:
-        (..., D) in the projections' dtype.
-    """
+    """down(activation(gate(x))·up(x)) by `ops.gated_mlp`."""
     kernels = (projection.kernel[...] for projection in (gate_proj, up_proj, down_proj))
     x, *kernels = promote_dtype((x, *kernels), dtype=gate_proj.dtype)
     options = dict(precision=gate_proj.precision, implementation=implementation)

@@ -155,11 +155,7 @@ def linear_head(
 def current_precision(precision: Any) -> Any:
     """The precision of an op's products, fixed now: the backward is traced after a user's context manager is left.
 
-    Args:
-        precision: as `jax.lax.dot_general` takes it; None for `jax.default_matmul_precision`.
-
-    Returns:
-        A precision, a preset, or None where nothing is set.
+    `precision`: as `jax.lax.dot_general` takes it; None for `jax.default_matmul_precision`.
     """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # run time

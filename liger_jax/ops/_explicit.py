@@ -31,11 +31,7 @@ def row_spec(x: jax.Array) -> P | None:
 
 
 def norm_spec(op: str, x: jax.Array) -> P | None:
-    """`row_spec` for a norm, whose parameters have an entry for each number of a row.
-
-    Raises:
-        ValueError: the rows themselves are split.
-    """
+    """`row_spec` for a norm, whose parameters have an entry for each number of a row."""
     spec = row_spec(x)
     if spec is None and x.ndim and is_explicit(x):
         raise ValueError(
@@ -56,19 +52,9 @@ def on_rows(
 def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], specs: tuple[P, ...], out: Any) -> Any:
     """`function(*arrays)` on every device's parts of them.
 
-    Args:
-        op: the op's public name, for messages.
-        function: takes the parts that one device has.
-        arrays: the first of them is seen to lie on a mesh (`layout.mesh_of`); `None` entries are passed on.
-        specs: how each array has to lie on the mesh. An array that every device has whole is cut into parts. A vector
-            that is split is gathered.
-        out: how the results lie on the mesh.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        ValueError: an array of two axes or more would have to be gathered, or sent to other devices.
+    `arrays`: the first of them is seen to lie on a mesh (`layout.mesh_of`); `None` entries are passed on. `specs`: how
+    each array has to lie on the mesh. An array that every device has whole is cut into parts. A vector that is split is
+    gathered.
     """
     mesh: Any = mesh_of(arrays[0])
     placed = [x if x is None else _placed(op, x, spec, mesh) for x, spec in zip(arrays, specs, strict=True)]
@@ -104,11 +90,7 @@ def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
 
 
 def token_spec(op: str, rows: jax.Array) -> tuple[P, Names]:
-    """How the tokens of a loss lie on the mesh, and the axes that split them.
-
-    Raises:
-        ValueError: the last axis of `rows` is split.
-    """
+    """How the tokens of a loss lie on the mesh, and the axes that split them."""
     spec = spec_of(rows) if rows.ndim else P(None)
     if spec[-1] is not None:
         raise ValueError(

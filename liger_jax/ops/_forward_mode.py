@@ -13,19 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def reverse_only(inputs: Any, op: str, cure: str) -> Any:
-    """Returns `inputs`, for a computation that has gradients, and no derivatives along a direction.
-
-    Args:
-        inputs: a tree of arrays.
-        op: the op's public name, for the message.
-        cure: what to do instead, for the message.
-
-    Returns:
-        The inputs, unchanged.
-
-    Raises:
-        TypeError: when forward mode (`jax.jvp`, a function of `jax.linearize`, `jax.jacfwd`) reaches an input.
-    """
+    """Returns `inputs`, for a computation that has gradients, and no derivatives along a direction."""
     check = lambda x: _checked.bind(x, op=op, cure=cure) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(check, inputs)
 

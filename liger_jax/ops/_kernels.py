@@ -38,16 +38,11 @@ _noted: contextvars.ContextVar[list["Chosen"] | None] = contextvars.ContextVar("
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What an op chose for a case.
+    """What an op chose for a case."""
 
-    Attributes:
-        op: the op's public name.
-        name: the implementation's.
-        others: by the names of the other ones, why they cannot run the case; `None` for one that could.
-    """
-
-    op: str
-    name: str
+    op: str  # the op's public name
+    name: str  # the implementation's
+    # By the names of the other ones, why they cannot run the case; `None` for one that could.
     others: Mapping[str, str | None]
 
 
@@ -64,17 +59,11 @@ def choices_noted() -> Iterator[list[Chosen]]:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A function of the chosen module, for arrays. Kernels of the same function and options are equal.
+    """A function of the chosen module, for arrays. Kernels of the same function and options are equal."""
 
-    Attributes:
-        op: the op's public name, for messages.
-        is_guarded: whether the compiler can neither partition nor differentiate it.
-        run: the function. If the kernel is guarded, pass its arrays through `guarded` first.
-    """
-
-    op: str
-    is_guarded: bool
-    run: Callable[..., Any]
+    op: str  # the op's public name, for messages
+    is_guarded: bool  # whether the compiler can neither partition nor differentiate it
+    run: Callable[..., Any]  # the function. If the kernel is guarded, pass its arrays through `guarded` first.
 
     def guarded(self, *arrays: Any) -> tuple[Any, ...]:
         """The arrays, or trees of them, for `run`: it is an error to partition or to differentiate what it makes."""
@@ -83,17 +72,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation that runs a case.
+    """The implementation that runs a case."""
 
-    Attributes:
-        op: the op's public name, for messages.
-        name: the implementation's, with ":interpret" if the Pallas interpreter runs it.
-        module: the module, or another value, that has its functions.
-    """
-
-    op: str
-    name: str
-    module: Any
+    op: str  # the op's public name, for messages
+    name: str  # the implementation's, with ":interpret" if the Pallas interpreter runs it
+    module: Any  # the module, or another value, that has its functions
 
     def kernel(self, function: str, *, is_shared: bool = True, **options: Any) -> Kernel:
         """The module's function of this name, with its static options, which must be hashable.
@@ -110,17 +93,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernels:
-    """The implementations of an op.
+    """The implementations of an op."""
 
-    Attributes:
-        op: the op's public name, for messages.
-        modules: by name, the module with the functions, or another value with them. Each has
-            `unsupported(*inputs, **case) -> str | None`.
-        defaults: for a platform, the names to try in order when `implementation` is None; "xla" follows.
-    """
-
-    op: str
+    op: str  # the op's public name, for messages
+    # By name, the module with the functions, or another value with them. Each has `unsupported(*inputs, **case) -> str
+    # | None`.
     modules: Mapping[str, Any]
+    # For a platform, the names to try in order when `implementation` is None; "xla" follows.
     defaults: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def choose(

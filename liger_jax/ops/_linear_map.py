@@ -19,14 +19,9 @@ Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 def linear_map(forward: Map, transpose: Map, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """forward(residuals, tangents), which is linear in the tangents.
 
-    Args:
-        forward: plain JAX, so that it has derivatives by the residuals.
-        transpose: makes the tangents' cotangents from the residuals and the results' cotangents; it has derivatives.
-        residuals: arrays, or None.
-        tangents: arrays that vary over the same mesh axes as the residuals do.
-
-    Returns:
-        A list of floating arrays.
+    `forward`: plain JAX, so that it has derivatives by the residuals. `transpose`: makes the tangents' cotangents from
+    the residuals and the results' cotangents; it has derivatives. `tangents`: arrays that vary over the same mesh axes
+    as the residuals do.
     """
     leaves, structure = jax.tree.flatten(tuple(residuals))
     num_residuals = len(leaves)

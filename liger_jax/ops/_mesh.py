@@ -26,12 +26,6 @@ def align_varying(*arrays: Any) -> tuple[Any, ...]:
     Inside `jax.shard_map(..., check_vma=True)` a replicated weight meets sharded tokens. The transpose of this
     cast is the `psum` that the weight's gradient needs; without it a `custom_vjp` would have to sum by itself.
     Outside of it nothing is cast.
-
-    Args:
-        *arrays: arrays of any shape and dtype; `None` entries stay None.
-
-    Returns:
-        The arrays, in order.
     """
     varying = varying_axes(*arrays)
     return tuple(x if x is None else cast(x, varying - _varying(x)) for x in arrays)
@@ -72,16 +66,6 @@ def on_devices(
     Hopper's loss kernels cannot write in place under `check_vma`. Outside, it may follow what varies over axes that are
     Manual already. Where any operand does, all operands are cast to vary over the same axes, so that the gradients of
     the others are summed over them, and the results are said to vary over these axes, too.
-
-    Args:
-        function: takes one device's parts.
-        mesh: the mesh; `None` for the one in context.
-        in_specs: how the arguments lie.
-        out_specs: how the results lie.
-        axis_names: the axes that become Manual.
-
-    Returns:
-        The function of arrays on the mesh.
     """
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*axis_names}, check_vma=False
@@ -116,12 +100,7 @@ batching.primitive_batchers[_typed] = lambda args, dims, **names: (_typed.bind(*
 
 
 def loss_call(op: str, axes: tuple[str, ...]) -> str:
-    """The `jax.shard_map` to write around the loss of a batch that mesh axes split, as sentences; "" for another op.
-
-    Args:
-        op: the loss's public name.
-        axes: the axes of the user's mesh; () if they are not known.
-    """
+    """The `jax.shard_map` to write around the loss of a batch that mesh axes split, as sentences; "" for another op."""
     if op not in _ARRAYS_OF_LOSS:
         return ""
     names, known = _ARRAYS_OF_LOSS[op], axes or ("data",)
@@ -168,18 +147,7 @@ def opaque(inputs: Any, op: str, second_derivatives: str, axes: tuple[str, ...] 
     is a primitive that lowers to nothing. The primitive has no derivative either. An op's differentiation rules call
     it, so only a second differentiation of the op reaches it.
 
-    Args:
-        inputs: a tree of arrays.
-        op: the op's public name, for the message.
-        second_derivatives: how to get them, for the message.
-        axes: for a loss, the axes of the mesh as `axes_of` tells them, for the message's `loss_call`.
-
-    Returns:
-        The inputs, unchanged.
-
-    Raises:
-        ValueError: when the program is lowered for several devices outside of `jax.shard_map`.
-        TypeError: when an input is differentiated.
+    `axes`: for a loss, the axes of the mesh as `axes_of` tells them, for the message's `loss_call`.
     """
     names = dict(op=op, second_derivatives=second_derivatives, axes=axes)
     return jax.tree.map(lambda x: _opaque.bind(x, **names), inputs)

@@ -60,13 +60,9 @@ def place_of(
 ) -> Place:
     """Where a computation on `inputs` is meant to run.
 
-    Args:
-        *inputs: arrays or tracers, which tell the device as `device_of` says; `None` entries are passed over.
-        beside: more of them, which do not tell the device, but may lie on a mesh.
-        memory_is_needed: whether to ask for the device's memory, about which processes may have to talk.
-
-    Returns:
-        The place.
+    `*inputs`: arrays or tracers, which tell the device as `device_of` says; `None` entries are passed over. `beside`:
+    more of them, which do not tell the device, but may lie on a mesh. `memory_is_needed`: whether to ask for the
+    device's memory, about which processes may have to talk.
     """
     device = device_of(*inputs)
     memory_bytes = _memory_of(device) if memory_is_needed else None
@@ -96,12 +92,6 @@ def device_of(*inputs: jax.Array | None) -> AbstractDevice:
     In this order: the device that holds a concrete input, the mesh in an input's type, the mesh in context,
     `jax_default_device`, the default backend. A mesh knows its devices even where they are absent, so that programs
     can be compiled ahead of time.
-
-    Args:
-        *inputs: arrays or tracers of any shape and dtype; `None` entries are passed over.
-
-    Returns:
-        A `jax.sharding.AbstractDevice` whose `platform` is `"cpu"`, `"gpu"` or `"tpu"`.
     """
     arrays = [x for x in inputs if x is not None]
     for x in arrays:

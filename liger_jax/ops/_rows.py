@@ -22,16 +22,8 @@ def choose(
 ) -> tuple[Choice, Choice]:
     """Chooses the implementations of a norm's forward and of its backward.
 
-    Args:
-        kernels: the norm's implementations.
-        implementation: the user's choice.
-        *arrays: rows (N, D) first.
-        hopper_widths: for each direction, the least D from which Hopper's copy engine is tried first, for many rows of
-            16 bits.
-        place: where the norm is meant to run; None for `place_of(*arrays)`.
-
-    Returns:
-        Two choices.
+    `hopper_widths`: for each direction, the least D from which Hopper's copy engine is tried first, for many rows of 16
+    bits.
     """
     place = place or place_of(*arrays)
     if implementation is not None:

@@ -22,15 +22,10 @@ RANK_MULTIPLE = 64  # of the ranks that the grouped product's kernels take
 
 
 class ExpertAdapter(NamedTuple):
-    """What is added to the weight of each expert, a · b.
+    """What is added to the weight of each expert, a · b."""
 
-    Attributes:
-        a: (E, in, rank).
-        b: (E, rank, out), which holds the adapter's scale.
-    """
-
-    a: jax.Array
-    b: jax.Array
+    a: jax.Array  # (E, in, rank)
+    b: jax.Array  # (E, rank, out), which holds the adapter's scale
 
 
 def adapted_moe_mlp(
@@ -212,16 +207,10 @@ _times_quantized.defvjp(_times_quantized_forward, _times_quantized_backward)
 def experts_at_once(shape: tuple[int, ...], dtype: Any) -> int:
     """How many quantised experts are dense at the same time.
 
-    Args:
-        shape: (E, in, out).
-        dtype: dtype of the computation.
+    Returns the largest divisor of E whose weights fit in `DENSE_BYTES`; at least 1.
 
-    Returns:
-        The largest divisor of E whose weights fit in `DENSE_BYTES`; at least 1.
-
-    Example:
-        >>> experts_at_once((128, 2048, 1536), jnp.bfloat16)
-        32
+    >>> experts_at_once((128, 2048, 1536), jnp.bfloat16)
+    32
     """
     count, of_one = shape[0], shape[1] * shape[2] * jnp.dtype(dtype).itemsize
     return max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_one <= DENSE_BYTES))

@@ -19,17 +19,11 @@ import jax.numpy as jnp
 
 
 class Exchange(NamedTuple):
-    """Who sends how many rows to whom. Devices are those of the axis, and int32 their numbers.
+    """Who sends how many rows to whom. Devices are those of the axis, and int32 their numbers."""
 
-    Attributes:
-        starts: (devices,), the first of this device's rows for each.
-        sent: (devices,), its rows for each.
-        experts: (devices, room), the expert, among this device's, of each row of the buffer; their number where it has
-            no row.
-    """
-
-    starts: jax.Array
-    sent: jax.Array
+    starts: jax.Array  # (devices,), the first of this device's rows for each
+    sent: jax.Array  # (devices,), its rows for each
+    # (devices, room), the expert, among this device's, of each row of the buffer; their number where it has no row.
     experts: jax.Array
 
     @property
@@ -41,17 +35,8 @@ class Exchange(NamedTuple):
 def room_for(tokens: int, per_token: int, own_experts: int) -> int:
     """The most rows that a device has for the experts of another, each of a token's experts being another one.
 
-    Args:
-        tokens: of the device.
-        per_token: k.
-        own_experts: the experts of each device.
-
-    Returns:
-        Rows.
-
-    Example:
-        >>> room_for(1024, 8, 4), room_for(1024, 8, 64)
-        (4096, 8192)
+    >>> room_for(1024, 8, 4), room_for(1024, 8, 64)
+    (4096, 8192)
     """
     return tokens * min(per_token, own_experts)
 

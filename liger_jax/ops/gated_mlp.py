@@ -28,23 +28,14 @@ UP_PROJECTION = "up_projection"
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The kernels and options that an op is compiled with.
+    """The kernels and options that an op is compiled with."""
 
-    Attributes:
-        forward: the kernel of up and the gated product.
-        backward: the kernel of the gradients of gate and up, and of the gated product.
-        activation: as `gated_mlp` takes it.
-        recomputed: as `gated_mlp` takes it.
-        precision: of the products.
-        backward_is_xla: whether the compiler makes what `backward` does.
-    """
-
-    forward: Kernel
-    backward: Kernel
-    activation: str
-    recomputed: bool
-    precision: Any
-    backward_is_xla: bool
+    forward: Kernel  # the kernel of up and the gated product
+    backward: Kernel  # the kernel of the gradients of gate and up, and of the gated product
+    activation: str  # as `gated_mlp` takes it
+    recomputed: bool  # as `gated_mlp` takes it
+    precision: Any  # of the products
+    backward_is_xla: bool  # whether the compiler makes what `backward` does
 
     def times(self, x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
         """Contracts the last axis of x with `axis` of a kernel."""

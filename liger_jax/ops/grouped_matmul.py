@@ -23,17 +23,11 @@ _SECOND_DERIVATIVES = "call jax.lax.ragged_dot, which is plain JAX"
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """The three products of a grouped weight.
+    """The three products of a grouped weight."""
 
-    Attributes:
-        forward: x · w of each row's group.
-        transposed: y · wᵀ of each row's group, for the gradient of x.
-        weight_gradient: aᵀ · b over each group's rows.
-    """
-
-    forward: Kernel
-    transposed: Kernel
-    weight_gradient: Kernel
+    forward: Kernel  # x · w of each row's group
+    transposed: Kernel  # y · wᵀ of each row's group, for the gradient of x
+    weight_gradient: Kernel  # aᵀ · b over each group's rows
 
     @classmethod
     def of(cls, choice: Choice, *, transpose_w: bool, weight_dtype: Any, precision: Any) -> "Products":

@@ -23,15 +23,8 @@ Names = tuple[str, ...]
 def names(entry: Any) -> Names:
     """The mesh axes of one or several entries of a spec.
 
-    Args:
-        entry: None, a name, or a tuple of these; a whole spec is one, too.
-
-    Returns:
-        The names, in order.
-
-    Example:
-        >>> names(None), names("data"), names(P(("data", "fsdp"), None, "tensor"))
-        ((), ('data',), ('data', 'fsdp', 'tensor'))
+    >>> names(None), names("data"), names(P(("data", "fsdp"), None, "tensor"))
+    ((), ('data',), ('data', 'fsdp', 'tensor'))
     """
     if entry is None:
         return ()
@@ -39,27 +32,16 @@ def names(entry: Any) -> Names:
 
 
 def is_explicit(x: jax.Array) -> bool:
-    """Whether the type of an array says how it lies on a mesh.
-
-    Args:
-        x: an array or a tracer.
-
-    Returns:
-        True on a mesh that has Explicit axes.
-    """
+    """Whether the type of an array says how it lies on a mesh."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def mesh_of(x: jax.Array) -> Any | None:
     """The mesh on which an array is seen to lie.
 
-    Args:
-        x: an array or a tracer.
-
-    Returns:
-        The mesh in its type, if that has Explicit axes. Else the mesh of Auto axes on which a concrete array lies, also
-        where `jax.grad` differentiates it outside of jit. None where nothing can be seen, as under jit; inside
-        `jax.shard_map`; or on a mesh of one device.
+    Returns the mesh in its type, if that has Explicit axes. Else the mesh of Auto axes on which a concrete array lies,
+    also where `jax.grad` differentiates it outside of jit. None where nothing can be seen, as under jit; inside
+    `jax.shard_map`; or on a mesh of one device.
     """
     if is_explicit(x):
         return jax.typeof(x).sharding.mesh
@@ -70,11 +52,7 @@ def mesh_of(x: jax.Array) -> Any | None:
 def are_seen(*arrays: jax.Array) -> bool:
     """Whether all arrays are seen to lie on one mesh; on a mesh of Explicit axes it is enough that the first is.
 
-    Args:
-        *arrays: arrays or tracers.
-
-    Returns:
-        Whether a `jax.shard_map` around them needs no more to be said.
+    Returns whether a `jax.shard_map` around them needs no more to be said.
     """
     first = mesh_of(arrays[0])
     return first is not None and (is_explicit(arrays[0]) or all(mesh_of(x) == first for x in arrays[1:]))
@@ -95,11 +73,7 @@ def _sharding_of(x: Any) -> NamedSharding | None:
 def spec_of(x: jax.Array) -> P:
     """How an array lies on its mesh.
 
-    Args:
-        x: an array or a tracer. Auto axes are known only where `mesh_of` sees them: elsewhere nothing is split.
-
-    Returns:
-        The spec, with an entry for each dimension of `x`.
+    `x`: an array or a tracer. Auto axes are known only where `mesh_of` sees them: elsewhere nothing is split.
     """
     sharding = None if is_explicit(x) else _sharding_of(x)
     return full_spec((jax.typeof(x).sharding if sharding is None else sharding).spec, x.ndim)
@@ -108,16 +82,8 @@ def spec_of(x: jax.Array) -> P:
 def full_spec(spec: P, ndim: int) -> P:
     """A spec with an entry for each dimension: one may be shorter than its array has dimensions.
 
-    Args:
-        spec: of any length up to `ndim`.
-        ndim: the dimensions of the array.
-
-    Returns:
-        The spec, with None for the dimensions that it left out.
-
-    Example:
-        >>> full_spec(P("data"), 3) == P("data", None, None)
-        True
+    >>> full_spec(P("data"), 3) == P("data", None, None)
+    True
     """
     return P(*spec, *[None] * (ndim - len(spec)))
 
@@ -125,16 +91,8 @@ def full_spec(spec: P, ndim: int) -> P:
 def along(spec: P, axes: Collection[str]) -> P:
     """What some mesh axes do in a spec.
 
-    Args:
-        spec: how an array lies on a mesh.
-        axes: names of mesh axes.
-
-    Returns:
-        The spec without all other axes.
-
-    Example:
-        >>> along(P("tensor", ("data", "fsdp")), ("data", "fsdp")) == P(None, ("data", "fsdp"))
-        True
+    >>> along(P("tensor", ("data", "fsdp")), ("data", "fsdp")) == P(None, ("data", "fsdp"))
+    True
     """
     return P(*(tuple(name for name in names(entry) if name in axes) or None for entry in spec))
 
@@ -143,14 +101,8 @@ def along(spec: P, axes: Collection[str]) -> P:
 
 
 def gathered(part: jax.Array, spec: P) -> jax.Array:
-    """The parts of all devices in one array. Its derivative is `scattered`.
-
-    Args:
-        part: this device's part, inside `jax.shard_map`.
-        spec: the mesh axes over which each dimension is gathered.
-
-    Returns:
-        An array of part.dtype, whole along these axes.
+    """The shards of all devices in one array of the shard's dtype, inside `jax.shard_map`. Its derivative is
+    `scattered`.
     """
     for dim, entry in enumerate(spec):
         part = jax.lax.all_gather(part, names(entry), axis=dim, tiled=True) if names(entry) else part
@@ -158,15 +110,7 @@ def gathered(part: jax.Array, spec: P) -> jax.Array:
 
 
 def scattered(whole: jax.Array, spec: P) -> jax.Array:
-    """This device's part of the sum over all devices. Its derivative is `gathered`.
-
-    Args:
-        whole: this device's summand, inside `jax.shard_map`.
-        spec: the mesh axes over which each dimension is scattered.
-
-    Returns:
-        An array of whole.dtype, a part along these axes.
-    """
+    """This device's shard of the sum over all devices, inside `jax.shard_map`. Its derivative is `gathered`."""
     for dim, entry in enumerate(spec):
         if names(entry):
             whole = jax.lax.psum_scatter(whole, names(entry), scatter_dimension=dim, tiled=True)
@@ -176,16 +120,10 @@ def scattered(whole: jax.Array, spec: P) -> jax.Array:
 def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -> Any:
     """The dtype in which devices send a matrix and its gradient.
 
-    Args:
-        param_dtype: the matrix's own.
-        dtype: the computation's.
+    Returns the computation's dtype, or the matrix's if that is smaller.
 
-    Returns:
-        The computation's dtype, or the matrix's if that is smaller.
-
-    Example:
-        >>> str(sent_dtype("float32", "bfloat16")), str(sent_dtype("bfloat16", "float32"))
-        ('bfloat16', 'bfloat16')
+    >>> str(sent_dtype("float32", "bfloat16")), str(sent_dtype("bfloat16", "float32"))
+    ('bfloat16', 'bfloat16')
     """
     return min(jnp.dtype(dtype), jnp.dtype(param_dtype), key=lambda dtype: dtype.itemsize)
 
@@ -205,16 +143,10 @@ def pairs_of_chunks(length: int, parts: int) -> int:
     A whole document is even work with one pair. Of packed documents a long one lies in some chunks only, and the
     shorter the chunks, the more devices share it (`benchmarks.row_division`).
 
-    Args:
-        length: positions of the row.
-        parts: the devices that share it.
+    Returns 2 if that divides the row into chunks of 2,048 positions or more, else 1.
 
-    Returns:
-        2 if that divides the row into chunks of 2,048 positions or more, else 1.
-
-    Example:
-        >>> pairs_of_chunks(131072, 8), pairs_of_chunks(32768, 8)
-        (2, 1)
+    >>> pairs_of_chunks(131072, 8), pairs_of_chunks(32768, 8)
+    (2, 1)
     """
     return 2 if length % (4 * parts) == 0 and length >= 4 * parts * LEAST_CHUNK else 1
 
@@ -225,20 +157,10 @@ def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
     Early positions see few keys and late ones many, so that all devices do the same work in causal attention. A row
     that is long has 4c chunks, and devices get them to and fro, 0, 1, …, 1, 0, 0, 1, …, 1, 0 (`pairs_of_chunks`).
 
-    Args:
-        whole: an array with whole rows.
-        axis: the axis of positions.
-        parts: the devices c that share a row.
+    Returns the array with its chunks in this order. One split along `axis` then gives each device its own.
 
-    Returns:
-        The array with its chunks in this order. One split along `axis` then gives each device its own.
-
-    Raises:
-        ValueError: the rows have no even number of equal chunks for each device.
-
-    Example:
-        >>> in_chunks(jnp.arange(8), 0, 2).tolist()
-        [0, 1, 6, 7, 2, 3, 4, 5]
+    >>> in_chunks(jnp.arange(8), 0, 2).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
     """
     return _reordered(whole, axis, _order(whole.shape[axis], parts))
 
@@ -246,35 +168,15 @@ def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
 def from_chunks(chunks: jax.Array, axis: int, parts: int) -> jax.Array:
     """Rows in their own order: the inverse of `in_chunks`.
 
-    Args:
-        chunks: what `in_chunks` gave.
-        axis: the axis of positions.
-        parts: the devices that share a row.
-
-    Returns:
-        The array as it was.
-
-    Raises:
-        ValueError: the rows have no even number of equal chunks for each device.
-
-    Example:
-        >>> from_chunks(in_chunks(jnp.arange(8), 0, 2), 0, 2).tolist()
-        [0, 1, 2, 3, 4, 5, 6, 7]
+    >>> from_chunks(in_chunks(jnp.arange(8), 0, 2), 0, 2).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
     """
     order = _order(chunks.shape[axis], parts)
     return _reordered(chunks, axis, sorted(range(len(order)), key=order.__getitem__))
 
 
 def chunk_starts(axis: str, positions: int) -> list[jax.Array]:
-    """Where this device's chunks begin in their rows, inside `jax.shard_map`.
-
-    Args:
-        axis: the mesh axis that splits rows.
-        positions: those of a row that the device has.
-
-    Returns:
-        The positions of the chunks' first entries, int32.
-    """
+    """Where this device's chunks begin in their rows, inside `jax.shard_map`."""
     device, parts = jax.lax.axis_index(axis).astype(jnp.int32), jax.lax.axis_size(axis)
     number = pairs_of_chunks(positions * parts, parts)
     size = positions // (2 * number)

@@ -36,21 +36,13 @@ class _Options:
 
 
 class _Order(NamedTuple):
-    """How the N·k choices of tokens are sorted by expert, those of tokens with a wrong expert last.
+    """How the N·k choices of tokens are sorted by expert, those of tokens with a wrong expert last."""
 
-    Attributes:
-        token: (N·k,), the token of each sorted row.
-        choice: (N·k,), the sorted row's place among the choices.
-        row: (N, k), the sorted row of each choice.
-        sizes: (E,), rows of each expert.
-        is_right: (N, 1), whether all of a token's experts exist.
-    """
-
-    token: jax.Array
-    choice: jax.Array
-    row: jax.Array
-    sizes: jax.Array
-    is_right: jax.Array
+    token: jax.Array  # (N·k,), the token of each sorted row
+    choice: jax.Array  # (N·k,), the sorted row's place among the choices
+    row: jax.Array  # (N, k), the sorted row of each choice
+    sizes: jax.Array  # (E,), rows of each expert
+    is_right: jax.Array  # (N, 1), whether all of a token's experts exist
 
 
 def _sorted_by_expert(experts: jax.Array, num_experts: int) -> _Order:

@@ -9,16 +9,7 @@ from liger_jax.pallas_kernels.attention.intervals import is_numbered as is_numbe
 
 
 def check_segment_ids(ids: jax.Array, prefix: str = "", name: str = "segment_ids") -> None:
-    """Raises a ValueError where concrete ids break the rule. Traced ones make their row NaN instead: `numbered`.
-
-    Args:
-        ids: (..., T) integers.
-        prefix: how the message begins, such as "causal_attention: ".
-        name: the argument's name.
-
-    Raises:
-        ValueError: an id is negative, or a 0 stands before another id.
-    """
+    """Raises a ValueError where concrete ids break the rule. Traced ones make their row NaN instead: `numbered`."""
     if isinstance(ids, Tracer) or not ids.is_fully_addressable or not ids.size:
         return
     values = np.asarray(ids)
@@ -37,14 +28,9 @@ def check_segment_ids(ids: jax.Array, prefix: str = "", name: str = "segment_ids
 def numbered(ids: jax.Array) -> jax.Array:
     """The factor that refuses rows under jit, where nothing can be raised.
 
-    Args:
-        ids: (..., T) integers.
+    Returns (..., 1) float32: 1, or NaN for a row in which an id is negative or a 0 stands before another id.
 
-    Returns:
-        (..., 1) float32: 1, or NaN for a row in which an id is negative or a 0 stands before another id.
-
-    Example:
-        >>> numbered(jnp.array([[1, 1, 0], [0, 0, 1]])).tolist()
-        [[1.0], [nan]]
+    >>> numbered(jnp.array([[1, 1, 0], [0, 0, 1]])).tolist()
+    [[1.0], [nan]]
     """
     return jnp.where(is_numbered(ids), 1.0, jnp.nan).astype(jnp.float32)[..., None]

@@ -17,31 +17,18 @@ _LITTLE = 0.1  # a saving below this share is little
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One change to a run, and the memory that it saves.
+    """One change to a run, and the memory that it saves."""
 
-    Attributes:
-        name: the change in the command's options, such as "--remat full".
-        run: the changed run.
-        saved_bytes: what the change saves on each device.
-        total_bytes: what the changed run needs on each device.
-    """
-
-    name: str
-    run: Run
-    saved_bytes: int
-    total_bytes: int
+    name: str  # the change in the command's options, such as "--remat full"
+    run: Run  # the changed run
+    saved_bytes: int  # what the change saves on each device
+    total_bytes: int  # what the changed run needs on each device
 
 
 def advice(run: Run, totals: dict[str, int], estimates: dict[str, Estimate]) -> str:
     """Says in one or two sentences what follows from the figures.
 
-    Args:
-        run: what was planned.
-        totals: for each loss, what a step needs; compiled figures where there are some.
-        estimates: the estimate with each loss.
-
-    Returns:
-        The sentences.
+    `totals`: for each loss, what a step needs; compiled figures where there are some.
     """
     saving = 1 - totals["fused"] / totals["logits"]
     static = estimates["logits"].static
@@ -75,14 +62,8 @@ def changes_to_fit(run: Run, correction: int = 0, precisions: tuple[str, ...] = 
     possible. The batch keeps its size, unless there are more devices than sequences: then it grows to one sequence for
     each device. Nothing is advised that the commands that train do not take.
 
-    Args:
-        run: a run that does not fit.
-        correction: bytes to add to each estimate.
-        precisions: which of the run's dtypes may become bfloat16; `()` for none.
-
-    Returns:
-        The changes, each on top of those before it, and none that could be left out. Empty if the run fits already, or
-        if no combination makes it fit.
+    Returns the changes, each on top of those before it, and none that could be left out. Empty if the run fits already,
+    or if no combination makes it fit.
     """
 
     def needed(r: Run) -> int:
@@ -164,13 +145,8 @@ def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 def adapters_that_fit(run: Run, correction: int = 0) -> Change | None:
     """The same run with adapters in the place of all weights, which are then held as the checkpoint has them.
 
-    Args:
-        run: a run that does not fit.
-        correction: bytes to add to each estimate.
-
-    Returns:
-        The change to adapters beside the checkpoint's weights, or where that is not enough beside nf4; `None` where
-        adapters are trained already, or do not fit either.
+    Returns the change to adapters beside the checkpoint's weights, or where that is not enough beside nf4; `None` where
+    adapters are trained already, or do not fit either.
     """
     if run.lora is not None:
         return None
@@ -210,15 +186,7 @@ def _on(run: Run, devices: Target) -> Run | None:
 
 
 def options(before: Run, after: Run) -> str:
-    """The command's options that turn one run into another.
-
-    Args:
-        before: the run to begin with.
-        after: the run to reach.
-
-    Returns:
-        Such as "--device l4:8 --batch 8". The mesh is named unless both runs have the default one.
-    """
+    """The command's options that turn one run into another."""
     words: dict[str, Any] = {}
     if after.target != before.target:
         words["device"] = after.target.name
@@ -232,15 +200,7 @@ def options(before: Run, after: Run) -> str:
 
 
 def largest_batch(run: Run, correction: int = 0) -> int:
-    """The largest batch that fits by its estimate, in multiples of devices and micro-batches; 0 if none does.
-
-    Args:
-        run: the run; the search ignores its batch, and tries its own candidates.
-        correction: bytes to add to each estimate.
-
-    Returns:
-        The batch.
-    """
+    """The largest batch that fits by its estimate, in multiples of devices and micro-batches; 0 if none does."""
 
     def fits(n: int) -> bool:
         total = estimate(dataclasses.replace(run, batch=n * run.batch_unit)).total
@@ -253,15 +213,8 @@ def largest_batch(run: Run, correction: int = 0) -> int:
 def largest(fits: Callable[[int], bool]) -> int:
     """The largest n ≥ 1 for which a monotone predicate holds, by doubling and bisection; 0 if none.
 
-    Args:
-        fits: the predicate of an integer; true up to some n, and false beyond.
-
-    Returns:
-        n.
-
-    Example:
-        >>> largest(lambda n: n * n <= 50)
-        7
+    >>> largest(lambda n: n * n <= 50)
+    7
     """
     low, high = 0, 1
     while fits(high):

@@ -192,31 +192,16 @@ _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A family and a configuration: all that a model needs but its numbers.
+    """A family and a configuration: all that a model needs but its numbers."""
 
-    Attributes:
-        name: as it was asked for.
-        family: its class, a `CausalLM`.
-        config: what the class takes.
-        dtype: of the checkpoint's weights.
-        quantized: "nf4" if the checkpoint's projections are quantised so, else `None`.
-    """
-
-    name: str
-    family: Any
-    config: Any
-    dtype: str = defaults.DTYPE
-    quantized: str | None = None
+    name: str  # as it was asked for
+    family: Any  # its class, a `CausalLM`
+    config: Any  # what the class takes
+    dtype: str = defaults.DTYPE  # of the checkpoint's weights
+    quantized: str | None = None  # "nf4" if the checkpoint's projections are quantised so, else `None`
 
     def abstract(self, **options: Any) -> tuple[Any, Any]:
-        """The model without its numbers.
-
-        Args:
-            **options: as the family's constructor takes them.
-
-        Returns:
-            (graph, parameters as shapes and dtypes).
-        """
+        """The model without its numbers."""
         make = lambda: self.family(self.config, **options, rngs=nnx.Rngs(0))
         return nnx.split(nnx.eval_shape(make))
 
@@ -280,18 +265,7 @@ def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
 
 
 def architecture_of(source: Source) -> Architecture:
-    """The model of a checkpoint's folder, whose config.json is read once.
-
-    Args:
-        source: the folder.
-
-    Returns:
-        The architecture, by the folder's name.
-
-    Raises:
-        ValueError: a family that is not here, or a config that its model does not support.
-        OSError: config.json cannot be read.
-    """
+    """The model of a checkpoint's folder, whose config.json is read once."""
     return _architecture(str(source.folder), source.config, source.path)
 
 

@@ -17,18 +17,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Bytes of a step on each device.
+    """Bytes of a step on each device."""
 
-    Attributes:
-        total: arguments, results and temporaries; a donated argument and its result count once.
-        arguments: parameters, optimizer state and tokens.
-        temporaries: what lives only within the step.
-        program: the compiled program, or None where the compiler refused to make one with so much memory.
-    """
-
-    total: int
-    arguments: int
-    temporaries: int
+    total: int  # arguments, results and temporaries; a donated argument and its result count once
+    arguments: int  # parameters, optimizer state and tokens
+    temporaries: int  # what lives only within the step
+    # The compiled program, or None where the compiler refused to make one with so much memory.
     program: Any = dataclasses.field(default=None, repr=False, compare=False)
 
 
@@ -61,14 +55,7 @@ def compile_run(run: Run, devices: list[Any] | None = None) -> Compiled:
 
 
 def memory_of(program: Any) -> Compiled:
-    """What a compiled program needs on each device.
-
-    Args:
-        program: a `jax.stages.Compiled`.
-
-    Returns:
-        The bytes, and the program.
-    """
+    """What a compiled program needs on each device."""
     memory = program.memory_analysis()
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     (device, *_) = jax.tree.leaves(program.output_shardings)[0].device_set

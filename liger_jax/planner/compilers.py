@@ -30,17 +30,7 @@ LOWERING = {"gpu": "cuda", "tpu": "tpu"}  # JAX's names of platforms when it low
 
 
 def devices(of: Target) -> list[Any]:
-    """The devices of a target, for meshes and shardings.
-
-    Args:
-        of: the target.
-
-    Returns:
-        The target's devices.
-
-    Raises:
-        ImportError: the plugin that compiles for them is not installed.
-    """
+    """The devices of a target, for meshes and shardings."""
     if of.platform == "gpu" and of.name.partition(":")[0] not in GPUS:
         raise ValueError("A compiler compiles for a chip: name one, such as device='rtx4090', beside the memory.")
     need_compiler(of.platform)
@@ -50,14 +40,7 @@ def devices(of: Target) -> list[Any]:
 
 
 def missing_compiler(platform: str) -> str | None:
-    """Says why nothing can be compiled for a platform here.
-
-    Args:
-        platform: "gpu" or "tpu".
-
-    Returns:
-        The reason as a clause, or None.
-    """
+    """Says why nothing can be compiled for a platform here."""
     try:
         found = importlib.util.find_spec(COMPILERS[platform]) is not None
     except ModuleNotFoundError:
@@ -71,28 +54,13 @@ def missing_compiler(platform: str) -> str | None:
 
 
 def need_compiler(platform: str) -> None:
-    """Refuses a platform for which nothing can be compiled here.
-
-    Args:
-        platform: "gpu" or "tpu".
-
-    Raises:
-        ImportError: with what to install.
-    """
+    """Refuses a platform for which nothing can be compiled here."""
     if (reason := missing_compiler(platform)) is not None:
         raise ImportError(reason)
 
 
 def gpu_devices(name: str, count: int = 1) -> list[Any]:
-    """GPUs that need not be there.
-
-    Args:
-        name: one of `GPUS`.
-        count: how many, as in `target`.
-
-    Returns:
-        Devices for shardings.
-    """
+    """GPUs that need not be there."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # JAX's own discovery of plugins goes first
     shape = target(f"{name}:{count}").topology
@@ -134,15 +102,7 @@ def _description(gpu: GPU) -> str:
 
 
 def tpu_devices(name: str, topology: str | None = None) -> list[Any]:
-    """TPUs that need not be there.
-
-    Args:
-        name: one of `TPUS`.
-        topology: the chips' topology; `None` for the smallest.
-
-    Returns:
-        Devices for shardings.
-    """
+    """TPUs that need not be there."""
     if jax.default_backend() != "tpu":
         for variable, value in TPU_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
@@ -153,33 +113,14 @@ def tpu_devices(name: str, topology: str | None = None) -> list[Any]:
 
 
 def described(device: Any, platform: str) -> AbstractDevice:
-    """What ops are told of a device.
-
-    Args:
-        device: a device of a topology.
-        platform: "gpu" or "tpu".
-
-    Returns:
-        Its kind, cores and platform.
-    """
+    """What ops are told of a device."""
     return AbstractDevice(device.device_kind, getattr(device, "num_cores", None), platform)
 
 
 def compile_for(
     function: Any, arguments: Any, device: Any, platform: str, compiler_options: dict[str, str] | None = None
 ) -> Any:
-    """A function compiled for one device.
-
-    Args:
-        function: a function of arrays.
-        arguments: their (shape, dtype) pairs.
-        device: a device of a topology.
-        platform: "gpu" or "tpu".
-        compiler_options: options of XLA.
-
-    Returns:
-        The compiled program.
-    """
+    """A function compiled for one device."""
     sharding = SingleDeviceSharding(device)
     types = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arguments]
     # By the mesh in context ops know for which device they are traced.
@@ -190,11 +131,7 @@ def compile_for(
 
 
 def without_cudnn() -> str | None:
-    """Says what differs where cuDNN is not installed: the models run its attention on NVIDIA GPUs.
-
-    Returns:
-        The sentence, or None where cuDNN is installed.
-    """
+    """Says what differs where cuDNN is not installed: the models run its attention on NVIDIA GPUs."""
     gpu_devices("h200")  # where JAX looks for cuDNN before its plugin is there, it never finds it
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jax.numpy.bfloat16)
     if cudnn.why_not(q, q, capability=GPUS["h200"].capability) is None:

@@ -10,16 +10,8 @@ DTYPE = "bfloat16"  # of the computation on an accelerator
 def param_dtype(lora: int | None, stored: str) -> str:
     """The dtype of the weights: float32 where they are trained, and the checkpoint's own beside adapters.
 
-    Args:
-        lora: the adapters' rank; `None` if all weights are trained.
-        stored: the checkpoint's dtype.
-
-    Returns:
-        The dtype's name.
-
-    Example:
-        >>> param_dtype(None, "bfloat16"), param_dtype(16, "bfloat16")
-        ('float32', 'bfloat16')
+    >>> param_dtype(None, "bfloat16"), param_dtype(16, "bfloat16")
+    ('float32', 'bfloat16')
     """
     return "float32" if lora is None else stored
 
@@ -27,14 +19,9 @@ def param_dtype(lora: int | None, stored: str) -> str:
 def batch(unit: int) -> int:
     """The sequences of a step.
 
-    Args:
-        unit: what divides the batch, since each device has a share of every micro-batch.
+    Returns the least multiple of `unit` that is at least `BATCH`.
 
-    Returns:
-        The least multiple of `unit` that is at least `BATCH`.
-
-    Example:
-        >>> batch(1), batch(3), batch(16)
-        (8, 9, 16)
+    >>> batch(1), batch(3), batch(16)
+    (8, 9, 16)
     """
     return -(-BATCH // unit) * unit

@@ -27,19 +27,11 @@ _LAPTOP = re.compile(r"laptop|mobile|max-?q")
 def known_as(name: str) -> tuple[str, str]:
     """A device's key in `GPUS` or `TPUS`, or `ANY_GPU`, and how many there are or their topology.
 
-    Args:
-        name: such as "h200", "RTX 4090", "a100-80gb:8", "8xh100" or "v5e:8x8". Where the memory is not named, and cards
-            of this name differ in it, the one with less is taken.
+    `name`: such as "h200", "RTX 4090", "a100-80gb:8", "8xh100" or "v5e:8x8". Where the memory is not named, and cards
+    of this name differ in it, the one with less is taken.
 
-    Returns:
-        Key and text behind the colon.
-
-    Raises:
-        ValueError: no such device, or none with this memory.
-
-    Example:
-        >>> known_as("NVIDIA RTX-4090"), known_as("8xA100-80GB"), known_as("4060ti")
-        (('rtx4090', ''), ('a100-80g', '8'), ('rtx4060ti-8g', ''))
+    >>> known_as("NVIDIA RTX-4090"), known_as("8xA100-80GB"), known_as("4060ti")
+    (('rtx4090', ''), ('a100-80g', '8'), ('rtx4060ti-8g', ''))
     """
     typed, _, size = name.strip().lower().partition(":")
     if (several := re.fullmatch(r"(\d+) ?x ?(?=[a-z\d])(.+)", typed)) and not size:
@@ -61,16 +53,8 @@ def known_as(name: str) -> tuple[str, str]:
 def others_with_that_name(key: str, name: str) -> list[str]:
     """The rows that a name could also mean, which differ in memory.
 
-    Args:
-        key: the row that was taken.
-        name: the name as it was typed.
-
-    Returns:
-        Keys; none where the name tells the memory.
-
-    Example:
-        >>> others_with_that_name("a100-40g", "a100"), others_with_that_name("a100-40g", "a100-40gb")
-        (['a100-80g'], [])
+    >>> others_with_that_name("a100-40g", "a100"), others_with_that_name("a100-40g", "a100-40gb")
+    (['a100-80g'], [])
     """
     typed = name.strip().lower().partition(":")[0]
     chip, gigabytes = _chip_and_memory(re.sub(r"^\d+ ?x ?(?=[a-z])", "", typed))
@@ -80,18 +64,10 @@ def others_with_that_name(key: str, name: str) -> list[str]:
 def memory_in_bytes(text: str) -> int:
     """A device's memory by text.
 
-    Args:
-        text: such as "24GiB", "24564MiB" or "25.8GB", a billion bytes each; a number alone is GiB.
+    `text`: such as "24GiB", "24564MiB" or "25.8GB", a billion bytes each; a number alone is GiB.
 
-    Returns:
-        Bytes.
-
-    Raises:
-        ValueError: it is no size, or one that no GPU has.
-
-    Example:
-        >>> memory_in_bytes("24GiB") / 2**30
-        24.0
+    >>> memory_in_bytes("24GiB") / 2**30
+    24.0
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([gm]?(?:ib|b)?)", text.strip().lower())
     if found is None or found[2] not in _UNITS:

@@ -33,44 +33,27 @@ MOST_GPUS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Equal devices, on one host or several.
+    """Equal devices, on one host or several."""
 
-    Attributes:
-        name: as it was asked for, such as "h200:8" or "v5e:8x8".
-        platform: "gpu" or "tpu".
-        kind: the device's own name.
-        count: devices.
-        memory_bytes: the whole memory of each device.
-        topology: as the compiler's plugin names it.
-        visible_bytes: the part of a GPU's memory that CUDA counts; all of a TPU's.
-        capacity_bytes: the memory that a training step may need on each device. On a GPU it is the largest of
-            `FRACTIONS` that leaves the context and NCCL their memory, less `RESERVE`. On a TPU it is all that libtpu
-            lets a program have.
-        given_bytes: the memory of a GPU where the run says it; `None` where the table does.
-    """
-
-    name: str
-    platform: str
-    kind: str
-    count: int
-    memory_bytes: int
-    topology: str
-    visible_bytes: int
+    name: str  # as it was asked for, such as "h200:8" or "v5e:8x8"
+    platform: str  # "gpu" or "tpu"
+    kind: str  # the device's own name
+    count: int  # devices
+    memory_bytes: int  # the whole memory of each device
+    topology: str  # as the compiler's plugin names it
+    visible_bytes: int  # the part of a GPU's memory that CUDA counts; all of a TPU's
+    # The memory that a training step may need on each device. On a GPU it is the largest of `FRACTIONS` that leaves the
+    # context and NCCL their memory, less `RESERVE`. On a TPU it is all that libtpu lets a program have.
     capacity_bytes: int
-    given_bytes: int | None = None
+    given_bytes: int | None = None  # the memory of a GPU where the run says it; `None` where the table does
 
     def fraction_for(self, needed: int) -> float | None:
         """The smallest of `FRACTIONS` with which JAX holds a step and `LITTLE` is left, or else the largest.
 
-        Args:
-            needed: bytes of the step on each device.
+        Returns the fraction. `None` on a TPU, which has no such setting, and where the step does not fit.
 
-        Returns:
-            The fraction. `None` on a TPU, which has no such setting, and where the step does not fit.
-
-        Example:
-            >>> target("t4").fraction_for(12 * GIB), target("t4").fraction_for(8 * GIB)
-            (0.9, 0.75)
+        >>> target("t4").fraction_for(12 * GIB), target("t4").fraction_for(8 * GIB)
+        (0.9, 0.75)
         """
         if self.platform == "tpu" or needed > self.capacity_bytes:
             return None
@@ -83,15 +66,8 @@ class Target:
     def limit_for(self, needed: int) -> int:
         """What a process can have at the fraction that `fraction_for` names.
 
-        Args:
-            needed: bytes of the step on each device.
-
-        Returns:
-            Bytes; `capacity_bytes` where no fraction is named.
-
-        Example:
-            >>> round(target("rtx4090").limit_for(20 * GIB) / GIB, 1), round(target("v5e").limit_for(GIB) / GIB, 2)
-            (20.7, 15.75)
+        >>> round(target("rtx4090").limit_for(20 * GIB) / GIB, 1), round(target("v5e").limit_for(GIB) / GIB, 2)
+        (20.7, 15.75)
         """
         fraction = self.fraction_for(needed)
         limit = None if fraction is None else _usable(fraction, self.visible_bytes)
@@ -100,12 +76,8 @@ class Target:
     def more(self) -> "Target | None":
         """The next larger number of the same devices.
 
-        Returns:
-            The target, or `None` if this is the largest.
-
-        Example:
-            >>> target("h200:8").more().name, target("v5e:2x2").more().name
-            ('h200:16', 'v5e:2x4')
+        >>> target("h200:8").more().name, target("v5e:2x2").more().name
+        ('h200:16', 'v5e:2x4')
         """
         kind, _, size = self.name.partition(":")
         if kind in GPUS or self.given_bytes:
@@ -174,9 +146,6 @@ def here() -> Target | None:
     """The device that JAX finds here: its first one, with the memory that JAX's allocator may take of it.
 
     A CPU has the memory of its machine.
-
-    Returns:
-        The target, or `None` if nobody says how much memory there is.
     """
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else machine_memory()
@@ -190,26 +159,17 @@ def here() -> Target | None:
 def pinned_limit(needed: int) -> int | None:
     """What XLA's pool of pinned memory must be allowed for a run.
 
-    Args:
-        needed: bytes of the run in the pool.
+    Returns GiB, a tenth more than needed, because the pool is cut in pieces; `None` where its default is enough.
 
-    Returns:
-        GiB, a tenth more than needed, because the pool is cut in pieces; `None` where its default is enough.
-
-    Example:
-        >>> pinned_limit(128 * GIB), pinned_limit(8 * GIB)
-        (141, None)
+    >>> pinned_limit(128 * GIB), pinned_limit(8 * GIB)
+    (141, None)
     """
     limit = math.ceil(1.1 * needed / GIB)
     return limit if limit > PINNED_GIB else None
 
 
 def machine_memory() -> int | None:
-    """The memory that this process may have of its machine, or of its container.
-
-    Returns:
-        Bytes; `None` if nobody says how much it is.
-    """
+    """The memory that this process may have of its machine, or of its container."""
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on Windows

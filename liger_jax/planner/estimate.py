@@ -55,19 +55,8 @@ def static_bytes(
 
     Frameworks that hold bfloat16 parameters beside a float32 master copy need as many: 2 + 2 + 4 + 4 + 4.
 
-    Args:
-        parameters: how many there are.
-        devices: over which all three are split.
-        param_dtype: dtype of parameters and gradients.
-        optimizer: "adamw", "adamw8bit" or "sgd".
-        state_dtype: dtype of AdamW's two moments.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> static_bytes(14_000_000_000, 8) / 1e9
-        28.0
+    >>> static_bytes(14_000_000_000, 8) / 1e9
+    28.0
     """
     moments = moment_bytes(optimizer, state_dtype)
     return math.ceil(parameters * (2 * jnp.dtype(param_dtype).itemsize + moments) / devices)
@@ -76,16 +65,8 @@ def static_bytes(
 def moment_bytes(optimizer: str, state_dtype: str) -> float:
     """Bytes of an optimizer's state for each parameter.
 
-    Args:
-        optimizer: "adamw", "adamw8bit" or "sgd".
-        state_dtype: dtype of AdamW's two moments.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> moment_bytes("adamw8bit", "float32")  # two codes, and two float32 scales for 256 of them
-        2.03125
+    >>> moment_bytes("adamw8bit", "float32")  # two codes, and two float32 scales for 256 of them
+    2.03125
     """
     return {"adamw": 2.0 * jnp.dtype(state_dtype).itemsize, "adamw8bit": 2 * (1 + 4 / 256), "sgd": 0.0}[optimizer]
 
@@ -93,31 +74,17 @@ def moment_bytes(optimizer: str, state_dtype: str) -> float:
 def logits_bytes(tokens: int, vocab_size: int, bytes_per_logit: int = 8) -> int:
     """Bytes of a loss on logits, which holds the logits and their gradient in float32.
 
-    Args:
-        tokens: tokens of one device.
-        vocab_size: V.
-        bytes_per_logit: 12 for a framework that runs one operation after the other and also holds the softmax; 6 for
-            a compiler that holds the gradient in 16 bits.
+    `bytes_per_logit`: 12 for a framework that runs one operation after the other and also holds the softmax; 6 for a
+    compiler that holds the gradient in 16 bits.
 
-    Returns:
-        Bytes.
-
-    Example:
-        >>> round(logits_bytes(4096, 152_064, bytes_per_logit=12) / 2**30, 2)
-        6.96
+    >>> round(logits_bytes(4096, 152_064, bytes_per_logit=12) / 2**30, 2)
+    6.96
     """
     return bytes_per_logit * tokens * vocab_size
 
 
 def estimate(run: Run) -> Estimate:
-    """The memory of a run on each device, and what takes it.
-
-    Args:
-        run: what is trained, and on what.
-
-    Returns:
-        The estimate.
-    """
+    """The memory of a run on each device, and what takes it."""
     config, sizes = run.model.config, _Parameters.of(run)
     param, size = jnp.dtype(run.param_dtype).itemsize, jnp.dtype(run.dtype).itemsize
     layers = config.num_hidden_layers

@@ -19,24 +19,10 @@ LEAST_POSITIONS = 2048
 
 
 def mesh_sizes(given: Mapping[str, int] | None, num_devices: int) -> dict[str, int]:
-    """The axes of a mesh, with what is not said.
+    """Sizes of all axes of a mesh: `given` by name, or all devices along "fsdp"; an axis that is not named has 1.
 
-    Args:
-        given: sizes by the axes' names; `None` for all devices along "fsdp".
-        num_devices: which the sizes must multiply to; an axis that is not named has 1.
-
-    Returns:
-        Sizes of "data", along which the batch is split; of "fsdp", along which the parameters are split as well; and,
-        if they have several devices, of "expert", along which the batch and a mixture's experts are split, of
-        "sequence", along which rows and parameters are split, and of "tensor", along which heads, feed-forwards and
-        the vocabulary are split.
-
-    Raises:
-        ValueError: an axis is unknown or has no size, or there are not that many devices.
-
-    Example:
-        >>> mesh_sizes({"fsdp": 4, "tensor": 2}, 8), mesh_sizes(None, 8)
-        ({'data': 1, 'fsdp': 4, 'tensor': 2}, {'data': 1, 'fsdp': 8})
+    >>> mesh_sizes({"fsdp": 4, "tensor": 2}, 8), mesh_sizes(None, 8)
+    ({'data': 1, 'fsdp': 4, 'tensor': 2}, {'data': 1, 'fsdp': 8})
     """
     if given is None:
         return {"data": 1, "fsdp": num_devices}
@@ -55,24 +41,16 @@ def mesh_sizes(given: Mapping[str, int] | None, num_devices: int) -> dict[str, i
 
 
 def meshes(num_devices: int, seq: int, most_tensor: int = 8) -> list[list[dict[str, int]]]:
-    """The meshes that are worth a try, by the devices along "tensor": 1, 2, 4, …, the one that sends least first.
+    """The meshes that are worth a try, by the devices along "tensor": 1, 2, 4, …, the one that sends least first. For
+    each of them: fully sharded, then with rows split over 2, 4, … devices, as long as each has `LEAST_POSITIONS` of a
+    row. Split rows need no less memory than as many whole ones, so the first mesh that divides the batch is the one to
+    take. Devices that do not all split parameters copy static memory, and such a mesh is no better than one in which
+    they do.
 
-    Args:
-        num_devices: how many there are.
-        seq: tokens in a row.
-        most_tensor: the most devices along "tensor", which send activations of every layer: those of a host.
-
-    Returns:
-        For each size of "tensor" the sizes, as `mesh_sizes` returns them, fully sharded and then with rows split over
-        2, 4, … devices, as long as each has `LEAST_POSITIONS` of a row. Rows that are split need no less memory than
-        as many whole ones: the first mesh that divides the batch is the one to take. Devices that do not all split
-        parameters copy static memory, and such a mesh is no better than one in which they do.
-
-    Example:
-        >>> meshes(4, 512)
-        [[{'data': 1, 'fsdp': 4}], [{'data': 1, 'fsdp': 2, 'tensor': 2}], [{'data': 1, 'fsdp': 1, 'tensor': 4}]]
-        >>> meshes(2, 8192)[0]
-        [{'data': 1, 'fsdp': 2}, {'data': 1, 'fsdp': 1, 'sequence': 2}]
+    >>> meshes(4, 512)
+    [[{'data': 1, 'fsdp': 4}], [{'data': 1, 'fsdp': 2, 'tensor': 2}], [{'data': 1, 'fsdp': 1, 'tensor': 4}]]
+    >>> meshes(2, 8192)[0]
+    [{'data': 1, 'fsdp': 2}, {'data': 1, 'fsdp': 1, 'sequence': 2}]
     """
 
     def sizes(most: int, among: int) -> list[int]:
@@ -90,26 +68,10 @@ def meshes(num_devices: int, seq: int, most_tensor: int = 8) -> list[list[dict[s
 
 
 def in_words(sizes: Mapping[str, int]) -> str:
-    """A mesh as the command's option has it.
-
-    Args:
-        sizes: the sizes of its axes.
-
-    Returns:
-        Such as "fsdp=4,tensor=2".
-    """
+    """A mesh as the command's option has it."""
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def make_mesh(devices: list[Any], sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
-    """The mesh of these devices.
-
-    Args:
-        devices: real ones, or a topology's.
-        sizes: the sizes of its axes.
-        axis_type: the type of all axes.
-
-    Returns:
-        The mesh.
-    """
+    """The mesh of these devices."""
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(axis_type,) * len(sizes))

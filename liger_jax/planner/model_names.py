@@ -97,15 +97,8 @@ _KINDS = {
 def without_quantization(name: str) -> tuple[str, str | None]:
     """Takes from an id the words that say how its weights are quantised.
 
-    Args:
-        name: an id without its organisation, in small letters.
-
-    Returns:
-        The id without these words, and "nf4" if it had them.
-
-    Example:
-        >>> without_quantization("llama-3-8b-instruct-bnb-4bit")
-        ('llama-3-8b-instruct', 'nf4')
+    >>> without_quantization("llama-3-8b-instruct-bnb-4bit")
+    ('llama-3-8b-instruct', 'nf4')
     """
     short = _BITSANDBYTES.sub("", name)
     return short, None if short == name else "nf4"
@@ -114,16 +107,8 @@ def without_quantization(name: str) -> tuple[str, str | None]:
 def refusal(name: str, families: Iterable[str]) -> str | None:
     """Says of what kind a model is that cannot be planned, as far as its name tells.
 
-    Args:
-        name: an id without its organisation, in small letters.
-        families: those that are here.
-
-    Returns:
-        The end of a sentence; `None` if the name tells nothing.
-
-    Example:
-        >>> refusal("deepseek-v3", ["llama", "qwen2"])
-        'is a mixture of experts of another family, which is not supported. The families here are llama, qwen2.'
+    >>> refusal("deepseek-v3", ["llama", "qwen2"])
+    'is a mixture of experts of another family, which is not supported. The families here are llama, qwen2.'
     """
     for kind, pattern in _KINDS.items():
         if (found := re.search(pattern, name)) is not None:

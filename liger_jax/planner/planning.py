@@ -106,15 +106,7 @@ class MemoryPlan:
 
 
 def has_host_memory(run: Run, needed: int) -> bool:
-    """Whether a host has so many bytes for its devices.
-
-    Args:
-        run: says how much memory the host has, if it is known.
-        needed: bytes.
-
-    Returns:
-        False if it is known to have less.
-    """
+    """Whether a host has so many bytes for its devices."""
     return run.host_memory is None or needed <= run.host_memory
 
 
@@ -130,25 +122,7 @@ def make_run(
     rope_scaling: str | None = None,
     **options: Any,
 ) -> Run:
-    """Makes a run from names and sizes.
-
-    Args:
-        model: as `plan` takes it.
-        batch: as `plan` takes it.
-        seq: as `plan` takes it.
-        device: as `plan` takes it.
-        memory: as `plan` takes it.
-        mesh: as `plan` takes it.
-        host_memory: as `plan` takes it.
-        rope_scaling: as `plan` takes it.
-        **options: as `plan` takes them.
-
-    Returns:
-        The run.
-
-    Raises:
-        ValueError: a model, device, mesh or option that does not exist or does not fit the others.
-    """
+    """Makes a run from names and sizes."""
     devices, found = target(device, memory), architecture(model)
     options = {name: value for name, value in options.items() if value is not None}
     sizes = mesh_sizes(mesh, devices.count)

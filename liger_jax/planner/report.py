@@ -22,14 +22,7 @@ _WIDTH = 60
 
 
 def heading(plan: MemoryPlan) -> str:
-    """The run in one line.
-
-    Args:
-        plan: what `liger_jax.planner.plan` returns.
-
-    Returns:
-        The line.
-    """
+    """The run in one line."""
     run = plan.run
     on_host = " on the host" if run.state_memory == "host" else ""
     state = f" ({run.state_dtype} state{on_host})" if run.optimizer == "adamw" else ""
@@ -49,14 +42,7 @@ def heading(plan: MemoryPlan) -> str:
 
 
 def table(plan: MemoryPlan) -> str:
-    """The parts, the totals, and what is free of a device's memory.
-
-    Args:
-        plan: what `liger_jax.planner.plan` returns.
-
-    Returns:
-        Lines for a terminal, in GiB.
-    """
+    """The parts, the totals, and what is free of a device's memory."""
     number = lambda size: f"{size / GIB:10.2f}"
     row = lambda name, sizes: f"{name:<28}" + "".join(number(size) for size in sizes)
     estimates = [plan.estimates[loss] for loss in LOSSES]
@@ -81,14 +67,7 @@ def table(plan: MemoryPlan) -> str:
 
 
 def bars(plan: MemoryPlan) -> str:
-    """A stacked bar for each loss against the device's memory, by estimate.
-
-    Args:
-        plan: what `liger_jax.planner.plan` returns.
-
-    Returns:
-        Lines for a terminal. Beyond the memory, marks are small letters.
-    """
+    """A stacked bar for each loss against the device's memory, by estimate."""
     capacity = plan.run.target.capacity_bytes
     most = max(capacity, *(e.total for e in plan.estimates.values()))
     lines = []
@@ -114,12 +93,7 @@ def _marks(plan: MemoryPlan, loss: str, most: int) -> Iterator[str]:
 def verdict(plan: MemoryPlan, cure: str = "") -> str:
     """Whether it fits, in one line, with the share of a GPU that JAX must be given for it.
 
-    Args:
-        plan: what `liger_jax.planner.plan` returns.
-        cure: options with which a run fits that does not.
-
-    Returns:
-        Such as "Fits: 21.7 of 74.3 GiB on each of 8."
+    Returns such as "Fits: 21.7 of 74.3 GiB on each of 8.".
     """
     target = plan.run.target
     if plan.fits:
@@ -134,15 +108,7 @@ def verdict(plan: MemoryPlan, cure: str = "") -> str:
 
 
 def is_tight(target: Target, needed: int) -> bool:
-    """Whether a step that fits leaves less than `LITTLE` of what JAX has at the fraction that is named for it.
-
-    Args:
-        target: the devices.
-        needed: bytes of the step on each of them.
-
-    Returns:
-        True if it does.
-    """
+    """Whether a step that fits leaves less than `LITTLE` of what JAX has at the fraction that is named for it."""
     limit = target.limit_for(needed)
     return 0 <= limit - needed < LITTLE * limit
 
@@ -168,16 +134,7 @@ def _with_share(target: Target, needed: int) -> str:
 
 
 def text(plan: MemoryPlan, largest_batch: int | None = None, *, details: bool = False) -> str:
-    """The whole text for a terminal: verdict, largest batch, advice, and what was planned.
-
-    Args:
-        plan: what `liger_jax.planner.plan` returns.
-        largest_batch: the largest batch that fits, if it is known; `None` to estimate it.
-        details: whether table and bars of what takes the memory follow.
-
-    Returns:
-        Lines.
-    """
+    """The whole text for a terminal: verdict, largest batch, advice, and what was planned."""
     changes = plan.changes_to_fit()
     is_cured_here = bool(changes) and changes[-1].run.target == plan.run.target
     cure = " ".join(change.name for change in changes) if is_cured_here else ""
@@ -238,14 +195,7 @@ def _no_option_here(plan: MemoryPlan, fits_as_adapters: bool) -> str:
 
 
 def notes(plan: MemoryPlan) -> list[str]:
-    """What a reader should know about the device beside the plan's numbers.
-
-    Args:
-        plan: what `liger_jax.planner.plan` returns.
-
-    Returns:
-        Sentences.
-    """
+    """What a reader should know about the device beside the plan's numbers."""
     run, target = plan.run, plan.run.target
     found = []
     if plan.host:
@@ -267,15 +217,7 @@ def notes(plan: MemoryPlan) -> list[str]:
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """Checks before the plan is made that its picture can be drawn.
-
-    Args:
-        path: the file's path.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: the file's folder is not there, the file is a folder, or its ending names no picture format.
-    """
+    """Checks before the plan is made that its picture can be drawn."""
     path = pathlib.Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"picture={str(path)!r}: there is no folder {str(path.parent)!r}. Make it first.")
@@ -295,16 +237,7 @@ def _figure_class() -> Any:
 
 
 def picture(plan: MemoryPlan, path: str | os.PathLike[str]) -> None:
-    """Draws the bars as a picture.
-
-    Args:
-        plan: what `liger_jax.planner.plan` returns.
-        path: the file's path; its ending says the format, such as .png.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Draws the bars as a picture."""
     figure = _figure_class()(figsize=(9, 3), layout="constrained")
     axes = figure.subplots()
     left = dict.fromkeys(LOSSES, 0.0)

@@ -20,15 +20,10 @@ SEQ_UNIT = 128
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The run that was looked for.
+    """The run that was looked for."""
 
-    Attributes:
-        run: the largest run that fits, or the first mesh's.
-        answers: bytes by size, or by the mesh's text, for all that was asked.
-    """
-
-    run: Run
-    answers: dict[Any, int]
+    run: Run  # the largest run that fits, or the first mesh's
+    answers: dict[Any, int]  # bytes by size, or by the mesh's text, for all that was asked
 
 
 def search(
@@ -113,17 +108,8 @@ def search(
 def runs_on_meshes(model: str | os.PathLike[str], *, device: str | None, **options: Any) -> list[Run]:
     """A run on each mesh that it can lie on, the mesh that sends least first.
 
-    Args:
-        model: as `plan` takes it.
-        device: as `plan` takes it.
-        **options: what else `make_run` takes, but no mesh.
-
-    Returns:
-        The runs: fully sharded, then with tensor axes of 2, 4 and 8 devices; each with long rows split over as few
-        devices as leave a row for all.
-
-    Raises:
-        ValueError: no mesh takes the run; the message is that of the first mesh.
+    Returns the runs: fully sharded, then with tensor axes of 2, 4 and 8 devices; each with long rows split over as few
+    devices as leave a row for all.
     """
     found: list[Run] = []
     errors: list[ValueError] = []
@@ -148,20 +134,7 @@ def search_mesh(
     progress: Callable[[str, int, bool], None] = lambda mesh, needed, fits: None,
     level: str = "compiled",
 ) -> Found:
-    """The first mesh on which a run fits.
-
-    Args:
-        runs: as `runs_on_meshes` returns them.
-        progress: called with each mesh, the bytes that a device needs on it, and whether it fits.
-        level: who answers, "compiled" or "estimate".
-
-    Returns:
-        The run, and all answers.
-
-    Raises:
-        ValueError: it fits on none, or `level` is unknown.
-        ImportError: the compiler for these devices is not installed.
-    """
+    """The first mesh on which a run fits."""
     bytes_of = _bytes_of(level, runs[0].target.platform)
     answers: dict[str, int] = {}
     for run in runs:

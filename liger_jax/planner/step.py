@@ -264,15 +264,7 @@ class Run:
 
 
 def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
-    """An optimizer of `liger_jax.training`, whose gradients are not clipped.
-
-    Args:
-        name: "adamw", "adamw8bit" or "sgd".
-        state_dtype: dtype of the moments of "adamw".
-
-    Returns:
-        The transformation.
-    """
+    """An optimizer of `liger_jax.training`, whose gradients are not clipped."""
     own = dict(state_dtype=state_dtype) if name == "adamw" else {}
     return optimizer_named(name, 1e-4, weight_decay=1e-4, max_norm=None, **own)
 
@@ -280,14 +272,8 @@ def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
 def training_step(run: Run, mesh: Mesh, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """The step and the types of its arguments.
 
-    Args:
-        run: what is trained, and how.
-        mesh: the devices' mesh.
-        **options: of the model, in place of the run's, such as `scan_layers=False`.
-
-    Returns:
-        A jitted `step(state, batch, *frozen) -> (state, loss)` with `state = (params, opt_state)`, donated, to be
-        traced with the mesh in context; and its abstract arguments. Frozen are the base weights beside adapters.
+    Returns a jitted `step(state, batch, *frozen) -> (state, loss)` with `state = (params, opt_state)`, donated, to be
+    traced with the mesh in context; and its abstract arguments. Frozen are the base weights beside adapters.
     """
     graph, params, *frozen = _split(run, options)
     optimizer = make_optimizer(run.optimizer, run.state_dtype)

@@ -18,15 +18,8 @@ def of_leaves(tree: Any) -> dict[str, str]:
     It does not depend on how an array is spread over devices. A change of one word always changes it. Other damage
     leaves it the same with a chance of 2⁻⁶⁴.
 
-    Args:
-        tree: a pytree of arrays.
-
-    Returns:
-        Digests by the names of the leaves.
-
-    Example:
-        >>> of_leaves({"a": jnp.ones(3)})
-        {"['a']": 'float32(3,) 0d450a2a19390caf'}
+    >>> of_leaves({"a": jnp.ones(3)})
+    {"['a']": 'float32(3,) 0d450a2a19390caf'}
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = [_sums(leaf) for _, leaf in leaves]  # all are started before the first one is waited for
@@ -40,15 +33,8 @@ def of_leaves(tree: Any) -> dict[str, str]:
 def of_json(values: Any) -> str:
     """A digest of what JSON holds.
 
-    Args:
-        values: any of it.
-
-    Returns:
-        The digest.
-
-    Example:
-        >>> of_json({"a": [1.0], "b": None}) == of_json({"b": None, "a": [1.0]})
-        True
+    >>> of_json({"a": [1.0], "b": None}) == of_json({"b": None, "a": [1.0]})
+    True
     """
     return of_bytes(json.dumps(values, sort_keys=True).encode())[:16]
 
@@ -56,9 +42,8 @@ def of_json(values: Any) -> str:
 def of_bytes(*buffers: Any) -> str:
     """The SHA-256 of bytes or contiguous arrays, one after the other.
 
-    Example:
-        >>> of_bytes(b"{", b"}")[:12]
-        '44136fa355b3'
+    >>> of_bytes(b"{", b"}")[:12]
+    '44136fa355b3'
     """
     digest = hashlib.sha256()
     for each in buffers:

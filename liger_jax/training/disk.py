@@ -18,16 +18,7 @@ _FULL = ("no space left", "os error 28", "disk quota exceeded", "os error 122") 
 def check_space(folder: Path, needed_bytes: int, what_for: str) -> None:
     """Looks for room before a run.
 
-    Args:
-        folder: where files will be written.
-        needed_bytes: their size.
-        what_for: the files, in words.
-
-    Raises:
-        DiskError: the disk has less room.
-
-    Example:
-        >>> check_space(Path("."), 1, "a byte")
+    >>> check_space(Path("."), 1, "a byte")
     """
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
@@ -37,15 +28,8 @@ def check_space(folder: Path, needed_bytes: int, what_for: str) -> None:
 def is_full(error: BaseException) -> bool:
     """Whether an error says that a disk or a quota is full, whichever library raised it.
 
-    Args:
-        error: any error.
-
-    Returns:
-        Whether it does.
-
-    Example:
-        >>> is_full(OSError(28, "No space left on device")), is_full(ValueError("no such file"))
-        (True, False)
+    >>> is_full(OSError(28, "No space left on device")), is_full(ValueError("no such file"))
+    (True, False)
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
@@ -56,17 +40,8 @@ def is_full(error: BaseException) -> bool:
 def full(what: str, folder: Path, needed_bytes: int) -> DiskError:
     """The error for a disk that became full.
 
-    Args:
-        what: what cannot be written, in words.
-        folder: where to.
-        needed_bytes: its size.
-
-    Returns:
-        The error, which says how much room there is and how much is needed.
-
-    Example:
-        >>> str(full("The result", Path("."), 3 * 2**30)).startswith("The result cannot be written to .: the disk is")
-        True
+    >>> str(full("The result", Path("."), 3 * 2**30)).startswith("The result cannot be written to .: the disk is")
+    True
     """
     free = shutil.disk_usage(folder).free
     return DiskError(
@@ -81,9 +56,8 @@ def late_writes_untold() -> Iterator[None]:
 
     The error of the first one is raised and says it all. Others may end after the context, which then goes on.
 
-    Example:
-        >>> with late_writes_untold():
-        ...     pass
+    >>> with late_writes_untold():
+    ...     pass
     """
     before = sys.unraisablehook
 
@@ -99,15 +73,8 @@ def late_writes_untold() -> Iterator[None]:
 def num_bytes(tree: Any) -> int:
     """The size of arrays.
 
-    Args:
-        tree: a pytree of arrays, or of their shapes and dtypes.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> num_bytes([jax.numpy.ones(3), jax.numpy.ones((), "int8")])
-        13
+    >>> num_bytes([jax.numpy.ones(3), jax.numpy.ones((), "int8")])
+    13
     """
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -115,15 +82,8 @@ def num_bytes(tree: Any) -> int:
 def size(num_bytes: int) -> str:
     """A number of bytes in words.
 
-    Args:
-        num_bytes: the number.
-
-    Returns:
-        It in the largest unit of which it has one.
-
-    Example:
-        >>> size(700), size(3 * 2**20), size(5 * 2**31)
-        ('700 bytes', '3.0 MiB', '10.0 GiB')
+    >>> size(700), size(3 * 2**20), size(5 * 2**31)
+    ('700 bytes', '3.0 MiB', '10.0 GiB')
     """
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if num_bytes >= 2**power:

@@ -269,20 +269,14 @@ def _direction(mu, nu, corrections, eps):
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """The blocks of a parameter (…, D).
+    """The blocks of a parameter (…, D)."""
 
-    Attributes:
-        width: D.
-        size: of a block.
-        piece: how many numbers of a block are together on one device, as far as is known. It divides size, and D where
-            D may be split. Maxima are made of pieces first, so that a mesh may split blocks between them.
-        place: how the parameter lies on Explicit axes; `None` where there are none.
-    """
-
-    width: int
-    size: int
+    width: int  # D
+    size: int  # of a block
+    # How many numbers of a block are together on one device, as far as is known. It divides size, and D where D may be
+    # split. Maxima are made of pieces first, so that a mesh may split blocks between them.
     piece: int
-    place: NamedSharding | None
+    place: NamedSharding | None  # how the parameter lies on Explicit axes; `None` where there are none
 
     @classmethod
     def of(cls, x: jax.Array, size: int) -> "_Blocks":

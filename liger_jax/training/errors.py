@@ -104,16 +104,10 @@ class OutOfHostMemoryError(TrainingError):
 def memory_errors(where: str) -> Iterator[None]:
     """A context for what the device may have too little memory for.
 
-    Args:
-        where: the end of the sentence "The device ran out of memory …", with its full stop.
+    `where`: the end of the sentence "The device ran out of memory …", with its full stop.
 
-    Raises:
-        OutOfMemoryError: in the place of JAX's own error, if that says so.
-        OutOfHostMemoryError: if it says so of the host's pinned memory.
-
-    Example:
-        >>> with memory_errors("while the step was compiled."):
-        ...     pass
+    >>> with memory_errors("while the step was compiled."):
+    ...     pass
     """
     try:
         yield

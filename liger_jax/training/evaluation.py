@@ -70,16 +70,8 @@ def score_sums(graph: nnx.GraphDef) -> Any:
 def mean_scores(totals: Sequence[float]) -> dict[str, float]:
     """The scores of a language model.
 
-    Args:
-        totals: what `score_sums` has returned, added up over all rows.
-
-    Returns:
-        `eval_loss`, `eval_perplexity`, which is its exponential, and `eval_token_accuracy`: means over all scored
-        tokens.
-
-    Example:
-        >>> mean_scores([4.0, 1.0, 2.0])["eval_token_accuracy"]
-        0.5
+    >>> mean_scores([4.0, 1.0, 2.0])["eval_token_accuracy"]
+    0.5
     """
     loss, right, tokens = totals
     mean = loss / tokens

@@ -12,15 +12,8 @@ from liger_jax.training.errors import FolderError
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a small file of a run's own.
 
-    Args:
-        path: the file.
-
-    Returns:
-        Its object; an empty one if it is missing or damaged.
-
-    Example:
-        >>> read_json(Path("nowhere.json"))
-        {}
+    >>> read_json(Path("nowhere.json"))
+    {}
     """
     try:
         values = json.loads(path.read_text())
@@ -32,15 +25,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, values: Any) -> None:
     """Writes a file in one rename.
 
-    Args:
-        path: the file.
-        values: what JSON holds.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_json(Path(folder) / "a.json", {"step": 3})
-        ...     read_json(Path(folder) / "a.json")
-        {'step': 3}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_json(Path(folder) / "a.json", {"step": 3})
+    ...     read_json(Path(folder) / "a.json")
+    {'step': 3}
     """
     new = path.with_suffix(".new")
     with new.open("w") as file:
@@ -53,15 +41,8 @@ def write_json(path: Path, values: Any) -> None:
 def check_writable(folder: Path) -> None:
     """Makes a folder, if there is none.
 
-    Args:
-        folder: a path, as it was typed.
-
-    Raises:
-        FolderError: it cannot be made, or nothing can be written there.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     check_writable(Path(folder) / "run")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     check_writable(Path(folder) / "run")
     """
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():

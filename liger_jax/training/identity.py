@@ -61,17 +61,9 @@ def of_whole_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
 def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], growing: Sequence[str] = ()) -> None:
     """Checks that a run which goes on is the run that began.
 
-    Args:
-        folder: its checkpoints, for the message.
-        old: what it began with.
-        new: what it has now.
-        growing: names of numbers that may have become larger. `None` for such a number means that another one counts.
+    `growing`: names of numbers that may have become larger. `None` for such a number means that another one counts.
 
-    Raises:
-        CheckpointError: something differs. The message names it.
-
-    Example:
-        >>> check_same(Path("run"), {"rate": 0.1}, {"rate": 0.1, "all of model.safetensors": "2c26"})
+    >>> check_same(Path("run"), {"rate": 0.1}, {"rate": 0.1, "all of model.safetensors": "2c26"})
     """
     names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
     # Files are read whole only if asked: where one side has not done it, there is nothing to compare.

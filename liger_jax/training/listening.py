@@ -66,10 +66,9 @@ class _Stream:
 def listened_or_not() -> Iterator[None]:
     """A context in which printing never fails.
 
-    Example:
-        >>> with listened_or_not():
-        ...     print("loss 1.0")
-        loss 1.0
+    >>> with listened_or_not():
+    ...     print("loss 1.0")
+    loss 1.0
     """
     with _streams(needed=False):
         yield

@@ -31,17 +31,11 @@ AXES = (*BATCH_AXES, "expert", "sequence", "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What a run computes on: one device, or a mesh of several and how a model lies on it.
+    """What a run computes on: one device, or a mesh of several and how a model lies on it."""
 
-    Attributes:
-        mesh: the mesh, with Auto axes; `None` for the one device that JAX takes by default.
-        layout: which of its axes split what; `None` for one device.
-        line: the devices in words, with those that stay idle; empty where there is one alone.
-    """
-
-    mesh: Mesh | None = None
-    layout: Layout | None = None
-    line: str = ""
+    mesh: Mesh | None = None  # the mesh, with Auto axes; `None` for the one device that JAX takes by default
+    layout: Layout | None = None  # which of its axes split what; `None` for one device
+    line: str = ""  # the devices in words, with those that stay idle; empty where there is one alone
 
     @property
     def kernels(self) -> KernelOptions:
@@ -61,23 +55,11 @@ class Devices:
         return Layout(batch=AXES, fsdp=AXES[1:])
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """Puts the mesh in context, as tracing and calling a model need it.
-
-        Returns:
-            A context.
-        """
+        """Puts the mesh in context, as tracing and calling a model need it."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def shardings(self, tree: Any, optimizer: Any = None) -> Any:
-        """How parameters, or parameters and an optimizer's state, lie here.
-
-        Args:
-            tree: as `Layout.shardings` takes it.
-            optimizer: the one whose state is in the tree.
-
-        Returns:
-            A tree of shardings; `None` on one device.
-        """
+        """How parameters, or parameters and an optimizer's state, lie here."""
         if self.mesh is None or self.layout is None:
             return None
         return self.layout.shardings(tree, self.mesh, optimizer)
@@ -88,42 +70,18 @@ class Devices:
         return None if self.mesh is None else NamedSharding(self.mesh, P())
 
     def placed(self, tree: Any, optimizer: Any = None) -> Any:
-        """Puts parameters, or parameters and an optimizer's state, where they belong.
-
-        Args:
-            tree: the arrays.
-            optimizer: as in `shardings`.
-
-        Returns:
-            The tree; on one device as it is.
-        """
+        """Puts parameters, or parameters and an optimizer's state, where they belong."""
         return tree if self.mesh is None else jax.device_put(tree, self.shardings(tree, optimizer))
 
     def typed(self, tree: Any, optimizer: Any = None) -> Any:
-        """The types of arrays with the places where they will lie, for lowering a program before they are there.
-
-        Args:
-            tree: arrays or their types.
-            optimizer: as in `shardings`.
-
-        Returns:
-            A tree of `jax.ShapeDtypeStruct`; on one device the tree as it is.
-        """
+        """The types of arrays with the places where they will lie, for lowering a program before they are there."""
         if self.mesh is None:
             return tree
         typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         return jax.tree.map(typed, tree, self.shardings(tree, optimizer))
 
     def started(self, params: Any, optimizer: Any) -> tuple[Any, Any]:
-        """The state of a run that begins.
-
-        Args:
-            params: the parameters that are trained, wherever they lie.
-            optimizer: any optax transformation.
-
-        Returns:
-            The parameters and the optimizer's state, each where it belongs.
-        """
+        """The state of a run that begins."""
         if self.mesh is None:
             return params, jax.jit(optimizer.init)(params)
         params = self.placed(params)
@@ -131,28 +89,12 @@ class Devices:
         return params, jax.jit(optimizer.init, out_shardings=of_state)(params)
 
     def jitted(self, step: Callable[..., Any], state: Any, optimizer: Any) -> Any:
-        """A training step that overwrites its state in place, and leaves it where it lay.
-
-        Args:
-            step: what `make_step` returns.
-            state: what it takes first, or its types.
-            optimizer: the one whose state is in it.
-
-        Returns:
-            The jitted step.
-        """
+        """A training step that overwrites its state in place, and leaves it where it lay."""
         out = {} if self.mesh is None else dict(out_shardings=(self.shardings(state, optimizer), self.whole))
         return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(self.mesh), **out)
 
     def own_rows(self, batch: int) -> np.ndarray | None:
-        """The rows of a batch that this process's devices compute.
-
-        Args:
-            batch: rows in a batch.
-
-        Returns:
-            Their places; `None` for all, in a run of one process.
-        """
+        """The rows of a batch that this process's devices compute."""
         if self.mesh is None or self.layout is None or jax.process_count() == 1:
             return None
         of_rows = NamedSharding(self.mesh, P(self.layout.batch))
@@ -161,32 +103,15 @@ class Devices:
         return np.unique(np.concatenate([places[index] for index in parts if index is not None]))
 
     def place(self, batch: Any) -> Any:
-        """Puts a batch on the devices, each one's rows where it computes them.
-
-        Args:
-            batch: as `Layout.place` takes it.
-
-        Returns:
-            The batch; on one device as it is.
-        """
+        """Puts a batch on the devices, each one's rows where it computes them."""
         return batch if self.mesh is None or self.layout is None else self.layout.place(batch, self.mesh)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
     """The sizes of a mesh's axes.
 
-    Args:
-        text: `axis=N` with commas.
-
-    Returns:
-        The devices along each axis of `AXES`; 1 along those that are not named.
-
-    Raises:
-        ValueError: an axis is unknown or named twice, or a size is no number from 1.
-
-    Example:
-        >>> parse_mesh("fsdp=2,tensor=4")
-        {'data': 1, 'fsdp': 2, 'expert': 1, 'sequence': 1, 'tensor': 4}
+    >>> parse_mesh("fsdp=2,tensor=4")
+    {'data': 1, 'fsdp': 2, 'expert': 1, 'sequence': 1, 'tensor': 4}
     """
     found: dict[str, int] = {}
     for part in text.split(","):
@@ -207,15 +132,8 @@ def parse_mesh(text: str) -> dict[str, int]:
 def layout_of(sizes: Mapping[str, int]) -> Layout:
     """Which axes of such a mesh split what.
 
-    Args:
-        sizes: the devices along axes of `AXES`; 1 along those that are not there.
-
-    Returns:
-        The layout. It names tensor, sequence and expert where several devices are along them.
-
-    Example:
-        >>> layout_of(parse_mesh("fsdp=2,tensor=4")).tensor
-        'tensor'
+    >>> layout_of(parse_mesh("fsdp=2,tensor=4")).tensor
+    'tensor'
     """
     others = {name: name for name in ("tensor", "sequence", "expert") if sizes.get(name, 1) > 1}
     return Layout(batch=BATCH_AXES, fsdp="fsdp", **others)
@@ -224,15 +142,8 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
 def parts_of_batch(sizes: Mapping[str, int]) -> int:
     """Into how many parts such a mesh splits a batch.
 
-    Args:
-        sizes: the devices along axes of `AXES`; 1 along those that are not there.
-
-    Returns:
-        The product of the sizes along the axes of the batch.
-
-    Example:
-        >>> parts_of_batch(parse_mesh("data=2,expert=4,tensor=8"))
-        8
+    >>> parts_of_batch(parse_mesh("data=2,expert=4,tensor=8"))
+    8
     """
     return math.prod(sizes.get(name, 1) for name in layout_of(sizes).batch)
 
@@ -240,16 +151,10 @@ def parts_of_batch(sizes: Mapping[str, int]) -> int:
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
     """The mesh of the first devices.
 
-    Args:
-        sizes: the devices along each axis of `AXES`.
-        devices: as many as the sizes multiply to, or more.
+    Returns the mesh, with Auto axes. The devices of a tensor axis stand side by side.
 
-    Returns:
-        The mesh, with Auto axes. The devices of a tensor axis stand side by side.
-
-    Example:
-        >>> mesh_of(parse_mesh("fsdp=1"), jax.devices()).size
-        1
+    >>> mesh_of(parse_mesh("fsdp=1"), jax.devices()).size
+    1
     """
     shape = tuple(sizes[name] for name in AXES)
     first = devices[: math.prod(shape)]
@@ -257,20 +162,7 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
 
 
 def chosen(text: str | None, devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]) -> Devices:
-    """The devices of a run: the mesh that is asked for, or else the most devices along fsdp that divide the run.
-
-    Args:
-        text: the mesh; `None` for the most devices.
-        devices: those that there are. With several processes all of them are taken.
-        rows: the rows that are computed at once, those of a micro-batch.
-        model: makes a model of a layout, whose leaves may be types.
-
-    Returns:
-        The devices.
-
-    Raises:
-        ValueError: the mesh does not divide the rows or the model, or has more devices than there are.
-    """
+    """The devices of a run: the mesh that is asked for, or else the most devices along fsdp that divide the run."""
     if text is not None:
         return _asked(text, devices, rows, model)
     if len(devices) == 1:

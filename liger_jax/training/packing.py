@@ -308,16 +308,10 @@ def _laid(bundles: list[Bundle], length: int, pad_id: int) -> tuple[Mapping[str,
 def first_fit(sizes: Sequence[int], length: int) -> tuple[list[int], list[int]]:
     """Where `pack` lays segments: each into the first row with room for it.
 
-    Args:
-        sizes: tokens of each segment, at most `length`.
-        length: tokens in a row.
+    Returns the row of each segment, and the place in the row at which it begins.
 
-    Returns:
-        The row of each segment, and the place in the row at which it begins.
-
-    Example:
-        >>> first_fit([3, 2, 1], length=4)
-        ([0, 1, 0], [0, 0, 3])
+    >>> first_fit([3, 2, 1], length=4)
+    ([0, 1, 0], [0, 0, 3])
     """
     room = np.zeros(len(sizes), np.int64)  # what the opened rows have left
     opened, rows, begins = 0, [], []

@@ -38,13 +38,8 @@ _refused = threading.Event()  # all processes end, because they are not alike
 def begin(place: str) -> None:
     """Joins the processes of a run, before JAX has devices.
 
-    Args:
-        place: "HOST:PORT,INDEX/NUMBER", the address at which process 0 listens, this process's index from 0, and how
-            many there are; empty for what JAX finds in the environment, as under SLURM, Open MPI or on a cloud TPU.
-
-    Raises:
-        ValueError: the place cannot be read, or the environment says nothing, or the others do not come; or JAX has
-            devices or has joined processes already.
+    `place`: "HOST:PORT,INDEX/NUMBER", the address at which process 0 listens, this process's index from 0, and how many
+    there are; empty for what JAX finds in the environment, as under SLURM, Open MPI or on a cloud TPU.
     """
     options: dict[str, Any] = dict(heartbeat_timeout_seconds=100, shutdown_timeout_seconds=20)
     if place:
@@ -87,12 +82,8 @@ def begin(place: str) -> None:
 def are_several() -> bool:
     """Whether `begin` has joined several processes. JAX's devices are not looked for.
 
-    Returns:
-        Whether it has.
-
-    Example:
-        >>> are_several()
-        False
+    >>> are_several()
+    False
     """
     return bool(_watching)
 
@@ -100,12 +91,8 @@ def are_several() -> bool:
 def is_first() -> bool:
     """Whether this process is the one that writes files and speaks.
 
-    Returns:
-        Whether it has the index 0.
-
-    Example:
-        >>> is_first()
-        True
+    >>> is_first()
+    True
     """
     return jax.process_index() == 0
 
@@ -120,15 +107,7 @@ def wait() -> None:
 def check_same(what: str, values: Mapping[str, Any]) -> None:
     """Checks that all processes have the same values, such as options: other ones would train something else, unseen.
 
-    Args:
-        what: what the values are of, in words.
-        values: JSON's, by name.
-
-    Raises:
-        ValueError: in all processes, where one differs from the first. The message names it.
-
-    Example:
-        >>> check_same("options", {"steps": 3})
+    >>> check_same("options", {"steps": 3})
     """
     if jax.process_count() == 1:
         return
@@ -148,14 +127,7 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
 def check_shared(folder: Path) -> None:
     """Checks that all processes see one folder: separate ones of one name would wait for each other's files.
 
-    Args:
-        folder: exists in all processes.
-
-    Raises:
-        ValueError: in all processes, where one does not see a file that the first has made there.
-
-    Example:
-        >>> check_shared(Path("."))
+    >>> check_shared(Path("."))
     """
     if jax.process_count() == 1:
         return
@@ -186,12 +158,8 @@ def _of_all(value: Any) -> dict[int, Any]:
 def by_first(work: Callable[[], Any]) -> None:
     """Lets the first process do something, for which the others wait.
 
-    Args:
-        work: what it does, such as writing a file.
-
-    Example:
-        >>> by_first(lambda: print("written"))
-        written
+    >>> by_first(lambda: print("written"))
+    written
     """
     if is_first():
         work()
@@ -202,9 +170,8 @@ def by_first(work: Callable[[], Any]) -> None:
 def first_before_others() -> Iterator[None]:
     """A context that the first process leaves before the others enter it, such as for files that it makes for them.
 
-    Example:
-        >>> with first_before_others():
-        ...     pass
+    >>> with first_before_others():
+    ...     pass
     """
     if not is_first():
         wait()
@@ -217,10 +184,9 @@ def first_before_others() -> Iterator[None]:
 def only_first_speaks() -> Iterator[None]:
     """A context in which the other processes print nothing but errors.
 
-    Example:
-        >>> with only_first_speaks():
-        ...     print("one line")
-        one line
+    >>> with only_first_speaks():
+    ...     print("one line")
+    one line
     """
     if is_first():
         yield
@@ -232,15 +198,8 @@ def only_first_speaks() -> Iterator[None]:
 def most(number: int) -> int:
     """The largest of the numbers that all processes have.
 
-    Args:
-        number: this process's.
-
-    Returns:
-        The same number in all of them.
-
-    Example:
-        >>> most(3)
-        3
+    >>> most(3)
+    3
     """
     if jax.process_count() == 1:
         return number
@@ -252,15 +211,8 @@ def most(number: int) -> int:
 def agreed(received: list[int]) -> list[int]:
     """What any process has received all of them have, such as a signal.
 
-    Args:
-        received: this process's numbers, to which another's is added if there is none.
-
-    Returns:
-        The same list.
-
-    Example:
-        >>> agreed([15])
-        [15]
+    >>> agreed([15])
+    [15]
     """
     number = most(received[0] if received else 0)
     if number and not received:
@@ -271,16 +223,11 @@ def agreed(received: list[int]) -> list[int]:
 def end(code: int, in_order: bool = True) -> int:
     """Ends this process's part of a run.
 
-    Args:
-        code: the exit code. After an error the others are told, and the process ends here.
-        in_order: whether 0 and the codes of signals are those of all processes. Else such a code is an error, too.
+    `code`: the exit code. After an error the others are told, and the process ends here. `in_order`: whether 0 and the
+    codes of signals are those of all processes. Else such a code is an error, too.
 
-    Returns:
-        The code.
-
-    Example:
-        >>> end(0)
-        0
+    >>> end(0)
+    0
     """
     if not are_several():
         return code
@@ -296,11 +243,7 @@ def end(code: int, in_order: bool = True) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, whatever its other threads are at. The other processes of its run are told.
-
-    Args:
-        code: the exit code.
-    """
+    """Ends this process at once, whatever its other threads are at. The other processes of its run are told."""
     _over.set()
     if are_several() and not _why:  # else the service may not answer
         _watching[0].join(2 * BEAT_SECONDS)
@@ -318,12 +261,10 @@ def leave(code: int) -> NoReturn:
 def lost() -> str:
     """Why this process cannot go on, once an error of JAX may come from another one's death.
 
-    Returns:
-        A sentence; empty if all others live, for which it is waited.
+    Returns a sentence; empty if all others live, for which it is waited.
 
-    Example:
-        >>> lost()
-        ''
+    >>> lost()
+    ''
     """
     if jax.process_count() > 1:
         begun = time.monotonic()

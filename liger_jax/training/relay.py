@@ -18,11 +18,7 @@ from collections.abc import Callable
 class Relay:
     """Listens for a client, and sends on what it and the server say to each other, until the process ends.
 
-    Args:
-        server: "HOST:PORT".
-
-    Attributes:
-        address: where the client connects, as gRPC writes it. It is no TCP port, for which gRPC may ask a proxy.
+    `address`: where the client connects, as gRPC writes it. It is no TCP port, for which gRPC may ask a proxy.
     """
 
     def __init__(self, server: str):
@@ -42,10 +38,8 @@ class Relay:
     def watch(self, lost: Callable[[str], None], seconds: float) -> None:
         """From now on the server's end is told here, before the client can notice it.
 
-        Args:
-            lost: is called with how the server was lost, such as "has ended". The client's connection closes when it
-                returns.
-            seconds: the server is lost, too, when it has said nothing for so long.
+        `lost`: is called with how the server was lost, such as "has ended". The client's connection closes when it
+        returns. `seconds`: the server is lost, too, when it has said nothing for so long.
         """
         self._lost, self._seconds = lost, seconds
 

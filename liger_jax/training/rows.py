@@ -54,15 +54,8 @@ def hold_out(items: Sequence[Item], share: float, seed: int) -> tuple[list[Item]
 def num_rows(rows: Rows) -> int:
     """Counts rows.
 
-    Args:
-        rows: a model's arguments.
-
-    Returns:
-        Their number.
-
-    Example:
-        >>> num_rows({"input_ids": np.ones((3, 8), np.int32)})
-        3
+    >>> num_rows({"input_ids": np.ones((3, 8), np.int32)})
+    3
     """
     return len(rows["input_ids"])
 
@@ -70,15 +63,8 @@ def num_rows(rows: Rows) -> int:
 def num_tokens(batch: Any) -> int:
     """Counts tokens without padding. Where nothing tells padding, a row's tokens are those up to its last label.
 
-    Args:
-        batch: (B, T) token ids, or a model's arguments.
-
-    Returns:
-        Their number.
-
-    Example:
-        >>> num_tokens({"input_ids": np.ones((1, 4)), "labels": np.array([[-100, 5, 6, -100]])})
-        3
+    >>> num_tokens({"input_ids": np.ones((1, 4)), "labels": np.array([[-100, 5, 6, -100]])})
+    3
     """
     if not isinstance(batch, Mapping):
         return batch.size
@@ -179,15 +165,8 @@ def batches(
 def num_mixed(mixture: Mixture) -> int:
     """Counts the rows of an epoch.
 
-    Args:
-        mixture: (rows, weight) of groups of rows.
-
-    Returns:
-        Their number, at least one of each group that has rows.
-
-    Example:
-        >>> num_mixed([(10, 2.0), (5, 0.5)])
-        22
+    >>> num_mixed([(10, 2.0), (5, 0.5)])
+    22
     """
     return sum(_visits(number, weight) for number, weight in mixture)
 

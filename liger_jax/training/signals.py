@@ -28,13 +28,10 @@ def ending_now(end: Callable[[int], None], said: str) -> Iterator[None]:
     It is for a process that does nothing else. `KeyboardInterrupt`, which Python raises for Ctrl-C, may be lost in a
     callback, and waits for calls in C++. Outside of the main thread, whose handlers Python calls, nothing changes.
 
-    Args:
-        end: ends the process with an exit code. It is called in a thread.
-        said: what is printed before, outside of `listed`.
+    `end`: ends the process with an exit code. It is called in a thread.
 
-    Example:
-        >>> with ending_now(os._exit, "stopped"):
-        ...     pass
+    >>> with ending_now(os._exit, "stopped"):
+    ...     pass
     """
 
     def handle(number):
@@ -58,11 +55,10 @@ def listed() -> Iterator[list[int]]:
     A second one raises `KeyboardInterrupt`, or within `ending_now` ends the process. A SIGHUP that is ignored, as under
     `nohup`, stays so. Outside of the main thread nothing is listed.
 
-    Example:
-        >>> with listed() as numbers:
-        ...     signal.raise_signal(signal.SIGTERM)
-        >>> numbers == [signal.SIGTERM]
-        True
+    >>> with listed() as numbers:
+    ...     signal.raise_signal(signal.SIGTERM)
+    >>> numbers == [signal.SIGTERM]
+    True
     """
     numbers: list[int] = []
     first: list[float] = []

@@ -18,15 +18,8 @@ _UNFINISHED = re.compile(r"\d+(\.earlier)?(\.orbax-checkpoint-tmp.*|\.dropped)",
 def number_of(path: Path) -> int | None:
     """The step of a folder by its name.
 
-    Args:
-        path: the folder.
-
-    Returns:
-        The number, or `None` for a name that no step has.
-
-    Example:
-        >>> number_of(Path("12")), number_of(Path("12.earlier")), number_of(Path("012"))
-        (12, 12, None)
+    >>> number_of(Path("12")), number_of(Path("12.earlier")), number_of(Path("012"))
+    (12, 12, None)
     """
     found = re.fullmatch(r"(0|[1-9]\d*)(\.earlier)?", path.name, re.ASCII)
     return None if found is None else int(found[1])
@@ -35,15 +28,11 @@ def number_of(path: Path) -> int | None:
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a run's step, whole or damaged.
 
-    Args:
-        path: any path.
+    Returns `False` for a link, and for a folder with a step's name that holds other things. An empty one counts as a
+    step.
 
-    Returns:
-        `False` for a link, and for a folder with a step's name that holds other things. An empty one counts as a step.
-
-    Example:
-        >>> is_checkpoint(Path("nowhere"))
-        False
+    >>> is_checkpoint(Path("nowhere"))
+    False
     """
     if number_of(path) is None or path.is_symlink() or not path.is_dir():
         return False
@@ -54,15 +43,8 @@ def is_checkpoint(path: Path) -> bool:
 def all_of(folder: Path) -> list[Path]:
     """The folders of all steps, in the order of their numbers.
 
-    Args:
-        folder: where checkpoints are kept.
-
-    Returns:
-        The steps, those that were moved aside among them.
-
-    Example:
-        >>> all_of(Path("nowhere"))
-        []
+    >>> all_of(Path("nowhere"))
+    []
     """
     found = filter(is_checkpoint, folder.iterdir()) if folder.is_dir() else []
     return sorted(found, key=lambda path: (number_of(path) or 0, path.name))
@@ -71,35 +53,20 @@ def all_of(folder: Path) -> list[Path]:
 def holds_a_run(folder: Path) -> bool:
     """Whether a run has saved checkpoints into a folder.
 
-    Args:
-        folder: a path.
-
-    Returns:
-        `False` also if there is no such folder.
-
-    Example:
-        >>> holds_a_run(Path("nowhere"))
-        False
+    >>> holds_a_run(Path("nowhere"))
+    False
     """
     return any(any(path.iterdir()) for path in all_of(folder))
 
 
 def move_aside(path: Path) -> None:
-    """Makes room for a step of the same number.
-
-    Args:
-        path: a step's folder, which may be missing.
-    """
+    """Makes room for a step of the same number."""
     if path.exists():
         path.rename(path.with_name(path.name + EARLIER))
 
 
 def remove(path: Path) -> None:
-    """Removes a step, which is not there any more from the first moment on.
-
-    Args:
-        path: its folder.
-    """
+    """Removes a step, which is not there any more from the first moment on."""
     dropped = path.with_name(path.name + _DROPPED)
     path.rename(dropped)
     shutil.rmtree(dropped)
@@ -108,10 +75,8 @@ def remove(path: Path) -> None:
 def remove_unfinished(folder: Path, quiet_seconds: float = 0.0) -> None:
     """Removes what a run that was killed has left of steps that it wrote or removed.
 
-    Args:
-        folder: where checkpoints are kept.
-        quiet_seconds: how long nothing new may have appeared. Where a write has failed, those that were under way
-            beside it go on for a moment, and make their folders anew. Ten times as long is waited at most.
+    `quiet_seconds`: how long nothing new may have appeared. Where a write has failed, those that were under way beside
+    it go on for a moment, and make their folders anew. Ten times as long is waited at most.
     """
     begin = last = time.monotonic()
     while True:

@@ -14,13 +14,9 @@ import jax
 def telling(what: str) -> Iterator[None]:
     """A context that prints what is done in it, and then the seconds that it took.
 
-    Args:
-        what: such as "compiling".
-
-    Example:
-        >>> with telling("counting"):
-        ...     pass
-        counting … 0.0 s
+    >>> with telling("counting"):
+    ...     pass
+    counting … 0.0 s
     """
     start = time.perf_counter()
     print(what, "…", end="", flush=True)
@@ -34,17 +30,8 @@ def telling(what: str) -> Iterator[None]:
 def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
     """Begins a call in a thread of its own.
 
-    Args:
-        function: what is called.
-        *args: its arguments.
-        **kwargs: its arguments by name.
-
-    Returns:
-        The future of what it returns.
-
-    Example:
-        >>> beside(sum, [1, 2]).result()
-        3
+    >>> beside(sum, [1, 2]).result()
+    3
     """
     return _noted(ThreadPoolExecutor(1, function.__name__).submit(function, *args, **kwargs))
 
@@ -52,12 +39,8 @@ def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[An
 def is_busy() -> bool:
     """Whether a call of `beside` or a compilation still goes on, for which Python would wait at its end.
 
-    Returns:
-        `True` also for a call that has not begun.
-
-    Example:
-        >>> is_busy()
-        False
+    >>> is_busy()
+    False
     """
     return any(not each.done() for each in _futures)
 
@@ -76,10 +59,9 @@ class Compiling:
     XLA tries several kernels for each product there, alone on the GPU, and remembers the best one. An evaluation has
     the step's forward, so that two programs side by side would try the same.
 
-    Example:
-        >>> program = Compiling().start(jax.jit(lambda x: x + 1), 1.0)
-        >>> program.result()(1.0).item()
-        2.0
+    >>> program = Compiling().start(jax.jit(lambda x: x + 1), 1.0)
+    >>> program.result()(1.0).item()
+    2.0
     """
 
     def __init__(self):
@@ -90,11 +72,6 @@ class Compiling:
 
         Tracing is Python, which other threads would only slow down; so it is done here, and the most urgent one first.
 
-        Args:
-            program: what `jax.jit` returns.
-            *types: its arguments, as arrays or as types.
-
-        Returns:
-            The compiled program's future. The program takes arguments of these very types.
+        Returns the compiled program's future. The program takes arguments of these very types.
         """
         return _noted(self._threads.submit(program.lower(*types).compile))

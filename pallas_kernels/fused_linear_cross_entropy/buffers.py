@@ -68,27 +68,19 @@ def long_chunk(_: Sizes) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """How an engine uses memory. Its functions are pure.
+    """How an engine uses memory. Its functions are pure."""
 
-    Attributes:
-        fast: the bytes of mode "fast" with chunks of so many tokens; None for an engine that has no such mode.
-        lean: the bytes of mode "lean" with slices of so many vocabulary entries.
-        preferred_tokens: the tokens in a chunk where memory is no matter.
-        preferred_entries: the entries in a slice where memory is no matter.
-        least_entries: the fewest entries of a slice: a few tiles, below which products take longer without needing much
-            less.
-        chunk_cost: the cost of mode "fast" for N, D and the tokens in a chunk, of which the last may have fewer. None
-            for an engine whose chunks all have the same size.
-        workspace_bytes: what a library's products take, which the unfused step's products take too.
-    """
-
-    lean: Callable[[Sizes, int], Buffers]
-    preferred_entries: Callable[[Sizes], int]
+    lean: Callable[[Sizes, int], Buffers]  # the bytes of mode "lean" with slices of so many vocabulary entries
+    preferred_entries: Callable[[Sizes], int]  # the entries in a slice where memory is no matter
+    # The bytes of mode "fast" with chunks of so many tokens; None for an engine that has no such mode.
     fast: Callable[[Sizes, int], Buffers] | None = None
-    preferred_tokens: Callable[[Sizes], int] = long_chunk
+    preferred_tokens: Callable[[Sizes], int] = long_chunk  # the tokens in a chunk where memory is no matter
+    # The fewest entries of a slice: a few tiles, below which products take longer without needing much less.
     least_entries: int = LEAST_ENTRIES
+    # The cost of mode "fast" for N, D and the tokens in a chunk, of which the last may have fewer. None for an engine
+    # whose chunks all have the same size.
     chunk_cost: Callable[[int, int, int], float] | None = None
-    workspace_bytes: int = 0
+    workspace_bytes: int = 0  # what a library's products take, which the unfused step's products take too
 
 
 # --- what several engines share ---------------------------------------------------------------------------------------

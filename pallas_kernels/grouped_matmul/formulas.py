@@ -14,21 +14,13 @@ from liger_jax.pallas_kernels._tiles import cdiv
 
 
 class Visits(NamedTuple):
-    """Visits in the order of rows, int32. Behind the last one come the last tile and group again, without rows.
+    """Visits in the order of rows, int32. Behind the last one come the last tile and group again, without rows."""
 
-    Attributes:
-        tile: (visits,), the number of the tile.
-        group: (visits,).
-        begin: (visits,), the group's first row.
-        end: (visits,), the row behind the group's last.
-        total: (), how many visits there are.
-    """
-
-    tile: jax.Array
-    group: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    total: jax.Array
+    tile: jax.Array  # (visits,), the number of the tile
+    group: jax.Array  # (visits,)
+    begin: jax.Array  # (visits,), the group's first row
+    end: jax.Array  # (visits,), the row behind the group's last
+    total: jax.Array  # (), how many visits there are
 
 
 def most_visits(m: int, num_groups: int, rows: int) -> int:
@@ -59,23 +51,17 @@ def visits(group_sizes: jax.Array, m: int, rows: int, *, every_group: bool = Fal
 
 
 class GroupTiles(NamedTuple):
-    """Tiles that begin where their group does, in the order of rows, int32. Tile i's first row is offset[i] + i · rows.
-
-    Attributes:
-        offset: (tiles,). The first row may be one of the group before.
-        begin: (tiles,), the group's first row.
-        end: (tiles,), the row behind the group's last.
-        group: (tiles,).
-        so_far: (E,), how many tiles there are up to each group's end. Behind the last one entries mean nothing.
-        ends: (E,), the row behind each group's last.
+    """Tiles that begin where their group does, in the order of rows, int32. Tile i's first row is
+    offset[i] + i · rows.
     """
 
-    offset: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    group: jax.Array
+    offset: jax.Array  # (tiles,). The first row may be one of the group before.
+    begin: jax.Array  # (tiles,), the group's first row
+    end: jax.Array  # (tiles,), the row behind the group's last
+    group: jax.Array  # (tiles,)
+    # (E,), how many tiles there are up to each group's end. Behind the last one entries mean nothing.
     so_far: jax.Array
-    ends: jax.Array
+    ends: jax.Array  # (E,), the row behind each group's last
 
 
 def prefix_sums(x: jax.Array) -> jax.Array:

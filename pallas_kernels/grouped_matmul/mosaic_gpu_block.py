@@ -23,35 +23,21 @@ def num_blocks(num_items: int) -> int:
 
 
 class Item(NamedTuple):
-    """An item on a block's way.
+    """An item on a block's way."""
 
-    Attributes:
-        number: which of all items.
-        done: steps of the block's items before.
-        turn: whose barriers its tiles have: 0, or the number of the warpgroup that takes it in its turn.
-    """
-
-    number: Any
-    done: Any
-    turn: Any
+    number: Any  # which of all items
+    done: Any  # steps of the block's items before
+    turn: Any  # whose barriers its tiles have: 0, or the number of the warpgroup that takes it in its turn
 
 
 class Block(NamedTuple):
-    """A block's way over the items, which its warpgroups share.
+    """A block's way over the items, which its warpgroups share."""
 
-    Attributes:
-        total: items of all blocks.
-        busy: those of them that have steps, which come first.
-        num_blocks: blocks of the kernel.
-        ring: tiles of both operands.
-        tiles: their sizes.
-    """
-
-    total: Any
-    busy: Any
-    num_blocks: int
-    ring: Ring
-    tiles: Tiles
+    total: Any  # items of all blocks
+    busy: Any  # those of them that have steps, which come first
+    num_blocks: int  # blocks of the kernel
+    ring: Ring  # tiles of both operands
+    tiles: Tiles  # their sizes
 
     def run(self, steps: Callable[[Any], Any], copy: Callable[..., None], finish: Callable[..., None]) -> None:
         """Calls copy(item) in one warpgroup and finish(item, warpgroup) in others, for items of steps(number) steps."""

@@ -31,21 +31,13 @@ _TILES = config.HOPPER_GRADIENT
 
 
 class _Items(NamedTuple):
-    """The kernel's items: tiles of the groups' sums, those of the largest group first.
+    """The kernel's items: tiles of the groups' sums, those of the largest group first."""
 
-    Attributes:
-        groups: (E,) the groups' numbers.
-        begins: (E,) each group's first row.
-        ends: (E,) the row behind its last one.
-        row_tiles: tiles of a sum above one another.
-        column_tiles: tiles of a sum side by side.
-    """
-
-    groups: Any
-    begins: Any
-    ends: Any
-    row_tiles: int
-    column_tiles: int
+    groups: Any  # (E,) the groups' numbers
+    begins: Any  # (E,) each group's first row
+    ends: Any  # (E,) the row behind its last one
+    row_tiles: int  # tiles of a sum above one another
+    column_tiles: int  # tiles of a sum side by side
 
     def rows(self, number: Any) -> tuple[Any, Any, Any, Any]:
         """An item's group's place and rows, and where its first step begins."""
@@ -65,27 +57,16 @@ class _Items(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a block does with an item.
+    """What a block does with an item."""
 
-    Attributes:
-        block: the block's way over the items.
-        items: the items.
-        sources: both factors, (M, A) and (M, B).
-        edges: copies of the rows at the ends of groups, (E + 1, 8 + 32, A) and (E + 1, 8 + 32, B).
-        edge_filled: barriers of the steps that are put together from blocks.
-        fill: (1,) float32, added to every sum.
-        stage: shared memory in which tiles are written before they leave.
-        out: (E, A, B), the sums.
-    """
-
-    block: Block
-    items: _Items
-    sources: Any
-    edges: Any
-    edge_filled: Any
-    fill: Any
-    stage: Any
-    out: Any
+    block: Block  # the block's way over the items
+    items: _Items  # the items
+    sources: Any  # both factors, (M, A) and (M, B)
+    edges: Any  # copies of the rows at the ends of groups, (E + 1, 8 + 32, A) and (E + 1, 8 + 32, B)
+    edge_filled: Any  # barriers of the steps that are put together from blocks
+    fill: Any  # (1,) float32, added to every sum
+    stage: Any  # shared memory in which tiles are written before they leave
+    out: Any  # (E, A, B), the sums
 
     def copy(self, item: Item) -> None:
         """Copies the rows of all steps, one column of tiles of each factor."""

@@ -46,27 +46,19 @@ class RowPass:
 
     Every function takes `(sums, *matrices, *vectors)`. `sums` are the sums along the row that were made before, in
     order; an absent vector is None.
-
-    Attributes:
-        name: the kernel's name.
-        outputs: returns the output matrices, and the terms of the totals.
-        output_dtypes: the dtypes of the output matrices.
-        statistics: the first stages, each of one term. Their sums can be saved.
-        rescues: stages of one term each, for rows that need them. They are given the same sums as the last statistic,
-            and their own sums come right after that one's. In other rows nobody reads their sums.
-        needs_rescue: says of sums of the last statistic which need the rescues.
-        stages: the stages after the statistics.
-        num_totals: how many totals there are. They are float32 or wider.
     """
 
-    name: str
-    outputs: Callable[..., tuple[Arrays, Arrays]]
-    output_dtypes: tuple[jax.typing.DTypeLike, ...]
-    statistics: tuple[Stage, ...] = ()
+    name: str  # the kernel's name
+    outputs: Callable[..., tuple[Arrays, Arrays]]  # returns the output matrices, and the terms of the totals
+    output_dtypes: tuple[jax.typing.DTypeLike, ...]  # the dtypes of the output matrices
+    statistics: tuple[Stage, ...] = ()  # the first stages, each of one term. Their sums can be saved.
+    # Stages of one term each, for rows that need them. They are given the same sums as the last statistic, and their
+    # own sums come right after that one's. In other rows nobody reads their sums.
     rescues: tuple[Stage, ...] = ()
+    # Says of sums of the last statistic which need the rescues.
     needs_rescue: Callable[[jax.Array], jax.Array] | None = None
-    stages: tuple[Stage, ...] = ()
-    num_totals: int = 0
+    stages: tuple[Stage, ...] = ()  # the stages after the statistics
+    num_totals: int = 0  # how many totals there are. They are float32 or wider.
 
     @property
     def num_statistics(self) -> int:

@@ -41,10 +41,6 @@ def parts_of(op: str, hidden: jax.Array, weight: jax.Array, vocab_dim: int) -> P
     """The parts of hidden states (..., D) and of a weight, whose axis `vocab_dim` is the vocabulary.
 
     A mesh axis that splits the weight and the tokens is FSDP's.
-
-    Raises:
-        ValueError: the width of the hidden states is split. Or an axis that does not split the tokens splits the
-            weight's width, or the vocabulary together with others.
     """
     tokens, token_axes = token_spec(op, hidden)
     spec = spec_of(weight)

@@ -45,9 +45,6 @@ def plan_distillation(problem: DistillationProblem) -> Plan:
     """The plan of a distillation loss, for all gradients.
 
     The soft budget says whether the mode can be "fast", and does not shorten its chunks.
-
-    Raises:
-        ValueError: the hard budget is too small.
     """
     mode, hard = problem.mode, problem.hard_budget_bytes
     if mode == "auto":

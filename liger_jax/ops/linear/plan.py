@@ -46,22 +46,15 @@ _MOST_SIZES = 4096  # of chunks whose costs are compared; for more than half a m
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a linear loss is computed.
+    """How a linear loss is computed."""
 
-    Attributes:
-        implementation: "xla", "triton", "mosaic_gpu" or "mosaic_tpu".
-        mode: "fast" or "lean".
-        chunk_size: tokens in a chunk ("fast"), vocabulary entries in a slice ("lean").
-        extra_bytes: what the compiled loss and its gradients need beside inputs and gradients.
-        slice_bytes: what of it grows with the slice, in mode "lean": the logits of the slice and their gradient, and
-            the slice's part of the weight and of its gradient. The rest is dX's float32 sum, the statistics and a
-            weight's copy in another dtype. In mode "fast", what grows with the chunk.
-    """
-
-    implementation: str
-    mode: str
-    chunk_size: int
-    extra_bytes: int
+    implementation: str  # "xla", "triton", "mosaic_gpu" or "mosaic_tpu"
+    mode: str  # "fast" or "lean"
+    chunk_size: int  # tokens in a chunk ("fast"), vocabulary entries in a slice ("lean")
+    extra_bytes: int  # what the compiled loss and its gradients need beside inputs and gradients
+    # What of it grows with the slice, in mode "lean": the logits of the slice and their gradient, and the slice's part
+    # of the weight and of its gradient. The rest is dX's float32 sum, the statistics and a weight's copy in another
+    # dtype. In mode "fast", what grows with the chunk.
     slice_bytes: int
 
 
@@ -74,11 +67,7 @@ def choose_mode(problem: Problem) -> str:
 
 
 def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
-    """The plan for the gradients in `needs`, or without it for all gradients that the problem names.
-
-    Raises:
-        ValueError: the hard budget is too small.
-    """
+    """The plan for the gradients in `needs`, or without it for all gradients that the problem names."""
     mode = choose_mode(problem)
     asked = problem if needs is None else dataclasses.replace(problem, gradients=needs)
     plan = _first_that_fits(asked, mode, LEAST_TOKENS)
