@@ -14,17 +14,8 @@ from liger_jax.pallas_kernels._tiles import is_symbolic
 def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -> tuple[Any, ...]:
     """Cuts the T axis of hidden states and of per-token arrays down to the kept positions.
 
-    Args:
-        logits_to_keep: k for the last k positions, 0 for all; or a one-dimensional integer array of positions.
-        hidden: (B, T, D).
-        *per_token: (B, T) each; `None` entries pass.
-
-    Returns:
-        The arrays, in the order given. Under jit a position outside the sequence gets NaN as its hidden state.
-
-    Raises:
-        ValueError: a position is outside the sequence, or k is more than its length.
-        TypeError: `logits_to_keep` is neither an int nor an array.
+    `logits_to_keep`: k for the last k positions, 0 for all; or a one-dimensional integer array of positions. Returns
+    the arrays, in the order given. Under jit a position outside the sequence gets NaN as its hidden state.
     """
     length = hidden.shape[1]
     if isinstance(logits_to_keep, jax.Array) or getattr(logits_to_keep, "ndim", 0):
@@ -52,18 +43,8 @@ def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -
 
 
 def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any, loss_normalizer: Any) -> None:
-    """Raises an error if arguments of `CausalLM.__call__` exclude each other, would be ignored, or have a wrong type.
-
-    Args:
-        input_ids: token ids.
-        labels: labels that are not shifted.
-        shift_labels: labels that are shifted.
-        loss_weights: weights of positions, for which there must be labels.
-        loss_normalizer: a scalar, for which there must be labels.
-
-    Raises:
-        ValueError: two arguments exclude each other, one needs labels, or a shape is wrong.
-        TypeError: ids or labels are not integers.
+    """Raises an error if arguments of `CausalLM.__call__` exclude each other, would be ignored, or
+    have a wrong type.
     """
     if input_ids.ndim != 2:
         raise ValueError(f"input_ids has shape {input_ids.shape}; it must be (batch, length). Add the missing axis.")
@@ -88,15 +69,7 @@ def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any
 
 
 def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
-    """Raises an error unless arrays have the tokens' shape.
-
-    Args:
-        shape: (B, T).
-        **arrays: arrays by their arguments' names; `None` entries pass.
-
-    Raises:
-        ValueError: an array has another shape.
-    """
+    """Raises an error unless arrays have the tokens' shape."""
     for name, array in arrays.items():
         if array is not None and array.shape != shape:
             cure = "Labels are not shifted by the caller: pass as many as tokens." if name == "labels" else ""
@@ -106,20 +79,10 @@ def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
 def as_key(caller: str, key: Any) -> Key[Array, ""]:
     """A typed key, of `jax.random.key` or of the numbers that `jax.random.PRNGKey` makes.
 
-    Args:
-        caller: the function whose argument it is.
-        key: a key of either kind.
+    Returns the key; one of numbers is of the kind that `jax_default_prng_impl` names.
 
-    Returns:
-        The key; one of numbers is of the kind that `jax_default_prng_impl` names.
-
-    Raises:
-        TypeError: it is no key.
-        ValueError: it is several keys.
-
-    Example:
-        >>> as_key("generate", jax.random.PRNGKey(0)) == jax.random.key(0)
-        Array(True, dtype=bool)
+    >>> as_key("generate", jax.random.PRNGKey(0)) == jax.random.key(0)
+    Array(True, dtype=bool)
     """
     key = jnp.asarray(key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

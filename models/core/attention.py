@@ -32,13 +32,8 @@ from liger_jax.ops.decode_attention import DECODERS, decode_attention
 def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
     """Projects an input several ways by one product with all weights, which also gives one gradient of the input.
 
-    Args:
-        x: (..., D).
-        *projections: layers of `Blocks.linear`. If one has been replaced, for example by a `nnx.LoRALinear`, by a layer
-            of another dtype or by one with its own product, each projection is called separately.
-
-    Returns:
-        One array for each projection.
+    `*projections`: layers of `Blocks.linear`. If one has been replaced, for example by a `nnx.LoRALinear`, by a layer
+    of another dtype or by one with its own product, each projection is called separately.
     """
     first = projections[0]
     alike = lambda projection: projection.dtype == first.dtype and projection.precision is None
@@ -58,16 +53,7 @@ def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal self-attention with rotary positions.
-
-    Args:
-        config: the architecture, a `LlamaConfig` or one that derives from it.
-        kernels: which ops run as kernels.
-        linear: makes a projection from its two widths, as `Blocks.linear` does.
-        norm: makes a norm of a width, as `Blocks.norm` does.
-        parameter: makes a parameter of a shape, as `Blocks.parameter` does.
-        remat: what the layer keeps for the backward.
-    """
+    """Grouped-query causal self-attention with rotary positions."""
 
     def __init__(
         self,

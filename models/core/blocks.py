@@ -88,18 +88,7 @@ class RMSNorm(nnx.Module):
 
 
 class Blocks:
-    """Makes the blocks of one layer from a config.
-
-    Args:
-        config: the architecture, a `LlamaConfig` or one that derives from it.
-        kernels: which ops run as kernels.
-        dtype: dtype of the computation.
-        param_dtype: dtype of the parameters.
-        rngs: source of the projections' keys; `None` if only norms are made.
-        remat: what the layer keeps for the backward.
-        scan: whether layers are scanned.
-        feed_forward: the kind of the layer's feed-forward, a key of `FEED_FORWARDS`.
-    """
+    """Makes the blocks of one layer from a config."""
 
     def __init__(
         self,
@@ -116,16 +105,7 @@ class Blocks:
         self.rngs, self.remat, self.scan, self.feed_forward = rngs, remat, scan, feed_forward
 
     def linear(self, in_width: int, out_width: int, *, use_bias: bool = False) -> nnx.Linear:
-        """Makes a projection.
-
-        Args:
-            in_width: width of its input.
-            out_width: width of its output.
-            use_bias: whether it adds a bias.
-
-        Returns:
-            A layer whose kernel is (in_width, out_width).
-        """
+        """Makes a projection."""
         return nnx.Linear(
             in_width,
             out_width,
@@ -137,27 +117,13 @@ class Blocks:
         )
 
     def parameter(self, *shape: int) -> nnx.Param:
-        """Makes a parameter that belongs to no projection.
-
-        Args:
-            *shape: its shape.
-
-        Returns:
-            A parameter of random numbers, like those of projections.
-        """
+        """Makes a parameter that belongs to no projection."""
         normal = nnx.initializers.normal(self.config.initializer_range)
         assert self.rngs is not None
         return nnx.Param(normal(self.rngs.params(), shape, self.param_dtype))
 
     def norm(self, width: int | None = None) -> RMSNorm:
-        """Makes a norm.
-
-        Args:
-            width: the last axis' size; `None` for D.
-
-        Returns:
-            A layer with a scale.
-        """
+        """Makes a norm."""
         return RMSNorm(
             self.config.hidden_size if width is None else width,
             eps=self.config.rms_norm_eps,
@@ -168,18 +134,13 @@ class Blocks:
         )
 
     def attention(self) -> Attention:
-        """Makes the self-attention.
-
-        Returns:
-            A layer from (B, T, D) to (B, T, D).
-        """
+        """Makes the self-attention."""
         made_by = dict(linear=self.linear, norm=self.norm, parameter=self.parameter)
         return Attention(self.config, self.kernels, **made_by, remat=self.remat)
 
     def mlp(self) -> Any:
         """Makes the feed-forward of the layer's kind.
 
-        Returns:
-            A layer from (B, T, D) to (B, T, D) and its sums over tokens.
+        Returns a layer from (B, T, D) to (B, T, D) and its sums over tokens.
         """
         return FEED_FORWARDS[self.feed_forward](self)

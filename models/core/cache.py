@@ -43,20 +43,7 @@ class KVCache:
 
 
 def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
-    """Makes a cache without tokens.
-
-    Args:
-        config: the architecture, a `LlamaConfig` or one that derives from it.
-        batch: B, at least 1.
-        length: S, from 1 to `config.longest_sequence`.
-        dtype: dtype of keys and values.
-
-    Returns:
-        A cache of zeros; its positions are −1.
-
-    Raises:
-        ValueError: `batch` or `length` is out of its range.
-    """
+    """Makes a cache without tokens."""
     if batch < 1:
         raise ValueError(f"init_cache: batch={batch} must be at least 1.")
     if not 1 <= length <= config.longest_sequence:
@@ -78,16 +65,7 @@ def with_tokens(
 ) -> tuple[KVCache, Int[Array, "B T"]]:
     """Gives the next T slots to tokens; the layers then write their keys and values.
 
-    Args:
-        cache: a cache with T free slots.
-        shape: (B, T).
-        attention_mask: 0 or False where a token is padding.
-
-    Returns:
-        The cache with its old `length`, and the tokens' positions, −1 for padding.
-
-    Raises:
-        ValueError: the cache is too short, or has another number of rows.
+    Returns the cache with its old `length`, and the tokens' positions, −1 for padding.
     """
     batch, slots = cache.positions.shape
     if batch != shape[0]:
@@ -107,18 +85,10 @@ def with_tokens(
 def lengthened(cache: KVCache, length: int) -> KVCache:
     """Makes a cache longer.
 
-    Args:
-        cache: a cache with S slots.
-        length: S or more.
-
-    Returns:
-        A cache with the same tokens, and `length` slots.
-
-    Example:
-        >>> from liger_jax.models import LlamaConfig
-        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-        >>> lengthened(empty_cache(config, 2, 3, jnp.float32), 5).positions.tolist()
-        [[-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]]
+    >>> from liger_jax.models import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    >>> lengthened(empty_cache(config, 2, 3, jnp.float32), 5).positions.tolist()
+    [[-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]]
     """
     keys, values = _longer(cache.keys, 2, length), _longer(cache.values, 2, length)
     return dataclasses.replace(cache, keys=keys, values=values, positions=_longer(cache.positions, 1, length, -1))
@@ -132,18 +102,10 @@ def _longer(x, axis, length, value=0):
 def repeated(cache: KVCache, times: int) -> KVCache:
     """Gives each row of a cache copies, which follow it.
 
-    Args:
-        cache: a cache of B rows.
-        times: how many rows one becomes.
-
-    Returns:
-        A cache of B·times rows.
-
-    Example:
-        >>> from liger_jax.models import LlamaConfig
-        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-        >>> repeated(empty_cache(config, 2, 3, jnp.float32), 4).keys.shape
-        (1, 8, 3, 1, 8)
+    >>> from liger_jax.models import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    >>> repeated(empty_cache(config, 2, 3, jnp.float32), 4).keys.shape
+    (1, 8, 3, 1, 8)
     """
     keys, values = (jnp.repeat(x, times, axis=1) for x in (cache.keys, cache.values))
     return dataclasses.replace(cache, keys=keys, values=values, positions=jnp.repeat(cache.positions, times, axis=0))
@@ -152,18 +114,10 @@ def repeated(cache: KVCache, times: int) -> KVCache:
 def of_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
     """Takes some rows out of a cache.
 
-    Args:
-        cache: a cache of B rows.
-        rows: int32, their numbers, each once and in ascending order.
-
-    Returns:
-        A cache of b rows.
-
-    Example:
-        >>> from liger_jax.models import LlamaConfig
-        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-        >>> of_rows(empty_cache(config, 4, 3, jnp.float32), jnp.array([1, 3])).keys.shape
-        (1, 2, 3, 1, 8)
+    >>> from liger_jax.models import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    >>> of_rows(empty_cache(config, 4, 3, jnp.float32), jnp.array([1, 3])).keys.shape
+    (1, 2, 3, 1, 8)
     """
     take = functools.partial(jnp.take, indices=rows, mode="clip", unique_indices=True, indices_are_sorted=True)
     keys, values, positions = take(cache.keys, axis=1), take(cache.values, axis=1), take(cache.positions, axis=0)
@@ -173,16 +127,7 @@ def of_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
 def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array, ""]) -> Bool[Array, ""] | bool:
     """Whether tokens would meet keys in a cache that a `LongRope` has turned by its other frequencies.
 
-    Args:
-        changes_at: the config's `rope_changes_at`.
-        before: the largest position in the cache; −1 if it is empty.
-        after: the largest position of the tokens that follow.
-
-    Returns:
-        True if the tokens are the first beyond the length in training, and the cache holds some within it.
-
-    Raises:
-        ValueError: it is true, and known outside of jit.
+    Returns True if the tokens are the first beyond the length in training, and the cache holds some within it.
     """
     if changes_at is None:
         return False
@@ -199,10 +144,7 @@ def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array
 class LayerCache:
     """One layer's part of a cache during one call. Attention writes to it and reads from it.
 
-    Args:
-        cache: the model's cache. Its `positions` include the call's tokens; its `length` does not yet.
-        layer: the layer's number.
-        is_new: whether the cache is known to have been empty before the call.
+    `cache`: the model's cache. Its `positions` include the call's tokens; its `length` does not yet.
     """
 
     def __init__(self, cache: KVCache, layer: Int[Array, ""], is_new: bool = False):
@@ -227,20 +169,9 @@ class LayerCache:
         `attend_to_own` attends to them. The exception is a row with padding between its tokens, which a window would
         count.
 
-        Args:
-            q: queries, after the rotary embedding.
-            k: keys, after the rotary embedding.
-            v: values.
-            attend_to_own: causal attention to the call's own keys and values, a function of `q`, `k` and `v`.
-            attend_to_cache: attention of the last token of each row to the whole cache, a function of `q`, the cache's
-                keys, values and positions, the layer's number and how many slots are written.
-            window: how many positions a query sees, as in `cached_attention`.
-            softcap: bound of the scores, as in `cached_attention`.
-            scale: factor of the scores, as in `cached_attention`.
-            sinks: as in `cached_attention`.
-
-        Returns:
-            An array like `q`.
+        `attend_to_own`: causal attention to the call's own keys and values, a function of `q`, `k` and `v`.
+        `attend_to_cache`: attention of the last token of each row to the whole cache, a function of `q`, the cache's
+        keys, values and positions, the layer's number and how many slots are written.
         """
         cache = self.cache
         zero = jnp.zeros_like(cache.length)  # a Python 0 would be int64 where jax_enable_x64 is set
@@ -285,24 +216,14 @@ def cached_attention(
 ) -> Float[Array, "B T Q H"]:
     """softmax(softcap·tanh(scale·q·kᵀ/softcap))·v over the keys that a query sees, with the softmax in float32.
 
-    Args:
-        q: queries, any float dtype.
-        k: keys, any float dtype; Q is a multiple of K.
-        v: values, any float dtype.
-        query_positions: the number of each query's token in its row.
-        key_positions: the number of each key's token in its row; −1 for a key that no query sees.
-        window: a position sees itself and window − 1 before it; `None` for all before it.
-        softcap: bound of the scores; `None` for none.
-        scale: factor of the scores; `None` for 1/√H.
-        sinks: one more score for each head, of a key without a value; `None` for none.
+    `key_positions`: the number of each key's token in its row; −1 for a key that no query sees. `window`: a position
+    sees itself and window − 1 before it; `None` for all before it. `sinks`: one more score for each head, of a key
+    without a value; `None` for none. Returns an array like `q`. For a query that sees no key the numbers are finite and
+    mean nothing.
 
-    Returns:
-        An array like `q`. For a query that sees no key the numbers are finite and mean nothing.
-
-    Example:
-        >>> q, k = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 1, 8))
-        >>> cached_attention(q, k, k, jnp.array([[2]]), jnp.array([[0, 1, 2, -1]])).shape
-        (1, 1, 2, 8)
+    >>> q, k = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 1, 8))
+    >>> cached_attention(q, k, k, jnp.array([[2]]), jnp.array([[0, 1, 2, -1]])).shape
+    (1, 1, 2, 8)
     """
     (batch, length, _, width), kv_heads, dtype = q.shape, k.shape[2], q.dtype
     scale = width**-0.5 if scale is None else scale

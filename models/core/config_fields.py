@@ -36,18 +36,11 @@ def short(value: Any) -> str:
 def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
     """Finds wrong values for the fields of a config.
 
-    Args:
-        config_type: a dataclass whose annotations are made of int, float, bool, None, dataclasses, and tuple[x, ...]
-            of str, int or float.
-        values: values by the fields' names. Fields may be absent; other names are ignored.
+    Returns a clause for each wrong value: its name, the value, and what it must be.
 
-    Returns:
-        A clause for each wrong value: its name, the value, and what it must be.
-
-    Example:
-        >>> Sizes = dataclasses.make_dataclass("Sizes", [("vocab_size", int), ("head_dim", int | None)])
-        >>> problems(Sizes, {"vocab_size": True, "head_dim": None})
-        ['vocab_size=True (bool) must be an int from 1 to 2147483647']
+    >>> Sizes = dataclasses.make_dataclass("Sizes", [("vocab_size", int), ("head_dim", int | None)])
+    >>> problems(Sizes, {"vocab_size": True, "head_dim": None})
+    ['vocab_size=True (bool) must be an int from 1 to 2147483647']
     """
     hints = typing.get_type_hints(config_type)
     names = [field.name for field in dataclasses.fields(config_type) if field.name in values]
@@ -55,15 +48,7 @@ def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
 
 
 def normal(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts numbers to Python's int and float, and to float where a field does not take an int; lists to tuples.
-
-    Args:
-        config_type: a dataclass, as in `problems`.
-        values: values in which `problems` finds nothing.
-
-    Returns:
-        By name, the values that change their type.
-    """
+    """Converts numbers to Python's int and float, and to float where a field does not take an int; lists to tuples."""
     hints, changed = typing.get_type_hints(config_type), {}
     for name, value in values.items():
         if isinstance(value, numbers.Real) and not isinstance(value, bool):

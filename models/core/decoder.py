@@ -24,18 +24,7 @@ from liger_jax.ops.segment_ids import check_segment_ids, numbered
 
 
 class Decoder(nnx.Module):
-    """Turns token ids into normalised hidden states.
-
-    Args:
-        config: the architecture, a `LlamaConfig` or one that derives from it.
-        layer: the class of the family's layer, which takes `Blocks`.
-        kernels: which ops run as kernels.
-        dtype: dtype of the computation.
-        param_dtype: dtype of the parameters.
-        remat: what a layer keeps for the backward, as in `LayerStack`.
-        scan_layers: whether the layers' parameters are stacked and scanned.
-        rngs: source of all keys.
-    """
+    """Turns token ids into normalised hidden states."""
 
     embed_tokens_adapter: Any = None  # `lora.add_lora` and `lora.train_more` set them
     embed_tokens_rows: Any = None
@@ -107,14 +96,8 @@ class Decoder(nnx.Module):
     ) -> Decoded:
         """Runs all layers.
 
-        Args:
-            x: hidden states.
-            inputs: for each kind of attention, a layer's arguments after the hidden states.
-            cache: the key-value cache; `None` for no cache.
-            dropout_words: of the tokens, for the adapters that drop; `None` where none does.
-
-        Returns:
-            Hidden states before the last norm, the layers' sums over tokens, and the cache.
+        `inputs`: for each kind of attention, a layer's arguments after the hidden states. Returns hidden states before
+        the last norm, the layers' sums over tokens, and the cache.
         """
         arguments = self.layers, self.last_layers, x, inputs
         if (tensor := self.layout.tensor_parts()) is None:

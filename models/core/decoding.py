@@ -23,54 +23,32 @@ _FEWEST_TOKENS = 16  # for which rows leave: to move the others costs what a ste
 
 
 class Request(NamedTuple):
-    """What is continued, and how.
+    """What is continued, and how."""
 
-    Attributes:
-        prompts: their ids, padded in front.
-        mask: 0 where a token is padding.
-        choice: None for the likeliest tokens, or (key, temperature, top_p or None, top_k or None).
-        ends: the tokens that end a row, and the one that fills it then.
-    """
-
-    prompts: Integer[Array, "B T"]
-    mask: Bool[Array, "B T"]
-    choice: Any
-    ends: Any
+    prompts: Integer[Array, "B T"]  # their ids, padded in front
+    mask: Bool[Array, "B T"]  # 0 where a token is padding
+    choice: Any  # None for the likeliest tokens, or (key, temperature, top_p or None, top_k or None)
+    ends: Any  # the tokens that end a row, and the one that fills it then
 
 
 class Sizes(NamedTuple):
-    """What a program is compiled for.
+    """What a program is compiled for."""
 
-    Attributes:
-        new: the most tokens that a row gets.
-        times: the rows of a prompt.
-        return_log_probs: whether tokens have log-probabilities.
-    """
-
-    new: int
-    times: int
-    return_log_probs: bool
+    new: int  # the most tokens that a row gets
+    times: int  # the rows of a prompt
+    return_log_probs: bool  # whether tokens have log-probabilities
 
 
 @tree_dataclass
 class Decoding:
-    """Rows under way: N in all, of which n are decoded.
+    """Rows under way: N in all, of which n are decoded."""
 
-    Attributes:
-        count: int32 scalar, how many tokens a row has that has not ended.
-        tokens: (N, new) int32.
-        log_probs: (N, new) float32, or None.
-        rows: (n,) int32, the numbers of the rows that are decoded, ascending; None for all.
-        ended: (n,) bool, which of them have ended.
-        cache: of n rows.
-    """
-
-    count: jax.Array
-    tokens: jax.Array
-    log_probs: jax.Array | None
-    rows: jax.Array | None
-    ended: jax.Array
-    cache: KVCache
+    count: jax.Array  # int32 scalar, how many tokens a row has that has not ended
+    tokens: jax.Array  # (N, new) int32
+    log_probs: jax.Array | None  # (N, new) float32, or None
+    rows: jax.Array | None  # (n,) int32, the numbers of the rows that are decoded, ascending; None for all
+    ended: jax.Array  # (n,) bool, which of them have ended
+    cache: KVCache  # of n rows
 
 
 def all_at_once(model: Any, request: Request, sizes: Sizes) -> Decoding:

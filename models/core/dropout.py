@@ -62,20 +62,9 @@ def token_words(
 ) -> UInt32[Array, "B T 2"]:
     """Two words for each token, which follow from its piece and its position there.
 
-    Args:
-        shape: (B, T).
-        pieces: the number of each token's piece (B, T), or of each row (B, 1), whose segments are its pieces; `None` to
-            count rows from 0.
-        segment_ids: ids of packed segments.
-        attention_mask: 0 where a token is padding.
-        first: the position of the first token, where rows do not begin with it.
-        sequence: how a mesh axis splits rows, which are then in the order of its chunks; `None` where none does.
-
-    Returns:
-        The words.
-
-    Raises:
-        ValueError: pieces have another shape; or, inside of a `jax.shard_map`, there are none or rows are split.
+    `pieces`: the number of each token's piece (B, T), or of each row (B, 1), whose segments are its pieces; `None` to
+    count rows from 0. `first`: the position of the first token, where rows do not begin with it. `sequence`: how a mesh
+    axis splits rows, which are then in the order of its chunks; `None` where none does.
     """
     manual = _manual_axes()
     if sequence is not None and sequence.axis in manual:
@@ -140,15 +129,7 @@ def dropped(
 ) -> Float[Array, "*rows D"]:
     """x/(1 − rate) where it is kept, else 0.
 
-    Args:
-        x: what an adapter takes.
-        rate: the share that is dropped, in (0, 1).
-        key: of this projection in this layer.
-        words: of the tokens.
-        first: the number of the first feature, where a device has others before it.
-
-    Returns:
-        The same shape and dtype.
+    `first`: the number of the first feature, where a device has others before it.
     """
     assert words.shape[:-1] == x.shape[:-1], (words.shape, x.shape)
     of_key = jax.random.bits(key, (2,), jnp.uint32)

@@ -15,40 +15,17 @@ def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) ->
 
     The gradients of a token that occurs several times are summed in float32 and rounded once. The sum takes a float32
     buffer of min(B·T, V + 1) × D.
-
-    Args:
-        table: one row for each token, any float dtype.
-        ids: token ids.
-        dtype: dtype of the result.
-
-    Returns:
-        (B, T, D).
     """
     return _embedded(*align_varying(table, ids), dtype)
 
 
 def sums_gradients(mesh_axes: tuple[str, ...], *, is_frozen: bool) -> bool:
-    """Whether a tied table's two gradients are summed in float32, by `embed_tied`: on one device, if it is trained.
-
-    Args:
-        mesh_axes: the axes of the mesh that a layout names; none on one device.
-        is_frozen: whether only adapters are trained.
-
-    Returns:
-        False where the head is the table as it is.
-    """
+    """Whether a tied table's two gradients are summed in float32, by `embed_tied`: on one device, if it is trained."""
     return not mesh_axes and not is_frozen
 
 
 def tied_head_dtype(table_dtype: Any) -> Any:
-    """The dtype of the head that `embed_tied` returns.
-
-    Args:
-        table_dtype: dtype of the table.
-
-    Returns:
-        float32 for a bfloat16 table, else the table's dtype.
-    """
+    """The dtype of the head that `embed_tied` returns."""
     table_dtype = jnp.dtype(table_dtype)
     return jnp.dtype(jnp.float32) if table_dtype == jnp.bfloat16 else table_dtype
 
@@ -64,15 +41,8 @@ def embed_tied(
     vectors of the batch's tokens. Only these vectors get a gradient from the embedding. It is added to them and their
     rounding error in float32, so that every vector is rounded once.
 
-    Args:
-        table: one row for each token, any float dtype.
-        ids: token ids.
-        dtype: dtype of the embeddings.
-
-    Returns:
-        The embeddings (B, T, D), and the head (V, D): float32 for a bfloat16 table, else in the table's dtype. A
-        float16 head's gradient is rounded before the embedding's is added, since float16 may not hold its rounding
-        errors.
+    Returns the embeddings (B, T, D), and the head (V, D): float32 for a bfloat16 table, else in the table's dtype. A
+    float16 head's gradient is rounded before the embedding's is added, since float16 may not hold its rounding errors.
     """
     table, ids = align_varying(table, ids)
     embeddings, head, rounding_errors = _looked_up(table, ids, dtype)

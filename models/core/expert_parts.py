@@ -20,19 +20,7 @@ EXPERTS = "experts"  # the kind of a layer whose feed-forward is `ExpertsFeedFor
 
 
 def entries_of_experts(parts: Any, info: ParameterInfo, shape: tuple[int, ...]) -> list[Names]:
-    """How a parameter of a layer's experts lies on the mesh.
-
-    Args:
-        parts: the `TensorParts`.
-        info: what the parameter is, one with an axis of experts.
-        shape: its shape.
-
-    Returns:
-        The mesh axes that split each of its axes.
-
-    Raises:
-        ValueError: an axis does not divide it.
-    """
+    """How a parameter of a layer's experts lies on the mesh."""
     entries: list[Names] = [() for _ in shape]
     sizes = {}
     experts: Any = info.expert_axis
@@ -52,14 +40,7 @@ def entries_of_experts(parts: Any, info: ParameterInfo, shape: tuple[int, ...]) 
 def own_experts(parts: Any, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
     """A parameter of one layer's experts as this device uses it, inside `jax.shard_map`.
 
-    Args:
-        parts: the `TensorParts`.
-        x: what the device holds of it.
-        info: what the parameter is, of a single layer.
-        config: the architecture.
-
-    Returns:
-        The parameter of this device's experts and columns. The bias of a sum over devices is this device's share.
+    Returns the parameter of this device's experts and columns. The bias of a sum over devices is this device's share.
     """
     experts, is_down = config.experts, _is_of_down(info)
     other = _other_axis(parts, info, experts.count, experts.width if is_down else config.hidden_size)

@@ -25,56 +25,33 @@ from liger_jax.ops.layout import in_chunks
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """What a config says of its mixture of experts.
+    """What a config says of its mixture of experts."""
 
-    Attributes:
-        count: E, the experts of a layer.
-        per_token: k, the experts that each token goes to.
-        width: F of an expert.
-        activation: as `ops.moe_mlp` takes it.
-        normalized: whether the weights of a token's experts add up to 1.
-        softmax_of_chosen: whether the softmax is over the chosen experts, and not over all before the choice.
-        biases: whether router and experts add biases.
-        router: the router's name in a checkpoint.
-        one_tensor: whether a checkpoint has one tensor for a layer's experts, in which columns of gate and up take
-            turns, and not tensors of each expert.
-    """
-
-    count: int
-    per_token: int
-    width: int
-    activation: str = "silu"
-    normalized: bool = True
+    count: int  # E, the experts of a layer
+    per_token: int  # k, the experts that each token goes to
+    width: int  # F of an expert
+    activation: str = "silu"  # as `ops.moe_mlp` takes it
+    normalized: bool = True  # whether the weights of a token's experts add up to 1
+    # Whether the softmax is over the chosen experts, and not over all before the choice.
     softmax_of_chosen: bool = False
-    biases: bool = False
-    router: str = "gate"
+    biases: bool = False  # whether router and experts add biases
+    router: str = "gate"  # the router's name in a checkpoint
+    # Whether a checkpoint has one tensor for a layer's experts, in which columns of gate and up take turns, and not
+    # tensors of each expert.
     one_tensor: bool = False
 
 
 @tree_dataclass
 class ExpertMetrics:
-    """What the routers of all layers did in a call.
+    """What the routers of all layers did in a call."""
 
-    Attributes:
-        load: (layers, E) float32, the share of a layer's choices that each expert got, 1/E where all are equal.
-        balancing_loss: float32 scalar, the balancing loss without its coefficient.
-        z_loss: float32 scalar, the routers' z-loss without its coefficient.
-    """
-
-    load: jax.Array
-    balancing_loss: jax.Array
-    z_loss: jax.Array
+    load: jax.Array  # (layers, E) float32, the share of a layer's choices that each expert got, 1/E where all are equal
+    balancing_loss: jax.Array  # float32 scalar, the balancing loss without its coefficient
+    z_loss: jax.Array  # float32 scalar, the routers' z-loss without its coefficient
 
 
 class Router(nnx.Module):
-    """The logits of experts, x · kernel + bias, in the computation's dtype.
-
-    Args:
-        width: D.
-        count: E.
-        parameter: makes a parameter of a shape, as `Blocks.parameter` does.
-        use_bias: whether it adds a bias.
-    """
+    """The logits of experts, x · kernel + bias, in the computation's dtype."""
 
     def __init__(self, width: int, count: int, *, parameter: Callable[..., nnx.Param], use_bias: bool):
         self.router_kernel = parameter(width, count)
@@ -86,20 +63,10 @@ class Router(nnx.Module):
 
 
 class ExpertWeights(nnx.Module):
-    """The weights of all experts of a layer; columns of gate stand before those of up.
+    """The weights of all experts of a layer; columns of gate stand before those of up."""
 
-    Args:
-        width: D.
-        experts: the mixture.
-        parameter: makes a parameter of a shape, as `Blocks.parameter` does.
-
-    Attributes:
-        names: of both weights.
-        bias_names: of their biases; none without.
-        adapters_on: whether adapters count. That of a weight stands beside it: float32 arrays whose names end in
-            `_lora_a` (E, in, rank) and `_lora_b` (E, rank, out), and numbers in `_lora_alpha` and `_lora_scale`.
-    """
-
+    # Whether adapters count. That of a weight stands beside it: float32 arrays whose names end in `_lora_a` (E, in,
+    # rank) and `_lora_b` (E, rank, out), and numbers in `_lora_alpha` and `_lora_scale`.
     adapters_on: bool = True
 
     def __init__(self, width: int, experts: Experts, *, parameter: Callable[..., nnx.Param]):
@@ -139,11 +106,7 @@ class ExpertWeights(nnx.Module):
 
 
 class ExpertsFeedForward(nnx.Module):
-    """Σ_j weight_j · expert_j(x) over the k experts that a router chooses for each token. No token is dropped.
-
-    Args:
-        blocks: the blocks of a layer whose config has `experts`.
-    """
+    """Σ_j weight_j · expert_j(x) over the k experts that a router chooses for each token. No token is dropped."""
 
     def __init__(self, blocks: Any):
         experts: Experts = blocks.config.experts
@@ -202,16 +165,7 @@ class ExpertsFeedForward(nnx.Module):
 
     @staticmethod
     def values_kept(config: Any, remat: Remat, devices: int = 1) -> int:
-        """What is kept for the backward: gate and up of a token's experts, where a layer keeps its products.
-
-        Args:
-            config: the architecture.
-            remat: what the layer keeps for the backward.
-            devices: of an expert axis, whose buffers are kept.
-
-        Returns:
-            Values of the computation's dtype for each token.
-        """
+        """What is kept for the backward: gate and up of a token's experts, where a layer keeps its products."""
         rows = rows_of_token(config.experts, devices)
         return 2 * rows * config.experts.width if keeps_products(remat) else 0
 
@@ -226,15 +180,7 @@ class ExpertsFeedForward(nnx.Module):
         several devices they are rows of one more and the gated product; the rows are those of the buffers, and own rows
         are there, twice.
 
-        Args:
-            config: the architecture.
-            in_place: whether a dense feed-forward would compute in place, which this one does not.
-            adapted: whether experts have adapters or are quantised.
-            devices: of an expert axis.
-            tensor: the devices of a tensor axis, each of which has the whole width of the rows.
-
-        Returns:
-            Values of the computation's dtype for each token, over all devices of the tensor axis.
+        Returns values of the computation's dtype for each token, over all devices of the tensor axis.
         """
         experts, width = config.experts, tensor * config.hidden_size
         rows = rows_of_token(experts, devices)
@@ -246,42 +192,23 @@ class ExpertsFeedForward(nnx.Module):
 def rows_of_token(experts: Experts, devices: int) -> int:
     """The rows for which a device has room, for each of its tokens: one for each choice, or those of an exchange.
 
-    Args:
-        experts: the mixture.
-        devices: of an expert axis.
+    Returns rows of D, of which a router fills k on average over the devices.
 
-    Returns:
-        Rows of D, of which a router fills k on average over the devices.
-
-    Example:
-        >>> rows_of_token(Experts(128, 8, 768), 1), rows_of_token(Experts(128, 8, 768), 4)
-        (8, 32)
+    >>> rows_of_token(Experts(128, 8, 768), 1), rows_of_token(Experts(128, 8, 768), 4)
+    (8, 32)
     """
     return devices * room_for(1, experts.per_token, experts.count // devices)
 
 
 def misfits(**fields: int) -> Iterator[str]:
-    """A clause if a token goes to more experts than there are.
-
-    Args:
-        **fields: the config's fields, the number of experts before that of a token.
-    """
+    """A clause if a token goes to more experts than there are."""
     (count_name, count), (name, per_token) = fields.items()
     if per_token > count:
         yield f"{name}={per_token} must be at most {count_name}={count}, the experts that there are"
 
 
 def fed(feed_forward: Any, x: Float[Array, "B T D"], rows: RowTokens | None) -> tuple[Any, Any]:
-    """A feed-forward's result and its sums. Experts need to know what is padding, which they do not count.
-
-    Args:
-        feed_forward: of a layer.
-        x: what it takes.
-        rows: what they hold; `None` for tokens everywhere.
-
-    Returns:
-        y (B, T, D) and its aux.
-    """
+    """A feed-forward's result and its sums. Experts need to know what is padding, which they do not count."""
     if not isinstance(feed_forward, ExpertsFeedForward):
         return feed_forward(x)
     return feed_forward(x, None if rows is None else rows.is_token)
@@ -290,13 +217,8 @@ def fed(feed_forward: Any, x: Float[Array, "B T D"], rows: RowTokens | None) -> 
 def router_loss(config: Any, sums: ops.RouterSums) -> Float[Array, ""]:
     """What the routers of all layers add to the loss of a language model, by the config's coefficients.
 
-    Args:
-        config: an architecture with `experts`.
-        sums: of all layers, stacked.
-
-    Returns:
-        A float32 scalar: router_aux_loss_coef·balancing_loss if `output_router_logits` is set, as in transformers, and
-        router_z_loss_coef·z_loss.
+    Returns a float32 scalar: router_aux_loss_coef·balancing_loss if `output_router_logits` is set, as in transformers,
+    and router_z_loss_coef·z_loss.
     """
     loss = jnp.zeros((), jnp.float32)
     if config.output_router_logits:
@@ -305,28 +227,14 @@ def router_loss(config: Any, sums: ops.RouterSums) -> Float[Array, ""]:
 
 
 def without_router_loss(model: Any) -> Any:
-    """The model, whose loss is the cross-entropy alone from now on.
-
-    Args:
-        model: a causal language model.
-
-    Returns:
-        The same model.
-    """
+    """The model, whose loss is the cross-entropy alone from now on."""
     if getattr(model.config, "experts", None) is not None:
         model.config = dataclasses.replace(model.config, output_router_logits=False, router_z_loss_coef=0.0)
     return model
 
 
 def expert_metrics(sums: ops.RouterSums) -> ExpertMetrics:
-    """The metrics of the routers of all layers, without gradients.
-
-    Args:
-        sums: of all layers, stacked.
-
-    Returns:
-        The metrics.
-    """
+    """The metrics of the routers of all layers, without gradients."""
     sums = jax.lax.stop_gradient(sums)
     return ExpertMetrics(
         load=ops.expert_load(sums), balancing_loss=ops.balancing_loss(sums), z_loss=ops.router_z_loss(sums)

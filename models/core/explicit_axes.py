@@ -21,12 +21,8 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
     Inside the call, the model's layout gives the specs and the compiler propagates them. Outside, the type of every
     result and gradient says how it is sharded: like its parameter, or along the batch.
 
-    Args:
-        call: a method that takes arrays by name and returns a tree of scalars and of arrays with a leading batch axis.
-            A result whose arrays of some fields have none names them, as `CausalLMOutput.sums_over_tokens` does.
-
-    Returns:
-        The method for every mesh.
+    `call`: a method that takes arrays by name and returns a tree of scalars and of arrays with a leading batch axis. A
+    result whose arrays of some fields have none names them, as `CausalLMOutput.sums_over_tokens` does.
     """
 
     @functools.wraps(call)

@@ -30,25 +30,13 @@ def may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
 
     A scan stacks the gate and up that it keeps, and the kernel would read a copy of them: 3 % of a LLaMA's step on an
     H200. On a mesh the op would run in a shard_map, and a step on 8 H200 would take 6 % more memory.
-
-    Args:
-        kernels: the model's options.
-        remat: what the layer keeps for the backward.
-        scan: whether layers are scanned.
-
-    Returns:
-        False where the products and the gate stay separate.
     """
     kept_unstacked = remat == "none" and not scan
     return kernels.glu and not kernels.mesh_layout.axes and (kept_unstacked or not keeps_products(remat))
 
 
 class DenseFeedForward(nnx.Module):
-    """down(activation(gate(x))·up(x)).
-
-    Args:
-        blocks: the blocks of a layer; the config's `gate` is "silu" or "gelu_tanh".
-    """
+    """down(activation(gate(x))·up(x))."""
 
     def __init__(self, blocks: Any):
         config, kernels, linear, remat = blocks.config, blocks.kernels, blocks.linear, blocks.remat
@@ -71,15 +59,7 @@ class DenseFeedForward(nnx.Module):
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:
-        """What is kept for the backward: gate and up, where a layer keeps its products, and what a norm takes.
-
-        Args:
-            config: the architecture.
-            remat: what the layer keeps for the backward.
-
-        Returns:
-            Values of the computation's dtype for each token.
-        """
+        """What is kept for the backward: gate and up, where a layer keeps its products, and what a norm takes."""
         if not keeps_products(remat):
             return 0
         # The backward of a norm over the result needs the result.
@@ -89,12 +69,7 @@ class DenseFeedForward(nnx.Module):
     def values_in_backward(config: Any, in_place: bool) -> int:
         """What the backward holds at once: gate, up, their product and two gradients.
 
-        Args:
-            config: the architecture.
-            in_place: whether one half of them is computed after the other, in the same place.
-
-        Returns:
-            Values of the computation's dtype for each token.
+        `in_place`: whether one half of them is computed after the other, in the same place.
         """
         return (3 * config.intermediate_size + 1) // 2 if in_place else 5 * config.intermediate_size
 

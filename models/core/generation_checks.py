@@ -80,13 +80,7 @@ def check_prompts(config: Any, input_ids: jax.Array, mask: jax.Array, max_new_to
 
 
 def why_rows_stay(model: Any, input_ids: Any, max_new_tokens: int) -> str | None:
-    """The reason why rows that have ended cannot leave the batch, as the end of a sentence; None if they can.
-
-    Args:
-        model: a `CausalLM`.
-        input_ids: the prompts (B, T).
-        max_new_tokens: the most tokens that a row gets.
-    """
+    """The reason why rows that have ended cannot leave the batch, as the end of a sentence; None if they can."""
     leaves = [input_ids, *jax.tree.leaves(nnx.state(model))]
     if any(isinstance(x, Tracer) for x in leaves):
         return "generate is called inside a jitted function, in which no shape can depend on tokens."

@@ -10,14 +10,7 @@ from liger_jax.ops._mesh import align_varying
 
 
 def logit_options_of(config: Any) -> dict[str, Any]:
-    """How logits come from the head's product, as the losses take it.
-
-    Args:
-        config: the architecture.
-
-    Returns:
-        `logit_scale` and `logit_softcap`.
-    """
+    """How logits come from the head's product, as the losses take it."""
     return dict(logit_scale=config.logit_scale, logit_softcap=config.final_logit_softcapping)
 
 
@@ -26,13 +19,6 @@ def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> F
 
     The gradient's products take factors of hidden's dtype too, as in the fused loss. JAX's own derivative would compute
     them in float32, since the logits are float32.
-
-    Args:
-        hidden: hidden states.
-        weight: the head, any float dtype.
-
-    Returns:
-        float32 logits.
     """
     return _head_logits(*align_varying(hidden, weight))
 

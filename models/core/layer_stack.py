@@ -19,30 +19,20 @@ from liger_jax.models.core.remat import INPUT, POLICIES, Remat
 
 
 class LayerKind(NamedTuple):
-    """What a layer is made of.
+    """What a layer is made of."""
 
-    Attributes:
-        attention: the attention's kind, such as "sliding_attention". It says what the layer's inputs are.
-        feed_forward: the feed-forward's kind. Layers with equal ones have parameters of equal shapes.
-    """
-
-    attention: str
-    feed_forward: str = DENSE
+    attention: str  # the attention's kind, such as "sliding_attention". It says what the layer's inputs are.
+    feed_forward: str = DENSE  # the feed-forward's kind. Layers with equal ones have parameters of equal shapes.
 
 
 class Decoded(NamedTuple):
-    """What layers return.
+    """What layers return."""
 
-    Attributes:
-        hidden: hidden states (B, T, D).
-        aux: for each kind of feed-forward that returns sums over tokens, the sums of its layers, stacked along a
-            leading axis in the layers' order. It is empty where all are dense.
-        cache: the cache with the tokens added; `None` without one.
-    """
-
-    hidden: Any
+    hidden: Any  # hidden states (B, T, D)
+    # For each kind of feed-forward that returns sums over tokens, the sums of its layers, stacked along a leading axis
+    # in the layers' order. It is empty where all are dense.
     aux: Aux
-    cache: KVCache | None
+    cache: KVCache | None  # the cache with the tokens added; `None` without one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,23 +46,15 @@ class LayerStack:
 
     The stack itself holds no parameters. The decoder holds the layers, so that the word "layers" stands only once in a
     parameter's name.
-
-    Args:
-        kinds: the kind of each of the L layers.
-        scan: stack the parameters along a leading axis and scan over it.
-        remat: what a layer keeps for the backward. `"none"` keeps all but norms, gates and sums, which take one pass
-            over memory to compute again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its
-            input, in the host's memory; `"offload_attention"` attention's result there, too.
-        kernels: the model's options, for their layout.
-
-    Raises:
-        ValueError: `remat` is unknown.
     """
 
-    kinds: tuple[LayerKind, ...]
-    scan: bool
+    kinds: tuple[LayerKind, ...]  # the kind of each of the L layers
+    scan: bool  # stack the parameters along a leading axis and scan over it
+    # What a layer keeps for the backward. `"none"` keeps all but norms, gates and sums, which take one pass over memory
+    # to compute again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the host's
+    # memory; `"offload_attention"` attention's result there, too.
     remat: Remat
-    kernels: KernelOptions = KernelOptions()
+    kernels: KernelOptions = KernelOptions()  # the model's options, for their layout
 
     def __post_init__(self):
         if self.remat not in POLICIES:
@@ -89,14 +71,9 @@ class LayerStack:
     def make(self, make_layer: Callable[[str, nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> tuple[Any, Any]:
         """Makes the layers.
 
-        Args:
-            make_layer: makes one layer from the kind of its feed-forward and its `rngs`.
-            rngs: source of the layers' keys.
-
-        Returns:
-            With a scan: one layer with stacked parameters, and the layers after the scan by their numbers. If layers
-            have several feed-forwards, the first is a dict of one such layer for each. Without a scan: the list of all
-            layers, and an empty dict.
+        Returns with a scan: one layer with stacked parameters, and the layers after the scan by their numbers. If
+        layers have several feed-forwards, the first is a dict of one such layer for each. Without a scan: the list of
+        all layers, and an empty dict.
         """
         keys = jax.random.split(rngs.params(), len(self.kinds))
         layer = lambda i: make_layer(self.kinds[i].feed_forward, nnx.Rngs(keys[i]))
@@ -122,18 +99,9 @@ class LayerStack:
     ) -> Decoded:
         """Runs the layers. Each takes hidden states and its inputs, and returns hidden states and aux.
 
-        Args:
-            layers: as `make` returns them.
-            last_layers: as `make` returns them.
-            x: hidden states.
-            inputs: for each kind of attention, a layer's arguments after the hidden states.
-            cache: the key-value cache; each layer reads and writes its own part of it. `None` for no cache.
-            gathered: makes a layer's parameters what the layer computes with, from them and the computation's dtype;
-                `None` for the layout's `gathered`.
-            dropout_words: of the tokens, for the adapters that drop; `None` where none does.
-
-        Returns:
-            Hidden states, aux and the cache.
+        `inputs`: for each kind of attention, a layer's arguments after the hidden states. `gathered`: makes a layer's
+        parameters what the layer computes with, from them and the computation's dtype; `None` for the layout's
+        `gathered`.
         """
         gathered = self.kernels.mesh_layout.gathered if gathered is None else gathered
         made = _made_by(gathered, dropout_words)
@@ -265,14 +233,7 @@ def _in_groups(state: Any, size: int) -> Any:
 def pattern_length(kinds: Sequence[Any]) -> int:
     """The length of the shortest pattern that gives these kinds when repeated; the last repetition may be incomplete.
 
-    Args:
-        kinds: the kind of each layer.
-
-    Returns:
-        A number from 1 to `len(kinds)`.
-
-    Example:
-        >>> pattern_length("aabaabaa"), pattern_length("aab"), pattern_length("aaaa")
-        (3, 3, 1)
+    >>> pattern_length("aabaabaa"), pattern_length("aab"), pattern_length("aaaa")
+    (3, 3, 1)
     """
     return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))

@@ -29,19 +29,12 @@ Result = tuple[Float[Array, ""], LossMetrics | None]
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelLoss:
-    """Σ w·ce over the positions that are scored, or its mean.
+    """Σ w·ce over the positions that are scored, or its mean."""
 
-    Attributes:
-        config: the architecture.
-        kernels: which of the losses runs, and how.
-        remat: what the model's layers keep for the backward, for the fused loss's share of memory.
-        table_dtype: dtype of the parameter that the head is. A tied bfloat16 head reaches the loss as float32.
-    """
-
-    config: Any
-    kernels: KernelOptions
-    remat: Remat
-    table_dtype: Any
+    config: Any  # the architecture
+    kernels: KernelOptions  # which of the losses runs, and how
+    remat: Remat  # what the model's layers keep for the backward, for the fused loss's share of memory
+    table_dtype: Any  # dtype of the parameter that the head is. A tied bfloat16 head reaches the loss as float32.
 
     def __call__(
         self,
@@ -54,20 +47,7 @@ class LanguageModelLoss:
         reduction: str,
         return_metrics: bool,
     ) -> Result:
-        """The loss from the logits where there are any, else from hidden states and head.
-
-        Args:
-            hidden: hidden states after the last norm.
-            head: the head's weight (V, D), an array or quantised.
-            logits: float32, or `None` for the fused loss.
-            targets: the label of each position, -100 where it is not scored.
-            loss_weights: w; `None` for ones.
-            reduction: "mean" or "sum", over all devices.
-            return_metrics: whether metrics are wanted.
-
-        Returns:
-            The float32 loss, and the metrics or `None`.
-        """
+        """The loss from the logits where there are any, else from hidden states and head."""
         if self.kernels.mesh_layout.axes:
             return self._sharded(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
         return self._local(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
@@ -81,18 +61,7 @@ class LanguageModelLoss:
         temperature: float,
         entropy: bool,
     ) -> TokenLogProbs:
-        """The log-probabilities of the targets, of each device's part of the batch where it is sharded.
-
-        Args:
-            hidden: hidden states after the last norm.
-            head: the head's weight (V, D), an array or quantised.
-            targets: the label of each position, -100 where it is not scored.
-            temperature: the divisor of the logits.
-            entropy: whether entropies are wanted, too.
-
-        Returns:
-            `TokenLogProbs` of (B, T) arrays.
-        """
+        """The log-probabilities of the targets, of each device's part of the batch where it is sharded."""
         local = functools.partial(
             quantized_log_probs if isinstance(head, BlockQuantized) else ops.fused_linear_log_probs,
             ignore_index=IGNORE_INDEX,
@@ -121,19 +90,9 @@ class LanguageModelLoss:
         entropy: bool,
     ) -> tuple[Float[Array, ""], TokenLosses]:
         """Sums a function of the log-probability over all devices' tokens, and divides by a denominator.
-        Args:
-            function: a function of one token's numbers and of the constants.
-            hidden: hidden states after the last norm.
-            head: the head's weight (V, D), an array or quantised.
-            targets: the label of each position, -100 where it is not scored.
-            per_token: (B, T) arrays that the function reads.
-            constants: what else the function reads; the same for all tokens.
-            denominator: what the sum is divided by.
-            temperature: the divisor of the logits.
-            entropy: whether the function takes the entropy.
 
-        Returns:
-            The loss, and `TokenLosses` of (B, T) arrays.
+        `function`: a function of one token's numbers and of the constants. `constants`: what else the function reads;
+        the same for all tokens.
         """
         num = len(per_token)
         if isinstance(head, BlockQuantized):

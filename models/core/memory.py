@@ -37,40 +37,26 @@ WHOLE_KEYS = 4
 
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
-    """What a layer holds in a training step.
+    """What a layer holds in a training step."""
 
-    Attributes:
-        config: the architecture.
-        kernels: the model's options.
-        remat: what the layer keeps for the backward.
-        dtype: dtype of the computation.
-        rows: sequences of one device and micro-batch.
-        seq: tokens in a sequence, of which the device has its part where a sequence axis splits them.
-        device: the device that the step runs on.
-        has_adapters: whether projections have adapters.
-        dora: whether these are DoRA's.
-        adapts_experts: whether experts have adapters or are quantised.
-        tensor: the devices of a tensor axis. Between sublayers each has its part of the positions; in them each has all
-            positions, and its part of the heads and of the feed-forward's width.
-        sequence: the devices of a sequence axis. Each has chunks of every row, and in attention all keys and values.
-        expert: the devices of an expert axis. Each has its experts, and buffers for all rows that may be sent to them.
-        trains_experts: whether the weights of experts have gradients.
-    """
-
-    config: Any
-    kernels: KernelOptions
-    remat: Remat
-    dtype: Any
-    rows: int
-    seq: int
-    device: jax.sharding.AbstractDevice
-    has_adapters: bool = False
-    dora: bool = False
-    adapts_experts: bool = False
+    config: Any  # the architecture
+    kernels: KernelOptions  # the model's options
+    remat: Remat  # what the layer keeps for the backward
+    dtype: Any  # dtype of the computation
+    rows: int  # sequences of one device and micro-batch
+    seq: int  # tokens in a sequence, of which the device has its part where a sequence axis splits them
+    device: jax.sharding.AbstractDevice  # the device that the step runs on
+    has_adapters: bool = False  # whether projections have adapters
+    dora: bool = False  # whether these are DoRA's
+    adapts_experts: bool = False  # whether experts have adapters or are quantised
+    # The devices of a tensor axis. Between sublayers each has its part of the positions; in them each has all
+    # positions, and its part of the heads and of the feed-forward's width.
     tensor: int = 1
+    # The devices of a sequence axis. Each has chunks of every row, and in attention all keys and values.
     sequence: int = 1
+    # The devices of an expert axis. Each has its experts, and buffers for all rows that may be sent to them.
     expert: int = 1
-    trains_experts: bool = False
+    trains_experts: bool = False  # whether the weights of experts have gradients
 
     @property
     def kept(self) -> dict[str, int]:
@@ -204,32 +190,15 @@ class LayerMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The head as the loss gets it.
+    """The head as the loss gets it."""
 
-    Attributes:
-        table_dtype: dtype of the parameter that it is.
-        dtype: dtype in which it reaches the loss, and of its gradient there.
-        is_split: whether each device has a part of it, which the loss gathers as it needs it.
-    """
-
-    table_dtype: Any
-    dtype: Any
-    is_split: bool = False
+    table_dtype: Any  # dtype of the parameter that it is
+    dtype: Any  # dtype in which it reaches the loss, and of its gradient there
+    is_split: bool = False  # whether each device has a part of it, which the loss gathers as it needs it
 
     @classmethod
     def of(cls, config: Any, table_dtype: Any, kernels: KernelOptions, *, is_frozen: bool, is_split: bool) -> "Head":
-        """The head of a model that is trained.
-
-        Args:
-            config: the architecture.
-            table_dtype: dtype of the parameter.
-            kernels: the model's options.
-            is_frozen: whether only adapters are trained.
-            is_split: whether each device has a part of it.
-
-        Returns:
-            The head; a tied one is widened where its two gradients are summed in float32.
-        """
+        """The head of a model that is trained."""
         is_summed = config.tie_word_embeddings and sums_gradients(kernels.mesh_layout.axes, is_frozen=is_frozen)
         return cls(table_dtype, tied_head_dtype(table_dtype) if is_summed else jnp.dtype(table_dtype), is_split)
 
@@ -241,11 +210,7 @@ class Head:
     def dtype_in_products(self, dtype: Any) -> Any:
         """The dtype in which the loss gets its numbers.
 
-        Args:
-            dtype: dtype of the computation.
-
-        Returns:
-            The head's own; for a split one that in which devices send it.
+        Returns the head's own; for a split one that in which devices send it.
         """
         return sent_dtype(self.dtype, dtype) if self.is_split else self.dtype
 
@@ -260,21 +225,7 @@ def loss_budget_bytes(
     device: Any,
     tensor: int = 1,
 ) -> int | None:
-    """How much of a device's memory the fused loss may use.
-
-    Args:
-        config: the architecture.
-        kernels: the model's options.
-        remat: what layers keep for the backward.
-        dtype: dtype of the hidden states.
-        head: the head as the loss gets it.
-        sizes: tokens of one device and micro-batch, and the hidden states' columns, with those of the head's adapter.
-        device: the device that the step runs on.
-        tensor: the devices of a tensor axis, which split the feed-forward's width and the vocabulary.
-
-    Returns:
-        A `memory_budget_bytes`, or `None` for no bound.
-    """
+    """How much of a device's memory the fused loss may use."""
     if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
         return kernels.memory_budget_bytes
     experts = config.experts

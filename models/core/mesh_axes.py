@@ -7,17 +7,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def open_axes(layout: Any) -> dict[str, int]:
-    """The axes of the mesh in context that are not Manual, and the devices along them.
-
-    Args:
-        layout: the `Layout`.
-
-    Returns:
-        The number of devices by the axis's name; none on one device.
-
-    Raises:
-        ValueError: the layout names axes, and no mesh is in context; or they do not fit.
-    """
+    """The axes of the mesh in context that are not Manual, and the devices along them."""
     mesh = jax.sharding.get_abstract_mesh()
     if layout.axes and mesh.empty:
         raise ValueError(f"{layout}: no mesh is in context. Call the model under jax.set_mesh(mesh).")
@@ -25,18 +15,7 @@ def open_axes(layout: Any) -> dict[str, int]:
 
 
 def sizes_of(mesh: Mesh | AbstractMesh, layout: Any) -> dict[str, int]:
-    """The devices along each axis of a mesh, but for axes that are Manual.
-
-    Args:
-        mesh: the mesh.
-        layout: the `Layout`.
-
-    Returns:
-        The number of devices by the axis's name.
-
-    Raises:
-        ValueError: the mesh lacks an axis of the layout, or devices would compute the same unasked.
-    """
+    """The devices along each axis of a mesh, but for axes that are Manual."""
     if missing := [name for name in layout.axes if name not in mesh.axis_names]:
         raise ValueError(
             f"{layout}: the mesh has the axes {mesh.axis_names}, and lacks {missing}. Name the axes that it has: "

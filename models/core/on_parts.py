@@ -24,18 +24,8 @@ def on_parts(
 ) -> Any:
     """`function(*split, *whole, head)` on every device of the mesh in context, as `Layout.run` promises it.
 
-    Args:
-        function: takes one device's parts.
-        split: trees of arrays that lie as `spec` says.
-        whole: arrays that are whole inside the function. A matrix enters split over `fsdp` if that divides its rows.
-        head: the last argument, or `None`.
-        spec: how each of `split` lies, or one spec for each.
-        out: how the results lie.
-        fsdp: the axes that split parameters, and their sizes.
-        axes: the mesh's axes that are not Manual yet. Inside the function all are.
-
-    Returns:
-        The function's results.
+    `whole`: arrays that are whole inside the function. A matrix enters split over `fsdp` if that divides its rows.
+    `axes`: the mesh's axes that are not Manual yet. Inside the function all are.
     """
     names, parts = tuple(fsdp), math.prod(fsdp.values())
     is_cut = [bool(names) and x is not None and x.ndim == 2 and x.shape[0] % parts == 0 for x in whole]
@@ -54,17 +44,7 @@ def on_parts(
 
 
 def mapped(function: Callable[..., Any], specs: Any, out: Any, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """The function in a `jax.shard_map` over the mesh in context, in which all axes are Manual.
-
-    Args:
-        function: takes one device's parts.
-        specs: how the arguments lie.
-        out: how the results lie.
-        axes: the mesh's axes that are not Manual yet.
-
-    Returns:
-        The function of arrays on the mesh.
-    """
+    """The function in a `jax.shard_map` over the mesh in context, in which all axes are Manual."""
     has_manual_axes = len(axes) < len(jax.sharding.get_abstract_mesh().axis_names)
     return on_devices(function, in_specs=specs, out_specs=out, axis_names=axes if has_manual_axes else ())
 

@@ -21,19 +21,12 @@ _ADAPTERS_OF_EXPERTS = ("experts_lora_a", "experts_lora_b")
 
 @dataclasses.dataclass(frozen=True)
 class ParameterParts:
-    """Mesh axes that split parameters, and one that splits experts.
+    """Mesh axes that split parameters, and one that splits experts."""
 
-    Attributes:
-        fsdp: the axes that split parameters.
-        expert: the axis that splits experts, or `None`.
-        batch: the axes that split the batch, of which an error names one.
-        sizes: the devices along each axis of the mesh that is not Manual.
-    """
-
-    fsdp: Names
-    expert: str | None
-    batch: Names
-    sizes: Mapping[str, int]
+    fsdp: Names  # the axes that split parameters
+    expert: str | None  # the axis that splits experts, or `None`
+    batch: Names  # the axes that split the batch, of which an error names one
+    sizes: Mapping[str, int]  # the devices along each axis of the mesh that is not Manual
 
     @property
     def splits_experts(self) -> bool:
@@ -41,18 +34,7 @@ class ParameterParts:
         return self.expert is not None and self.sizes.get(self.expert, 1) > 1
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
-        """How a parameter lies on the mesh.
-
-        Args:
-            info: what the parameter is.
-            shape: its shape.
-
-        Returns:
-            The partition.
-
-        Raises:
-            ValueError: the mesh does not divide a matrix, or the number of experts.
-        """
+        """How a parameter lies on the mesh."""
         if self.splits_experts and info.expert_axis is not None:
             return self._of_experts(info, shape)
         if (found := self._of_fsdp(info, shape)) is not None:
@@ -70,15 +52,7 @@ class ParameterParts:
         )
 
     def gathered(self, parameters: Any, dtype: Any) -> Any:
-        """A layer's parameters, whole on every device but for experts, as `Layout.gathered` promises them.
-
-        Args:
-            parameters: one layer's, a tree of arrays by their names.
-            dtype: dtype of the computation.
-
-        Returns:
-            The tree of arrays.
-        """
+        """A layer's parameters, whole on every device but for experts, as `Layout.gathered` promises them."""
 
         def gather(keys, x):
             is_of_split_experts = self.splits_experts and "experts" in path_of(keys)  # a layer's module of them

@@ -77,58 +77,41 @@ _OF_VOCABULARY = {"embed_tokens": "in", "lm_head": "out"}
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint, and the part of a parameter that it is.
+    """A tensor of a checkpoint, and the part of a parameter that it is."""
 
-    Attributes:
-        name: the tensor's.
-        index: of the part, an index or a slice for each of the parameter's first axes. The others are whole.
-        transposed: whether the tensor is (out, in), and the part (in, out).
-        interleaved: whether columns of gate and up take turns in the tensor, where the part has those of gate first.
-    """
-
-    name: str
+    name: str  # the tensor's
+    # Of the part, an index or a slice for each of the parameter's first axes. The others are whole.
     index: tuple[int | slice, ...]
-    transposed: bool
-    interleaved: bool
+    transposed: bool  # whether the tensor is (out, in), and the part (in, out)
+    interleaved: bool  # whether columns of gate and up take turns in the tensor, where the part has those of gate first
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterInfo:
-    """What a parameter is.
+    """What a parameter is."""
 
-    Attributes:
-        name: its path in the model, such as "model.layers.mlp.up_proj.kernel".
-        kind: "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
-            "kernel_codes", "kernel_scales" and so on of quantised kernels, heads and experts, with the weight's axes;
-            "sinks" (out) of attention's heads; "router" (in, out), "experts" (expert, in, out) and "experts_bias"
-            (expert, out); their adapters' "experts_lora_a" (expert, in, rank) and "experts_lora_b" (expert, rank, out);
-            "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale",
-            "dropout_key", "dropout_pieces" (B, T) or (B, 1), and "token_rows" (tokens, D) of single tokens. A trained
-            weight and its original are of the weight's kind.
-        layer_axis: the axis that counts stacked layers; `None` if there is none.
-        expert_axis: the axis that counts experts; `None` if there is none.
-        in_axis: the axis of the layer's input, an embedding's vocabulary included; `None` if there is none.
-        out_axis: the axis of the layer's output, a head's vocabulary included; `None` if there is none.
-        tensor_axis: the axis that tensor parallelism splits: heads, the feed-forward's width, or the vocabulary;
-            `None` where every device has the parameter whole, as a norm's scale or an adapter's other matrix.
-        tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer, and in each of these
-            perhaps several for each expert. Adapters have PEFT's names, without the prefix that all of them share. A
-            scale, a dropout's key and pieces, and the adapters of experts have none: in PEFT the names of the last
-            depend on one another (`lora.expert_files`).
-        tensors_of_expert: how many tensors each expert has; 0 where one tensor is of all experts, or of none.
-        interleaved: whether columns of gate and up take turns in the tensors.
-    """
-
-    name: str
+    name: str  # its path in the model, such as "model.layers.mlp.up_proj.kernel"
+    # "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
+    # "kernel_codes", "kernel_scales" and so on of quantised kernels, heads and experts, with the weight's axes; "sinks"
+    # (out) of attention's heads; "router" (in, out), "experts" (expert, in, out) and "experts_bias" (expert, out);
+    # their adapters' "experts_lora_a" (expert, in, rank) and "experts_lora_b" (expert, rank, out); "lora_a" (in, rank),
+    # "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale", "dropout_key", "dropout_pieces" (B, T) or (B, 1),
+    # and "token_rows" (tokens, D) of single tokens. A trained weight and its original are of the weight's kind.
     kind: Kind
-    layer_axis: int | None
-    expert_axis: int | None
-    in_axis: int | None
-    out_axis: int | None
+    layer_axis: int | None  # the axis that counts stacked layers; `None` if there is none
+    expert_axis: int | None  # the axis that counts experts; `None` if there is none
+    in_axis: int | None  # the axis of the layer's input, an embedding's vocabulary included; `None` if there is none
+    out_axis: int | None  # the axis of the layer's output, a head's vocabulary included; `None` if there is none
+    # The axis that tensor parallelism splits: heads, the feed-forward's width, or the vocabulary; `None` where every
+    # device has the parameter whole, as a norm's scale or an adapter's other matrix.
     tensor_axis: int | None
+    # The tensors' names in a checkpoint: one, or one for each stacked layer, and in each of these perhaps several for
+    # each expert. Adapters have PEFT's names, without the prefix that all of them share. A scale, a dropout's key and
+    # pieces, and the adapters of experts have none: in PEFT the names of the last depend on one another
+    # (`lora.expert_files`).
     tensor_names: tuple[str, ...]
-    tensors_of_expert: int = 0
-    interleaved: bool = False
+    tensors_of_expert: int = 0  # how many tensors each expert has; 0 where one tensor is of all experts, or of none
+    interleaved: bool = False  # whether columns of gate and up take turns in the tensors
 
     @property
     def stacked(self) -> bool:
@@ -169,34 +152,23 @@ class ParameterInfo:
 def describe(model: Any) -> dict[Path, ParameterInfo]:
     """What each parameter of a model is.
 
-    Args:
-        model: a model, its state, or any tree with the state's paths, such as gradients. Leaves need a shape alone.
+    `model`: a model, its state, or any tree with the state's paths, such as gradients. Leaves need a shape alone.
+    Returns the parameters by their paths, as `nnx.to_flat_state` has them, in the order of the tree's leaves. A
+    quantised weight has two entries, whose paths end in "codes" and "scales".
 
-    Returns:
-        The parameters by their paths, as `nnx.to_flat_state` has them, in the order of the tree's leaves. A quantised
-        weight has two entries, whose paths end in "codes" and "scales".
-
-    Raises:
-        ValueError: a leaf is no parameter of a model, or has another number of axes than its kind.
-
-    Example:
-        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
-        >>> model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
-        >>> info = describe(model)["model", "layers", "mlp", "up_proj", "kernel"]
-        >>> info.kind, info.layer_axis, info.in_axis, info.out_axis, info.tensor_names[1]
-        ('kernel', 0, 1, 2, 'model.layers.1.mlp.up_proj.weight')
+    >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+    >>> model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
+    >>> info = describe(model)["model", "layers", "mlp", "up_proj", "kernel"]
+    >>> info.kind, info.layer_axis, info.in_axis, info.out_axis, info.tensor_names[1]
+    ('kernel', 0, 1, 2, 'model.layers.1.mlp.up_proj.weight')
     """
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model) if isinstance(model, nnx.Module) else model)
     return {path_of(keys): parameter(path_of(keys), x.shape) for keys, x in leaves}
 
 
 def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
-    """What the parameter at this path is. A quantised weight may be asked for as a whole.
-
-    Raises:
-        ValueError: there is no such parameter, or its kind has another number of axes.
-    """
+    """What the parameter at this path is. A quantised weight may be asked for as a whole."""
     name = ".".join(map(str, path))
     *modules, last = map(str, path)
     part = last if last in _QUANTIZED_PARTS and modules else None
@@ -233,16 +205,9 @@ def matrices(tree: Any) -> Any:
     experts are stacked in one array. Of what is no parameter of a model of ours, arrays with two axes or more do,
     unless a part of the path is "scale" or "bias" or ends in "_bias".
 
-    Args:
-        tree: a model's state, or any tree of arrays or their types.
-
-    Returns:
-        A tree of booleans with its structure.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> matrices(dict(kernel=jnp.ones((2, 3)), sinks=jnp.ones(3)))
-        {'kernel': True, 'sinks': False}
+    >>> import jax.numpy as jnp
+    >>> matrices(dict(kernel=jnp.ones((2, 3)), sinks=jnp.ones(3)))
+    {'kernel': True, 'sinks': False}
     """
     return jax.tree_util.tree_map_with_path(is_matrix, tree)
 

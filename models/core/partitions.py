@@ -16,36 +16,15 @@ from liger_jax.ops.layout import Names
 def partition(*entries: str | Names | None) -> P:
     """A partition without its last empty entries.
 
-    Args:
-        entries: the mesh axes that split each axis of an array.
-
-    Returns:
-        The partition.
-
-    Example:
-        >>> partition(("data", "fsdp"), None, ()) == P(("data", "fsdp"))
-        True
+    >>> partition(("data", "fsdp"), None, ()) == P(("data", "fsdp"))
+    True
     """
     filled = [i for i, entry in enumerate(entries) if entry]
     return P(*(entry or None for entry in entries[: filled[-1] + 1])) if filled else P()
 
 
 def placed(batch: Any, mesh: Mesh, rows: Names, positions: str | None, length: int | None) -> Any:
-    """A batch on a mesh, as `Layout.place` promises it.
-
-    Args:
-        batch: a tree of arrays with a leading batch axis.
-        mesh: the devices.
-        rows: the axes that split the rows.
-        positions: the axis that splits positions.
-        length: the positions of arrays that it splits; `None` if it splits none.
-
-    Returns:
-        The tree of arrays.
-
-    Raises:
-        ValueError: the mesh does not divide the rows.
-    """
+    """A batch on a mesh, as `Layout.place` promises it."""
     rows_of = lambda x: jnp.shape(x)[0] if jnp.ndim(x) else 0
     parts, number = math.prod(mesh.shape[name] for name in rows), max(map(rows_of, jax.tree.leaves(batch)), default=0)
     if number % parts:
@@ -62,15 +41,7 @@ def placed(batch: Any, mesh: Mesh, rows: Names, positions: str | None, length: i
 
 
 def is_placed(batch: Any, positions: str) -> bool:
-    """Whether a batch's rows are split already, by an earlier `Layout.place`.
-
-    Args:
-        batch: a model's arguments by name, or anything else.
-        positions: the axis that splits rows.
-
-    Returns:
-        Whether they are.
-    """
+    """Whether a batch's rows are split already, by an earlier `Layout.place`."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     spec = getattr(getattr(ids, "sharding", None), "spec", ())
     return len(spec) > 1 and spec[1] == positions

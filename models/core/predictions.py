@@ -16,18 +16,7 @@ from liger_jax.models.quantized import is_quantized
 def predicted(
     loss: LanguageModelLoss, hidden: Float[Array, "B T D"], head: Any, *, return_logits: bool, return_metrics: bool
 ) -> CausalLMOutput:
-    """The result of a call without labels.
-
-    Args:
-        loss: the model's loss, which makes the metrics.
-        hidden: hidden states after the last norm.
-        head: the head's weight (V, D), an array or quantised.
-        return_logits: whether logits are wanted.
-        return_metrics: whether metrics are wanted.
-
-    Returns:
-        Logits and metrics. No position is scored.
-    """
+    """The result of a call without labels."""
     logits = _logits(loss, hidden, head) if return_logits else None
     metrics = None
     if return_metrics:
@@ -49,21 +38,7 @@ def scored(
     return_logits: bool,
     return_metrics: bool,
 ) -> CausalLMOutput:
-    """The result of a call with labels.
-
-    Args:
-        loss: the model's loss.
-        hidden: hidden states after the last norm.
-        head: the head's weight (V, D), an array or quantised.
-        targets: the label of each position, -100 where it is not scored.
-        loss_weights: weights of the positions; `None` for ones.
-        loss_normalizer: denominator of the mean; `None` for the sum of the weights.
-        return_logits: whether logits are wanted. Then the loss is computed from them.
-        return_metrics: whether metrics are wanted.
-
-    Returns:
-        The loss, and what else is wanted.
-    """
+    """The result of a call with labels."""
     with_logits = return_logits or not loss.kernels.fused_linear_cross_entropy
     logits = _logits(loss, hidden, head) if with_logits else None
     reduction = "mean" if loss_normalizer is None else "sum"

@@ -10,15 +10,10 @@ from liger_jax.ops import Segments
 
 
 class RowTokens(NamedTuple):
-    """What layers know of rows.
+    """What layers know of rows."""
 
-    Attributes:
-        segments: what attention stays within; `None` for rows of one document, which need no mask.
-        is_token: (B, T) bool of whole rows, which positions routers count; `None` for all.
-    """
-
-    segments: Segments | None
-    is_token: Bool[Array, "B row"] | None
+    segments: Segments | None  # what attention stays within; `None` for rows of one document, which need no mask
+    is_token: Bool[Array, "B row"] | None  # (B, T) bool of whole rows, which positions routers count; `None` for all
 
 
 def attention_segments(
@@ -26,17 +21,11 @@ def attention_segments(
 ) -> Int[Array, "B T"] | None:
     """The segments of tokens. Padding is one more segment, so that every token sees at least itself.
 
-    Args:
-        segment_ids: ids of packed documents from 1, and 0 at padding.
-        attention_mask: 0 or False where a token is padding.
+    Returns the segments' ids. What the mask hides, wherever it stands, has the largest int32. `None` if all tokens
+    belong to one segment.
 
-    Returns:
-        The segments' ids. What the mask hides, wherever it stands, has the largest int32. `None` if all tokens belong
-        to one segment.
-
-    Example:
-        >>> attention_segments(None, jnp.array([[0, 1, 1]])).tolist()
-        [[2147483647, 1, 1]]
+    >>> attention_segments(None, jnp.array([[0, 1, 1]])).tolist()
+    [[2147483647, 1, 1]]
     """
     if attention_mask is None:
         return segment_ids
@@ -47,15 +36,8 @@ def attention_segments(
 def tokens_of(*masks: Num[Array, "B T"] | Bool[Array, "B T"] | None) -> Bool[Array, "B T"] | None:
     """Where rows hold a token.
 
-    Args:
-        *masks: arrays that are 0 at padding; `None` entries say nothing.
-
-    Returns:
-        The mask; `None` if nothing is said.
-
-    Example:
-        >>> tokens_of(jnp.array([[1, 2, 0]]), None).tolist()
-        [[True, True, False]]
+    >>> tokens_of(jnp.array([[1, 2, 0]]), None).tolist()
+    [[True, True, False]]
     """
     given = [mask != 0 for mask in masks if mask is not None]
     return functools.reduce(jnp.logical_and, given) if given else None

@@ -13,16 +13,8 @@ def chosen(count: Any, rows: Any, logits: Any, ended: Any, choice: Any, ends: An
     A row's random numbers come from its number among all rows and from `count`, so they do not depend on the other
     rows.
 
-    Args:
-        count: int32 scalar.
-        rows: (B,) int32, the rows' numbers.
-        logits: (B, V) float32.
-        ended: (B,) bool, which rows had ended before.
-        choice: None for the likeliest token, or (key, temperature, top_p or None, top_k or None).
-        ends: the tokens that end a row, and the one that fills it then.
-
-    Returns:
-        (B,) int32, −1 where the logits have no softmax: one is NaN or inf, or all are −inf; and (B,) bool.
+    `choice`: None for the likeliest token, or (key, temperature, top_p or None, top_k or None). Returns (B,) int32, −1
+    where the logits have no softmax: one is NaN or inf, or all are −inf; and (B,) bool.
     """
     stops, pad = ends
     if choice is None:
@@ -59,20 +51,11 @@ def draw(
     Tokens that are exactly as likely as the last of the likeliest are drawn from, too. Nothing is sorted: the least
     probability that is drawn from is found in 15 passes over the probabilities, two of its 30 bits in each.
 
-    Args:
-        keys: of `jax.random`, one for each row.
-        logits: float32.
-        temperature: positive, and not subnormal.
-        top_p: in (0, 1): the fewest likeliest whose probabilities, among those of top_k, reach it; `None` for all.
-        top_k: how many of the likeliest; `None` for all.
+    `top_p`: in (0, 1): the fewest likeliest whose probabilities, among those of top_k, reach it; `None` for all.
 
-    Returns:
-        int32 token ids.
-
-    Example:
-        >>> keys, logits = jax.random.split(jax.random.key(0), 1), jnp.array([[0.0, 9.0, 1.0]])
-        >>> draw(keys, logits, jnp.float32(1), jnp.float32(0.5)).tolist()
-        [1]
+    >>> keys, logits = jax.random.split(jax.random.key(0), 1), jnp.array([[0.0, 9.0, 1.0]])
+    >>> draw(keys, logits, jnp.float32(1), jnp.float32(0.5)).tolist()
+    [1]
     """
     scaled = _scaled(logits, temperature)
     if top_p is not None or top_k is not None:

@@ -28,51 +28,28 @@ _PADDING = {"shift_labels": IGNORE_INDEX}
 
 @dataclasses.dataclass(frozen=True)
 class SequenceParts:
-    """A mesh axis that splits rows over several devices.
+    """A mesh axis that splits rows over several devices."""
 
-    Attributes:
-        axis: its name.
-        size: its devices c, more than one.
-        multiple: what the length of a row is a multiple of: 2c chunks, and on each device equal parts for the devices
-            of a tensor axis.
-        rows: how arrays (B, …) lie whose rows are whole.
-    """
-
-    axis: str
-    size: int
+    axis: str  # its name
+    size: int  # its devices c, more than one
+    # What the length of a row is a multiple of: 2c chunks, and on each device equal parts for the devices of a tensor
+    # axis.
     multiple: int
-    rows: P
+    rows: P  # how arrays (B, …) lie whose rows are whole
 
     @classmethod
     def of(cls, axis: str, sizes: Mapping[str, int], tensor: str | None, rows: P) -> "SequenceParts":
-        """The parts on a mesh.
-
-        Args:
-            axis: the axis that splits rows.
-            sizes: the devices along each axis of the mesh.
-            tensor: the axis that splits positions between sublayers, or `None`.
-            rows: how arrays (B, …) lie whose rows are whole.
-
-        Returns:
-            The parts.
-        """
+        """The parts on a mesh."""
         size = sizes[axis]
         return cls(axis, size, size * math.lcm(2, sizes.get(tensor, 1) if tensor else 1), rows)
 
     def prepared(self, batch: Any) -> dict[str, Any]:
         """A model's arguments for rows that are split.
 
-        Args:
-            batch: (B, T) token ids, which are their own labels; or the model's arguments by name. An array (B, T, …) or
-                (1, T, …) of any name belongs to the positions.
-
-        Returns:
-            The arguments, with `shift_labels` in the place of `labels`, `positions`, and rows of T′ positions, the next
-            multiple of `multiple`, in the order of the devices' chunks. Where T′ is not T and nothing else tells
-            padding there is a `token_mask`, 0 behind the rows.
-
-        Raises:
-            ValueError: there are no `input_ids`, or `labels` stand beside `shift_labels`.
+        `batch`: (B, T) token ids, which are their own labels; or the model's arguments by name. An array (B, T, …) or
+        (1, T, …) of any name belongs to the positions. Returns the arguments, with `shift_labels` in the place of
+        `labels`, `positions`, and rows of T′ positions, the next multiple of `multiple`, in the order of the devices'
+        chunks. Where T′ is not T and nothing else tells padding there is a `token_mask`, 0 behind the rows.
         """
         named = dict(batch) if isinstance(batch, Mapping) else dict(input_ids=batch, labels=batch)
         if named.get("input_ids") is None:
@@ -104,27 +81,11 @@ class SequenceParts:
         return in_chunks(jnp.pad(x, behind, **filling), 1, self.size)
 
     def whole_rows(self, ids: jax.Array) -> jax.Array:
-        """Arrays (B, T) with whole rows, in their own order.
-
-        Args:
-            ids: in the order of chunks, split over the axis.
-
-        Returns:
-            The array, the same on all devices of the axis.
-        """
+        """Arrays (B, T) with whole rows, in their own order."""
         return from_chunks(jax.lax.with_sharding_constraint(ids, self.rows), 1, self.size)
 
     def check_rows(self, length: int, positions: Any, cache: Any) -> None:
-        """Raises a ValueError unless a model's rows may have been prepared, and nothing needs them whole.
-
-        Args:
-            length: the positions of `input_ids`.
-            positions: the model's argument.
-            cache: the model's argument.
-
-        Raises:
-            ValueError: there is a cache, there are no positions, or the length is no multiple.
-        """
+        """Raises a ValueError unless a model's rows may have been prepared, and nothing needs them whole."""
         where = f"on a mesh with {self.size} devices along sequence={self.axis!r}"
         if cache is not None:
             raise ValueError(
@@ -138,15 +99,7 @@ class SequenceParts:
             )
 
     def check_labels(self, labels: Any, logits_to_keep: Any) -> None:
-        """Raises a ValueError if a call asks for positions by their place in a row.
-
-        Args:
-            labels: the model's argument.
-            logits_to_keep: the model's argument.
-
-        Raises:
-            ValueError: labels are not shifted, or positions are to be kept.
-        """
+        """Raises a ValueError if a call asks for positions by their place in a row."""
         where = f"on a mesh with {self.size} devices along sequence={self.axis!r}"
         if labels is not None:
             raise ValueError(

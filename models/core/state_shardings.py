@@ -15,18 +15,7 @@ _LARGE = 65_536  # numbers: an array of less is no memory, and every device may 
 
 
 def state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, whole: NamedSharding) -> Any:
-    """The shardings of an optimizer's state, whose arrays follow their parameters where they have axes of them.
-
-    Args:
-        optimizer: the one that made it.
-        state: the state.
-        params: the parameters.
-        of_params: their shardings.
-        whole: the sharding of scalars, and of arrays that follow no parameter.
-
-    Returns:
-        A tree of `NamedSharding` with the structure of the state.
-    """
+    """The shardings of an optimizer's state, whose arrays follow their parameters where they have axes of them."""
 
     def of_subtree(state, params, shardings):
         """What an optimizer holds for a tree of parameters; for one of them it may be a tree of arrays."""

@@ -71,11 +71,7 @@ def stretched(config: Any, length: int, rope_scaling: str | None = None) -> Any:
 def kinds_for(config: Any) -> list[str]:
     """The rotary embeddings by which a model may be stretched.
 
-    Args:
-        config: the architecture.
-
-    Returns:
-        Names of `ROPE_SCALINGS`: all, or the kind that the model has already; none for a `LongRope`.
+    Returns names of `ROPE_SCALINGS`: all, or the kind that the model has already; none for a `LongRope`.
     """
     own = config.rope_scaling
     return [name for name, kind in ROPE_SCALINGS.items() if own is None or type(own) is kind]

@@ -18,67 +18,30 @@ import jax.numpy as jnp
 
 
 def all_positions(x: jax.Array, axis: str | None) -> jax.Array:
-    """The rows (B, T, D) of the positions (B, own, D) that the devices of a mesh axis have.
-
-    Args:
-        x: this device's positions, inside `jax.shard_map`.
-        axis: the mesh axis, or `None` for one device.
-
-    Returns:
-        The whole rows, the same on every device of the axis.
-    """
+    """The rows (B, T, D) of the positions (B, own, D) that the devices of a mesh axis have."""
     return x if axis is None else jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
 
 def summed(x: jax.Array, axis: str | None) -> jax.Array:
-    """This device's positions (B, own, D) of the sum of rows (B, T, D) over the devices of a mesh axis.
-
-    Args:
-        x: this device's summand, inside `jax.shard_map`.
-        axis: the mesh axis, or `None` for one device.
-
-    Returns:
-        The positions that the device has between sublayers.
-    """
+    """This device's positions (B, own, D) of the sum of rows (B, T, D) over the devices of a mesh axis."""
     return x if axis is None else jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
 
 
 def all_tokens(x: jax.Array, axis: str | None) -> jax.Array:
     """The positions (B, own, D) of all devices of a mesh axis, as rows (devices·B, own, D).
 
-    Args:
-        x: this device's positions, inside `jax.shard_map`.
-        axis: the mesh axis, or `None` for one device.
-
-    Returns:
-        Device 0's rows, device 1's, …; the same on every device of the axis.
+    Returns device 0's rows, device 1's, …; the same on every device of the axis.
     """
     return x if axis is None else jax.lax.all_gather(x, axis, axis=0, tiled=True)
 
 
 def summed_tokens(x: jax.Array, axis: str | None) -> jax.Array:
-    """This device's positions (B, own, D) of a sum over the devices of a mesh axis.
-
-    Args:
-        x: this device's summand, as `all_tokens` has it.
-        axis: the mesh axis, or `None` for one device.
-
-    Returns:
-        The positions that the device has between sublayers.
-    """
+    """This device's positions (B, own, D) of a sum over the devices of a mesh axis."""
     return x if axis is None else jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
 def in_rows(x: jax.Array, axis: str | None) -> jax.Array:
-    """Whole rows (B, T, W) of what was computed from `all_tokens`.
-
-    Args:
-        x: (devices·B, own, W).
-        axis: the mesh axis, or `None` for one device.
-
-    Returns:
-        The rows, each with its positions in order.
-    """
+    """Whole rows (B, T, W) of what was computed from `all_tokens`."""
     if axis is None:
         return x
     devices, width = jax.lax.axis_size(axis), x.shape[2]
@@ -87,15 +50,7 @@ def in_rows(x: jax.Array, axis: str | None) -> jax.Array:
 
 
 def by_device(x: jax.Array, axis: str | None) -> jax.Array:
-    """The inverse of `in_rows`.
-
-    Args:
-        x: (B, T, W).
-        axis: the mesh axis, or `None` for one device.
-
-    Returns:
-        (devices·B, own, W).
-    """
+    """The inverse of `in_rows`."""
     if axis is None:
         return x
     devices, width = jax.lax.axis_size(axis), x.shape[2]
@@ -104,29 +59,12 @@ def by_device(x: jax.Array, axis: str | None) -> jax.Array:
 
 
 def product_of_parts(projection: Any, x: jax.Array, axis: str | None) -> jax.Array:
-    """A sublayer's last projection, whose inputs a mesh axis splits.
-
-    Args:
-        projection: this device's rows of the kernel.
-        x: their inputs (devices·B, own positions, own), as `all_tokens` has them.
-        axis: the mesh axis, or `None` for one device.
-
-    Returns:
-        The positions of the sum over devices that this device has between sublayers.
-    """
+    """A sublayer's last projection, whose inputs a mesh axis splits."""
     if axis is not None and hasattr(type(projection), "magnitude"):  # DoRA's norms are those of whole columns
         return summed_tokens(projection(x, input_axis=axis), axis)
     return summed_tokens(projection(x), axis)
 
 
 def axis_of_part(axis: str | None, projection: Any) -> str | None:
-    """The mesh axis whose devices have the other inputs of a projection.
-
-    Args:
-        axis: the axis that splits such projections.
-        projection: the last projection of a sublayer.
-
-    Returns:
-        The axis, or `None` if this device has the whole kernel.
-    """
+    """The mesh axis whose devices have the other inputs of a projection."""
     return axis if projection.kernel.shape[-2] < projection.in_features else None

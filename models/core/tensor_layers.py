@@ -40,18 +40,8 @@ def run_layers(
 ) -> tuple[jax.Array, Any]:
     """Runs a `LayerStack` on every device's part of the layers.
 
-    Args:
-        parts: the devices.
-        stack: the stack.
-        layers: as the stack takes them.
-        last_layers: as the stack takes them.
-        x: (B, T, D), with a T that the axis divides.
-        inputs: as the stack takes them.
-        dropout_words: as the stack takes them, (B, T, 2), or `None`.
-        config: the architecture.
-
-    Returns:
-        Hidden states (B, T, D), which lie as `parts.between` says, and the layers' sums over the tokens of all devices.
+    Returns hidden states (B, T, D), which lie as `parts.between` says, and the layers' sums over the tokens of all
+    devices.
     """
     parts.check(config)
     (graph, state), (last_graph, last_state) = nnx.split(layers), nnx.split(last_layers)

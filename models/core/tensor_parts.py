@@ -19,31 +19,18 @@ KEY_HEADS = ("k_proj", "v_proj")
 
 @dataclasses.dataclass(frozen=True)
 class TensorParts:
-    """A mesh axis that splits heads, feed-forwards and the vocabulary over several devices.
+    """A mesh axis that splits heads, feed-forwards and the vocabulary over several devices."""
 
-    Attributes:
-        axis: its name.
-        size: its devices, more than one.
-        fsdp: the axes that split parameters once more.
-        fsdp_size: the devices along these.
-        batch: the axes that split the batch.
-        sequence: the axis that splits rows, or `None`.
-        axes: all axes of the mesh that are not Manual.
-        between: how activations (B, T, D) lie between blocks.
-        expert: the axis that splits experts, or `None`.
-        expert_size: its devices.
-    """
-
-    axis: str
-    size: int
-    fsdp: Names
-    fsdp_size: int
-    batch: Names
-    sequence: str | None
-    axes: Names
-    between: P
-    expert: str | None = None
-    expert_size: int = 1
+    axis: str  # its name
+    size: int  # its devices, more than one
+    fsdp: Names  # the axes that split parameters once more
+    fsdp_size: int  # the devices along these
+    batch: Names  # the axes that split the batch
+    sequence: str | None  # the axis that splits rows, or `None`
+    axes: Names  # all axes of the mesh that are not Manual
+    between: P  # how activations (B, T, D) lie between blocks
+    expert: str | None = None  # the axis that splits experts, or `None`
+    expert_size: int = 1  # its devices
 
     @classmethod
     def of(
@@ -56,20 +43,7 @@ class TensorParts:
         expert: str | None,
         between: P,
     ) -> "TensorParts":
-        """The parts on a mesh, of a layout whose other axes the mesh may lack.
-
-        Args:
-            axis: the tensor axis.
-            sizes: the devices along each axis of the mesh that is not Manual.
-            fsdp: the axes that split parameters.
-            batch: the axes that split the batch.
-            sequence: the axis that splits rows, or `None`.
-            expert: the axis that splits experts, or `None`.
-            between: how activations lie between blocks.
-
-        Returns:
-            The parts.
-        """
+        """The parts on a mesh, of a layout whose other axes the mesh may lack."""
         has = lambda names: tuple(name for name in names if name in sizes)
         experts = sizes.get(expert, 1) if expert else 1
         return cls(
@@ -113,16 +87,6 @@ class TensorParts:
         where both do not divide the first. Codes and scales of quantised weights are split by fsdp along the output, so
         that blocks stay whole. A vocabulary and key heads that the tensor axis does not divide are whole along it, and
         so is a vector that fsdp does not divide.
-
-        Args:
-            info: what the parameter is.
-            shape: its shape.
-
-        Returns:
-            The partition.
-
-        Raises:
-            ValueError: the mesh does not divide a matrix, or nothing says how it is split.
         """
         if info.expert_axis is not None:
             return partition(*entries_of_experts(self, info, shape))
@@ -168,24 +132,12 @@ class TensorParts:
 
         No position sees those that are added, which are behind it, and no largest position or id grows.
 
-        Args:
-            x: (B, T) or (1, T).
-
-        Returns:
-            The rows, with their last number repeated until the axis divides T.
+        Returns the rows, with their last number repeated until the axis divides T.
         """
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.size)), mode="edge")
 
     def padded_mask(self, is_token: jax.Array | None, input_ids: jax.Array) -> jax.Array | None:
-        """Where padded rows hold a token: routers do not count the positions that are added.
-
-        Args:
-            is_token: (B, T) bool, or `None` for everywhere.
-            input_ids: (B, T).
-
-        Returns:
-            The mask of rows as `padded` makes them; `None` for everywhere.
-        """
+        """Where padded rows hold a token: routers do not count the positions that are added."""
         missing = -input_ids.shape[1] % self.size
         if not missing:
             return is_token
@@ -195,12 +147,8 @@ class TensorParts:
     def fsdp_axis(self, info: ParameterInfo, first: int) -> int | None:
         """The axis of a parameter that fsdp splits, too.
 
-        Args:
-            info: what the parameter is.
-            first: the size of the first axis of a matrix; 0 where it does not matter.
-
-        Returns:
-            The axis; `None` for a vector, and for what every device has whole.
+        `first`: the size of the first axis of a matrix; 0 where it does not matter. Returns the axis; `None` for a
+        vector, and for what every device has whole.
         """
         if info.kind in ("embedding", "head"):
             return 0 if self.splits_vocabulary(first) else 1
@@ -227,13 +175,8 @@ class TensorParts:
     def by_devices(self, x: jax.Array, pieces: Sequence[tuple[int, int]]) -> jax.Array:
         """Shares out the columns of several pieces, such as those of queries, keys and values.
 
-        Args:
-            x: (…, columns).
-            pieces: (heads, width) of each, one behind another. Where the axis does not divide the heads, each is
-                repeated so often that it does.
-
-        Returns:
-            (…, devices, own): each device has as many heads of each piece as any other.
+        `pieces`: (heads, width) of each, one behind another. Where the axis does not divide the heads, each is repeated
+        so often that it does. Returns (…, devices, own): each device has as many heads of each piece as any other.
         """
         by_devices, start = [], 0
         for heads, width in pieces:
@@ -254,15 +197,7 @@ class TensorParts:
 def nearest_divisor(number: int, size: int) -> int:
     """The divisor of a number that is nearest to a size; of two, the smaller one.
 
-    Args:
-        number: at least 1.
-        size: at least 1.
-
-    Returns:
-        The divisor.
-
-    Example:
-        >>> nearest_divisor(32, 3), nearest_divisor(12, 5)
-        (2, 4)
+    >>> nearest_divisor(32, 3), nearest_divisor(12, 5)
+    (2, 4)
     """
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: (abs(n - size), n))

@@ -39,15 +39,8 @@ def over_tokens(
 
     On a mesh each device has tiles of its own tokens, and the gradients of weights are summed over devices once.
 
-    Args:
-        call: computes each token by itself, and returns a tree of arrays (B, T, …).
-        layers: the projections that it computes with, and all that it differentiates beside `x`.
-        x: its argument.
-        remat: what the decoder's layer keeps for the backward.
-        layout: the `Layout` of the mesh in context.
-
-    Returns:
-        What `call` returns.
+    `call`: computes each token by itself, and returns a tree of arrays (B, T, …). `layers`: the projections that it
+    computes with, and all that it differentiates beside `x`.
     """
     tokens = layout.tokens_of_device(*x.shape[:2])
     size = tokens_at_once(tokens, x.shape[2], remat)
@@ -79,20 +72,12 @@ def tokens_at_once(tokens: int, width: int, remat: Remat, tensor: int = 1) -> in
     Each device of a tensor axis cuts tiles of its own positions. The devices then compute their tiles together, so that
     more tokens are computed at once, and each device has its part of their width.
 
-    Args:
-        tokens: a device's tokens.
-        width: D.
-        remat: what the decoder's layer keeps for the backward.
-        tensor: the devices of a tensor axis that have the tokens in common.
+    Returns a tile's tokens, where a layer keeps no product; else all. With "offload" shorter rows have tiles, too.
 
-    Returns:
-        A tile's tokens, where a layer keeps no product; else all. With "offload" shorter rows have tiles, too.
-
-    Example:
-        >>> [tokens_at_once(16_384, 4096, remat) for remat in ("none", "full", "offload")]
-        [16384, 16384, 2048]
-        >>> [tokens_at_once(65_536, 4096, "full", tensor) for tensor in (1, 2)]
-        [4096, 65536]
+    >>> [tokens_at_once(16_384, 4096, remat) for remat in ("none", "full", "offload")]
+    [16384, 16384, 2048]
+    >>> [tokens_at_once(65_536, 4096, "full", tensor) for tensor in (1, 2)]
+    [4096, 65536]
     """
     own = tokens // tensor
     size = None if keeps_products(remat) else tile_tokens(own, width)
@@ -104,16 +89,10 @@ def tokens_at_once(tokens: int, width: int, remat: Remat, tensor: int = 1) -> in
 def tile_tokens(tokens: int, width: int) -> int | None:
     """How many tokens a tile has: about as many as the model is wide, so that its products have no short side.
 
-    Args:
-        tokens: a device's tokens.
-        width: D.
+    Returns the number; `None` where all tokens are computed at once, for no more than 8 tiles.
 
-    Returns:
-        The number; `None` where all tokens are computed at once, for no more than 8 tiles.
-
-    Example:
-        >>> tile_tokens(65_536, 4096), tile_tokens(8_192, 4096)
-        (4096, None)
+    >>> tile_tokens(65_536, 4096), tile_tokens(8_192, 4096)
+    (4096, None)
     """
     size = min(max(width, LEAST_TOKENS), MOST_TOKENS)
     return size if tokens > LEAST_TILES * size else None
@@ -131,15 +110,9 @@ def in_tiles(
     The gradients of weights are summed over tiles in float32 and rounded once. There are none for weights that nobody
     differentiates.
 
-    Args:
-        function: computes each token by itself, and returns a tree of arrays (1, tile, …).
-        weights: a tree of arrays, all that `function` may differentiate beside `x`.
-        x: any float dtype.
-        size: tokens in a tile, at most B·T.
-        numbers: a tree of integers (B, T, …), what the function gets of each token beside `x`.
-
-    Returns:
-        The function's values, (B, T, …).
+    `function`: computes each token by itself, and returns a tree of arrays (1, tile, …). `weights`: a tree of arrays,
+    all that `function` may differentiate beside `x`. `numbers`: a tree of integers (B, T, …), what the function gets of
+    each token beside `x`.
     """
     leaves, tree = jax.tree.flatten(weights)
     by_token = lambda x: x.reshape(-1, *x.shape[2:])
@@ -225,15 +198,7 @@ def _slices(tree: Any, start: Any, size: int) -> Any:
 
 
 def dense(weights: Any, dtype: Any) -> Any:
-    """Makes quantised weights dense, once for all tiles.
-
-    Args:
-        weights: a tree of arrays and `BlockQuantized`.
-        dtype: dtype of the computation.
-
-    Returns:
-        A tree of arrays.
-    """
+    """Makes quantised weights dense, once for all tiles."""
     is_quantized = lambda leaf: isinstance(leaf, BlockQuantized)
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_quantized(leaf) else leaf, weights, is_leaf=is_quantized)
 

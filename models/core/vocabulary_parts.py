@@ -27,16 +27,8 @@ NO_LOGIT = -jnp.inf
 def padded(table: jax.Array, size: int) -> jax.Array:
     """A table (V, D) with zeros behind its last entry, so that `size` devices have equal parts.
 
-    Args:
-        table: an embedding or a head.
-        size: the devices.
-
-    Returns:
-        (V′, D), V′ the next multiple of the size.
-
-    Example:
-        >>> padded(jnp.ones((5, 2)), 4).shape
-        (8, 2)
+    >>> padded(jnp.ones((5, 2)), 4).shape
+    (8, 2)
     """
     return jnp.pad(table, ((0, -table.shape[0] % size), (0, 0)))
 
@@ -44,14 +36,7 @@ def padded(table: jax.Array, size: int) -> jax.Array:
 def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
     """Looks up table[ids]: each device those of its part of the vocabulary.
 
-    Args:
-        parts: the devices.
-        table: (V, D).
-        ids: (B, T), with a T that the tensor axis divides.
-        dtype: dtype of the computation.
-
-    Returns:
-        (B, T, D), which lies as `parts.between` says; an id outside [0, V) gives NaN.
+    Returns (B, T, D), which lies as `parts.between` says; an id outside [0, V) gives NaN.
     """
     vocab_size = table.shape[0]
 
@@ -72,13 +57,7 @@ def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any
 def logits_parts(parts: TensorParts, hidden: jax.Array, head: jax.Array) -> jax.Array:
     """Logits (B, T, V′): each device makes those of its part of the vocabulary, and no logits are sent.
 
-    Args:
-        parts: the devices.
-        hidden: (B, T, D).
-        head: (V, D).
-
-    Returns:
-        float32 logits, split along V′. Those behind V are padding's.
+    Returns float32 logits, split along V′. Those behind V are padding's.
     """
     rows, axis = _rows(parts, hidden)
 
@@ -92,15 +71,7 @@ def logits_parts(parts: TensorParts, hidden: jax.Array, head: jax.Array) -> jax.
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits in which the entries that are padding have no part in a softmax.
-
-    Args:
-        logits: (..., V′).
-        vocab_size: V.
-
-    Returns:
-        (..., V′), `NO_LOGIT` behind V.
-    """
+    """Logits in which the entries that are padding have no part in a softmax."""
     is_entry = jnp.arange(logits.shape[-1]) < vocab_size
     return logits if logits.shape[-1] == vocab_size else jnp.where(is_entry, logits, NO_LOGIT)
 
@@ -118,20 +89,8 @@ def loss_on_parts(
 
     The hidden states' gradient is scattered over the tensor axis where their positions were gathered.
 
-    Args:
-        parts: the devices.
-        function: takes one device's parts of `split`, then `whole`, then the head, which is padded.
-        split: hidden states (B, T, D), and trees of arrays (B, T).
-        whole: arrays that are whole inside.
-        head: (V, D), or quantised.
-        spec: how arrays (B, T) lie.
-        out: how the results lie.
-
-    Returns:
-        The function's results.
-
-    Raises:
-        ValueError: the head is quantised, and the axis does not divide its vocabulary.
+    `function`: takes one device's parts of `split`, then `whole`, then the head, which is padded. `split`: hidden
+    states (B, T, D), and trees of arrays (B, T).
     """
     rows, axis = _rows(parts, split[0])
     split_of_head, of_head = None, P(parts.axis)
@@ -157,16 +116,7 @@ def loss_on_parts(
 def vocabulary_of(parts: TensorParts, head: Any, config: Any) -> dict[str, Any]:
     """What a linear loss has to know of its head inside `loss_on_parts`.
 
-    Args:
-        parts: the devices.
-        head: this device's part.
-        config: the architecture.
-
-    Returns:
-        `vocab_axis`, and where the head has padding a `bias` that takes it out.
-
-    Raises:
-        ValueError: there is padding, which a softcap of logits would let in again.
+    Returns `vocab_axis`, and where the head has padding a `bias` that takes it out.
     """
     (part, split), vocab_size = taken_apart(head), config.vocab_size
     size = part.shape[0] * (1 if split is None else split.parts[0])

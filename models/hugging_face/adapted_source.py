@@ -7,31 +7,15 @@ from liger_jax.models.hugging_face.source import Source, find
 
 
 def is_adapted(source: Source) -> bool:
-    """Whether a folder holds adapters. As in transformers, these count before a model in the same folder.
-
-    Args:
-        source: the folder.
-
-    Returns:
-        True if it has an adapter_config.json.
-    """
+    """Whether a folder holds adapters. As in transformers, these count before a model in the same folder."""
     return (source.folder / ADAPTERS.config).exists()
 
 
 def base_of(source: Source) -> tuple[Source, str]:
     """The model that adapters belong to, by `base_model_name_or_path`.
 
-    Args:
-        source: a folder of adapters.
-
-    Returns:
-        The model's folder, and the path or id that names it. A tokenizer and a generation_config.json beside the
-        adapters take the place of the model's.
-
-    Raises:
-        ValueError: adapter_config.json is damaged, names no model, or names adapters or a revision of a model.
-        FileNotFoundError: the model is not there.
-        ImportError: the model has to be fetched, and huggingface_hub is not installed.
+    Returns the model's folder, and the path or id that names it. A tokenizer and a generation_config.json beside the
+    adapters take the place of the model's.
     """
     path = source.folder / ADAPTERS.config
     file = own_file(source.folder, ADAPTERS.config)

@@ -31,37 +31,23 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says.
+    """What adapter_config.json says."""
 
-    Attributes:
-        rank: columns of A.
-        alpha: numerator of the scale.
-        targets: which modules are adapted.
-        dropout: the share of inputs that training drops.
-        rslora: whether the scale is alpha/√rank.
-        dora: whether there are magnitudes.
-        rank_pattern: ranks of their own, by expressions for a name's end.
-        alpha_pattern: alphas of their own, in the same way.
-        modules: `modules_to_save`.
-        tokens: `trainable_token_indices`, by the ends of modules' names.
-        bias: "none", "all" or "lora_only".
-        parameters: `target_parameters`, names of experts' weights, or ends of them.
-        whole: whether names in the config are those of a multimodal model.
-    """
-
-    rank: int
-    alpha: float
-    targets: Targets
-    dropout: float
-    rslora: bool
-    dora: bool
+    rank: int  # columns of A
+    alpha: float  # numerator of the scale
+    targets: Targets  # which modules are adapted
+    dropout: float  # the share of inputs that training drops
+    rslora: bool  # whether the scale is alpha/√rank
+    dora: bool  # whether there are magnitudes
+    # Ranks of their own, by expressions for a name's end.
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    modules: Sequence[str] = ()
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)  # alphas of their own, in the same way
+    modules: Sequence[str] = ()  # `modules_to_save`
+    # `trainable_token_indices`, by the ends of modules' names.
     tokens: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
-    bias: str = "none"
-    parameters: Sequence[str] = ()
-    whole: bool = False
+    bias: str = "none"  # "none", "all" or "lora_only"
+    parameters: Sequence[str] = ()  # `target_parameters`, names of experts' weights, or ends of them
+    whole: bool = False  # whether names in the config are those of a multimodal model
 
     def adapts(self, name: str) -> bool:
         """Whether PEFT gives this projection an adapter."""

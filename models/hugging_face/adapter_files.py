@@ -69,12 +69,7 @@ def write(
 
 
 def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
-    """Reads both files.
-
-    Raises:
-        FileNotFoundError: one of them is absent.
-        ValueError: one is damaged, or says something that is not supported.
-    """
+    """Reads both files."""
     files = {CONFIG: own_file(folder, CONFIG), WEIGHTS: weight_file(folder, WEIGHTS)}
     if absent := [name for name, path in files.items() if path is None]:
         cure = "Pass the folder that PEFT saved."

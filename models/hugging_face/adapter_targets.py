@@ -17,35 +17,24 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Which modules are adapted.
+    """Which modules are adapted."""
 
-    Attributes:
-        names: PEFT's `target_modules`: names of modules, or ends of their names; or a regular expression for whole
-            names; or "all-linear" for all projections of layers.
-        excluded: `exclude_modules`, in the same forms; it takes precedence.
-        layers: the numbers of the layers that ends of names mean; none for all.
-        layers_pattern: what stands before a layer's number in names, regular expressions; none for any name.
-        saved: `modules_to_save`, which are never adapted.
-    """
-
+    # PEFT's `target_modules`: names of modules, or ends of their names; or a regular expression for whole names; or
+    # "all-linear" for all projections of layers.
     names: Sequence[str] | str
-    excluded: Sequence[str] | str = ()
-    layers: Sequence[int] = ()
+    excluded: Sequence[str] | str = ()  # `exclude_modules`, in the same forms; it takes precedence
+    layers: Sequence[int] = ()  # the numbers of the layers that ends of names mean; none for all
+    # What stands before a layer's number in names, regular expressions; none for any name.
     layers_pattern: Sequence[str] = ()
-    saved: Sequence[str] = ()
+    saved: Sequence[str] = ()  # `modules_to_save`, which are never adapted
 
     def adapts(self, name: str) -> bool:
         """Whether PEFT gives this module an adapter.
 
-        Args:
-            name: its name in a checkpoint, such as "model.layers.0.self_attn.q_proj".
+        `name`: its name in a checkpoint, such as "model.layers.0.self_attn.q_proj".
 
-        Returns:
-            True if it does.
-
-        Example:
-            >>> Targets(["q_proj"], layers=[1]).adapts("model.layers.0.self_attn.q_proj")
-            False
+        >>> Targets(["q_proj"], layers=[1]).adapts("model.layers.0.self_attn.q_proj")
+        False
         """
         if _is_named(self.excluded, name) or saves(self.saved, name):
             return False
@@ -65,15 +54,8 @@ class Targets:
 def split(names: Sequence[str] | str | None) -> tuple[bool, Sequence[str] | str]:
     """Whether names are those of all projections of layers, as `None` is and all of `LAYER` are; and the other names.
 
-    Args:
-        names: what has adapters, as `add_lora` takes `targets`.
-
-    Returns:
-        Whether a layer's projections are all meant, whatever they are called; and what is named beside them.
-
-    Example:
-        >>> split(None), split([*LAYER, "lm_head"]), split(["q_proj"])
-        ((True, ()), (True, ['lm_head']), (False, ['q_proj']))
+    >>> split(None), split([*LAYER, "lm_head"]), split(["q_proj"])
+    ((True, ()), (True, ['lm_head']), (False, ['q_proj']))
     """
     if names is None:
         return True, ()
@@ -83,31 +65,17 @@ def split(names: Sequence[str] | str | None) -> tuple[bool, Sequence[str] | str]
 
 
 def saves(modules: Sequence[str], name: str) -> bool:
-    """Whether PEFT trains this module as a whole, or a part of it.
-
-    Args:
-        modules: `modules_to_save`.
-        name: a module's name.
-
-    Returns:
-        True if it does.
-    """
+    """Whether PEFT trains this module as a whole, or a part of it."""
     return any(re.match(rf"(^|.*\.){each}($|\..*)", name) for each in modules)
 
 
 def names_parameter(targets: Sequence[str], name: str) -> bool:
     """Whether PEFT adapts a parameter by these `target_parameters`: its name, or an end of it.
 
-    Args:
-        targets: names.
-        name: of the parameter, such as "model.layers.0.mlp.experts.gate_up_proj".
+    `name`: of the parameter, such as "model.layers.0.mlp.experts.gate_up_proj".
 
-    Returns:
-        True if it does.
-
-    Example:
-        >>> names_parameter(["experts.down_proj"], "model.layers.0.mlp.experts.down_proj")
-        True
+    >>> names_parameter(["experts.down_proj"], "model.layers.0.mlp.experts.down_proj")
+    True
     """
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
@@ -121,17 +89,10 @@ def _is_named(names: Sequence[str] | str, name: str) -> bool:
 def value_of(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
     """What `rank_pattern` or `alpha_pattern` gives a module: the first of its expressions that matches counts.
 
-    Args:
-        patterns: values by regular expressions for a name or for its end.
-        name: a module's name.
-        default: the value where none matches.
+    `patterns`: values by regular expressions for a name or for its end.
 
-    Returns:
-        The value.
-
-    Example:
-        >>> value_of({"k_proj": 4}, "model.layers.0.self_attn.k_proj", 8)
-        4
+    >>> value_of({"k_proj": 4}, "model.layers.0.self_attn.k_proj", 8)
+    4
     """
     return next((value for each, value in patterns.items() if re.match(rf"(.*\.)?({each})$", name)), default)
 
@@ -139,15 +100,10 @@ def value_of(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
 def patterns_of(values: Mapping[str, Value]) -> tuple[Value, dict[str, Value]]:
     """The commonest of the modules' values, and a pattern by which `value_of` finds the others.
 
-    Args:
-        values: the values of all adapted modules by their names.
+    Returns the default and the pattern, by the last parts of names where all modules of that name agree.
 
-    Returns:
-        The default and the pattern, by the last parts of names where all modules of that name agree.
-
-    Example:
-        >>> patterns_of({"0.q_proj": 8, "0.k_proj": 4, "1.q_proj": 8, "1.k_proj": 4, "0.o_proj": 8})
-        (8, {'k_proj': 4})
+    >>> patterns_of({"0.q_proj": 8, "0.k_proj": 4, "1.q_proj": 8, "1.k_proj": 4, "0.o_proj": 8})
+    (8, {'k_proj': 4})
     """
     found = list(values.values())
     default = max(found, key=found.count)

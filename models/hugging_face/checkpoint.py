@@ -29,17 +29,11 @@ SAVING = ".saving"
 
 
 class Names(NamedTuple):
-    """The files that one save replaces together.
+    """The files that one save replaces together."""
 
-    Attributes:
-        config: the file without which a reader finds nothing.
-        weights: names that the weights may have. The rename of one of them is the moment of the change.
-        saving: the folder for files that are not in place yet.
-    """
-
-    config: str
-    weights: tuple[str, ...]
-    saving: str
+    config: str  # the file without which a reader finds nothing
+    weights: tuple[str, ...]  # names that the weights may have. The rename of one of them is the moment of the change.
+    saving: str  # the folder for files that are not in place yet
 
 
 MODEL = Names(CONFIG, (WEIGHTS, INDEX), SAVING)
@@ -51,16 +45,11 @@ class Kept:
     """The parts of a checkpoint's JSON files that the model does not compute with, for a later save.
 
     They are text, because flax hashes what a module holds.
-
-    Attributes:
-        config: a JSON object with fields of config.json.
-        generation: the text of generation_config.json, or `None` if the checkpoint has none.
-        multimodal: whether the model is the language part of a multimodal checkpoint.
     """
 
-    config: str = "{}"
-    generation: str | None = None
-    multimodal: bool = False
+    config: str = "{}"  # a JSON object with fields of config.json
+    generation: str | None = None  # the text of generation_config.json, or `None` if the checkpoint has none
+    multimodal: bool = False  # whether the model is the language part of a multimodal checkpoint
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -78,16 +67,8 @@ def own_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
     Whoever made the folder may have put a link into it to another file of the reader's machine. What is read from the
     folder is written into results, which are given away.
 
-    Args:
-        folder: the checkpoint's folder. It may itself be a link, since the reader named it.
-        name: the file's name or relative path.
-
-    Returns:
-        The file's path without links, or `None` if there is no such file.
-
-    Raises:
-        ValueError: the file is a link, or lies in a linked folder, and the link leaves the folder. Links into the
-            `blobs` of the hub's cache are allowed if the folder is a snapshot in that cache.
+    `folder`: the checkpoint's folder. It may itself be a link, since the reader named it. Returns the file's path
+    without links, or `None` if there is no such file.
     """
     path = folder / name
     if not path.is_file():
@@ -106,13 +87,6 @@ def weight_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
     """A file of a checkpoint's weights, which may be a link to a regular file anywhere, as on another disk.
 
     Only tensors are read from it: what is no safetensors file is refused, and none of its bytes come into results.
-
-    Args:
-        folder: the checkpoint's folder.
-        name: the file's name.
-
-    Returns:
-        The file's path, or `None` if there is no such file.
     """
     path = folder / name
     return path if path.is_file() else None
@@ -134,19 +108,12 @@ def config_values(path: pathlib.Path) -> dict[str, Any]:
     """Reads a config.json under any file name; of a multimodal model, the fields of the language part.
 
     Ids of special tokens come from the whole model's fields, if it has them.
-
-    Raises:
-        ValueError: the file is damaged (`config_json.load`, `config_json.language_part`).
     """
     return language_values(config_json.load(path), path)
 
 
 def language_values(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """The fields of the language part, with the whole model's ids of special tokens.
-
-    Raises:
-        ValueError: `config_json.language_part` refuses them.
-    """
+    """The fields of the language part, with the whole model's ids of special tokens."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: values[name] for name in names if values.get(name) is not None}
     return config_json.language_part(values, path) | ids
@@ -156,10 +123,6 @@ def weight_files(folder: pathlib.Path) -> list[str]:
     """The names of the files with a folder's weights; an empty list if there are no safetensors.
 
     If both model.safetensors and an index are there, the first counts, as in Hugging Face.
-
-    Raises:
-        ValueError: the index has no `weight_map`, its `weight_map` names something that is not a safetensors file of
-            the folder, or the index is a link that leaves the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
@@ -181,14 +144,7 @@ def weight_files(folder: pathlib.Path) -> list[str]:
 def why_no_weights(folder: pathlib.Path) -> str | None:
     """Why a folder has no weights, or not all of them.
 
-    Args:
-        folder: a checkpoint's.
-
-    Returns:
-        What to say behind the folder's name, as sentences; `None` if all files are there.
-
-    Raises:
-        ValueError: as `weight_files` does.
+    Returns what to say behind the folder's name, as sentences; `None` if all files are there.
     """
     names = weight_files(folder)
     for path in map(folder.joinpath, names or (WEIGHTS, INDEX)):

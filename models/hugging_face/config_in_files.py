@@ -15,14 +15,6 @@ def check(config: Any, shapes: Mapping[str, tuple[int, ...]], folder: pathlib.Pa
     """Raises an error if a config does not belong to these tensors.
 
     `weights.read` compares all other names and shapes with the model's own.
-
-    Args:
-        config: a `LlamaConfig` or one that derives from it.
-        shapes: the tensors' shapes, by their names in a language model.
-        folder: the checkpoint's folder, for messages.
-
-    Raises:
-        ValueError: the number of layers or the vocabulary differ; both are named.
     """
     wrong, count = [], config.num_hidden_layers
     layers = sorted({int(match[1]) for match in map(_LAYER.match, shapes) if match})

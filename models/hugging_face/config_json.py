@@ -17,12 +17,7 @@ _MAY_BE_NULL = ("attention_bias", "mlp_bias", "mlp_only_layers")  # for False, o
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a JSON file of a checkpoint by `loads`.
-
-    Raises:
-        ValueError: `loads` refuses it.
-        OSError: the file cannot be read.
-    """
+    """Reads a JSON file of a checkpoint by `loads`."""
     return loads(path.read_bytes(), path)
 
 
@@ -30,16 +25,6 @@ def loads(content: bytes, path: pathlib.Path) -> dict[str, Any]:
     """Reads the content of a JSON file of a checkpoint, which anyone may have written.
 
     If a name occurs twice the last one counts, as in transformers.
-
-    Args:
-        content: the file's.
-        path: the file, for messages.
-
-    Returns:
-        Names and values; all numbers are finite.
-
-    Raises:
-        ValueError: the file is not JSON, does not hold an object, is nested too deep, or has a number beyond float64.
     """
 
     def finite(kind):
@@ -63,18 +48,7 @@ def loads(content: bytes, path: pathlib.Path) -> dict[str, Any]:
 
 
 def language_part(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """The fields of the language model; a multimodal config.json has them in `text_config`.
-
-    Args:
-        values: the fields of config.json, as `load` returns them.
-        path: the file, for messages.
-
-    Returns:
-        Names and values.
-
-    Raises:
-        ValueError: `text_config` is not an object, or `model_type` is not a string.
-    """
+    """The fields of the language model; a multimodal config.json has them in `text_config`."""
     part = {} if values.get("text_config") is None else values["text_config"]
     if not isinstance(part, dict):
         raise ValueError(f"{path}: text_config={config_fields.short(part)} must be an object, {{…}}.")
@@ -90,18 +64,7 @@ def language_part(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, An
 
 
 def dtype_of(values: Mapping[str, Any], path: pathlib.Path) -> str:
-    """The dtype of a checkpoint's parameters, which transformers 4 calls `torch_dtype`.
-
-    Args:
-        values: the fields of config.json.
-        path: the file, for messages.
-
-    Returns:
-        A name; "float32" if the file has none.
-
-    Raises:
-        ValueError: the dtype is none of `DTYPES`.
-    """
+    """The dtype of a checkpoint's parameters, which transformers 4 calls `torch_dtype`."""
     name = "dtype" if values.get("dtype") is not None else "torch_dtype"
     dtype = "float32" if values.get(name) is None else values[name]
     dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
@@ -118,17 +81,7 @@ def read(
 ) -> Config:
     """Makes a config from the fields of config.json.
 
-    Args:
-        values: the fields. Those that do not affect the computation are ignored.
-        config_type: a dataclass with Hugging Face's field names, `rope_theta` and `rope_scaling` among them.
-        fixed: for fields that `config_type` lacks, the values that the model supports; an absent field means the first.
-        source: the file, for messages.
-
-    Returns:
-        A `config_type`.
-
-    Raises:
-        ValueError: the model does not support some values; the message lists them all.
+    `fixed`: for fields that `config_type` lacks, the values that the model supports; an absent field means the first.
     """
     others = getattr(config_type, "other_names", {})
     values = {own: values[other] for other, own in others.items() if other in values} | dict(values)
@@ -171,17 +124,7 @@ def read(
 
 
 def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, dtype: str) -> dict[str, Any]:
-    """Makes the fields of config.json from a config; transformers 4 and 5 read them.
-
-    Args:
-        config: a config, as `read` returns it.
-        fixed: the supported values of other fields, as `read` takes them; the first of each is written.
-        architecture: the name of the model's class, such as "LlamaForCausalLM".
-        dtype: dtype of the parameters, such as "bfloat16".
-
-    Returns:
-        Field names and values for `json.dump`.
-    """
+    """Makes the fields of config.json from a config; transformers 4 and 5 read them."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if values["logit_scale"] == 1.0:  # which no other family's config.json has
         del values["logit_scale"]
@@ -200,15 +143,7 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
 
 
 def not_in_transformers(config: Any, model_type: str) -> list[str]:
-    """Finds what of a written config transformers does not compute or does not read.
-
-    Args:
-        config: a config, as `write` takes it.
-        model_type: the family's name in config.json.
-
-    Returns:
-        A clause for each. None for a config that came from a checkpoint of Hugging Face.
-    """
+    """Finds what of a written config transformers does not compute or does not read."""
     found, scaling = [], config.rope_scaling
     if getattr(config, "router_z_loss_coef", 0.0):
         found.append(f"it leaves out router_z_loss_coef={config.router_z_loss_coef} of the loss")

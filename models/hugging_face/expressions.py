@@ -13,15 +13,8 @@ _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|*+]|\{\d*,?\d*\}|.", re
 def problem(expression: str) -> str | None:
     """Finds what is wrong with an expression.
 
-    Args:
-        expression: the expression.
-
-    Returns:
-        A clause, or `None` if it can be used.
-
-    Example:
-        >>> problem(r".*\\.layers\\.\\d+\\.(q|v)_proj"), problem("(a+)+b")
-        (None, 'may take too long: a repeated group has a choice or a repetition inside')
+    >>> problem(r".*\\.layers\\.\\d+\\.(q|v)_proj"), problem("(a+)+b")
+    (None, 'may take too long: a repeated group has a choice or a repetition inside')
     """
     try:
         re.compile(expression)

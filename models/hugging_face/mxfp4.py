@@ -21,15 +21,8 @@ _SIZE, _BIAS = 32, 127  # values with one scale; of its exponent
 def is_mxfp4(values: Mapping[str, Any]) -> bool:
     """Whether config.json says that the experts' weights are MXFP4.
 
-    Args:
-        values: the fields of config.json.
-
-    Returns:
-        True if it does.
-
-    Example:
-        >>> is_mxfp4({"quantization_config": {"quant_method": "mxfp4"}})
-        True
+    >>> is_mxfp4({"quantization_config": {"quant_method": "mxfp4"}})
+    True
     """
     given = values.get("quantization_config")
     return isinstance(given, dict) and given.get("quant_method") == "mxfp4"
@@ -37,17 +30,11 @@ def is_mxfp4(values: Mapping[str, Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Tensor:
-    """A weight that is read like a safetensors slice: it has the weight's shape and numbers.
+    """A weight that is read like a safetensors slice: it has the weight's shape and numbers."""
 
-    Attributes:
-        name: the weight's, for messages.
-        blocks: a slice of the codes.
-        scales: a slice of the exponents.
-    """
-
-    name: str
-    blocks: Any
-    scales: Any
+    name: str  # the weight's, for messages
+    blocks: Any  # a slice of the codes
+    scales: Any  # a slice of the exponents
 
     def __post_init__(self):
         blocks, scales = (tuple(x.get_shape()) for x in (self.blocks, self.scales))
@@ -84,14 +71,7 @@ class Mxfp4Tensor:
 def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's tensors, with one that is read dense for each MXFP4 weight, in place of its two parts.
 
-    Args:
-        tensors: slices by their names.
-
-    Returns:
-        Slices, and an `Mxfp4Tensor` for each such weight.
-
-    Raises:
-        ValueError: the shapes of a weight's parts do not fit.
+    Returns slices, and an `Mxfp4Tensor` for each such weight.
     """
     found = dict(tensors)
     for name in tensors:

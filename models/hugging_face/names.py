@@ -45,14 +45,7 @@ ATTRIBUTES = {
 
 
 def refusing_foreign_names(function: _Function) -> _Function:
-    """The function, which answers transformers' names of arguments with a TypeError that names ours.
-
-    Args:
-        function: takes arguments by name; other unknown names get Python's own error.
-
-    Returns:
-        A function of the same signature.
-    """
+    """The function, which answers transformers' names of arguments with a TypeError that names ours."""
     foreign = ARGUMENTS.keys() - inspect.signature(function).parameters.keys()
     caller = {"__init__": "the constructor", "__call__": "the model's call"}.get(function.__name__, function.__name__)
 
@@ -66,15 +59,7 @@ def refusing_foreign_names(function: _Function) -> _Function:
 
 
 def no_attribute(model: Any, name: str) -> AttributeError:
-    """The error that a model has no attribute of this name; for one of transformers' it names ours.
-
-    Args:
-        model: the model.
-        name: of the attribute.
-
-    Returns:
-        The error, to be raised.
-    """
+    """The error that a model has no attribute of this name; for one of transformers' it names ours."""
     message = f"{type(model).__name__!r} object has no attribute {name!r}"
     if name in ATTRIBUTES:
         message += f", which is transformers'. Here it is {ATTRIBUTES[name]}"

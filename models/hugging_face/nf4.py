@@ -35,15 +35,8 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safeten
 def problem(values: Mapping[str, Any]) -> str | None:
     """Why weights are not read that config.json calls quantised.
 
-    Args:
-        values: the fields of config.json.
-
-    Returns:
-        A clause, or `None` for weights that are not quantised, and for bitsandbytes' nf4.
-
-    Example:
-        >>> problem({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
-        "quantization_config is bitsandbytes' int8, and must be its nf4 or absent: take the model that it was made of"
+    >>> problem({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
+    "quantization_config is bitsandbytes' int8, and must be its nf4 or absent: take the model that it was made of"
     """
     given = values.get("quantization_config")
     if not given:
@@ -65,17 +58,11 @@ def problem(values: Mapping[str, Any]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Nf4Tensor:
-    """A quantised weight that is read like a safetensors slice: it has the weight's shape, dtype and numbers.
+    """A quantised weight that is read like a safetensors slice: it has the weight's shape, dtype and numbers."""
 
-    Attributes:
-        name: the weight's, for messages.
-        tensors: slices of codes, scales and their kin, by the ends of their names; the codes' is "".
-        fields: the JSON object.
-    """
-
-    name: str
-    tensors: Mapping[str, Any]
-    fields: Mapping[str, Any]
+    name: str  # the weight's, for messages
+    tensors: Mapping[str, Any]  # slices of codes, scales and their kin, by the ends of their names; the codes' is ""
+    fields: Mapping[str, Any]  # the JSON object
 
     @property
     def block_size(self) -> int:
@@ -132,17 +119,7 @@ class Nf4Tensor:
 
 
 def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint, where a quantised weight and what stands beside it are one `Nf4Tensor`.
-
-    Args:
-        tensors: slices of safetensors files by name.
-
-    Returns:
-        Slices by name; without quantised weights, the same.
-
-    Raises:
-        ValueError: a weight is of another kind than nf4, or what says its kind is damaged.
-    """
+    """The tensors of a checkpoint, where a quantised weight and what stands beside it are one `Nf4Tensor`."""
     found = dict(tensors)
     for name in [name for name in tensors if _STATE in name]:
         weight, _, kind = name.partition(_STATE)
@@ -157,13 +134,8 @@ def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def quantized_shapes(info: ParameterInfo, tensors: Mapping[str, Any]) -> BlockQuantized | None:
     """What a parameter is that keeps its codes, as shapes and dtypes.
 
-    Args:
-        info: the parameter.
-        tensors: what `with_dense_views` returns.
-
-    Returns:
-        A `BlockQuantized` of `jax.ShapeDtypeStruct`. `None` where it is read dense: it is no kernel, some of its layers
-        are not quantised or differ in how they are, or its blocks do not lie within rows.
+    Returns a `BlockQuantized` of `jax.ShapeDtypeStruct`. `None` where it is read dense: it is no kernel, some of its
+    layers are not quantised or differ in how they are, or its blocks do not lie within rows.
     """
     found = [tensors.get(name) for name in info.tensor_names]
     if info.kind != "kernel" or not all(isinstance(tensor, Nf4Tensor) for tensor in found):
@@ -185,15 +157,8 @@ def quantized_shapes(info: ParameterInfo, tensors: Mapping[str, Any]) -> BlockQu
 def read(info: ParameterInfo, like: BlockQuantized, tensors: Mapping[str, Any], sharding: Any) -> BlockQuantized:
     """Reads a parameter's codes and scales to its devices.
 
-    Args:
-        info: the parameter.
-        like: what `quantized_shapes` returned.
-        tensors: what `with_dense_views` returns.
-        sharding: how the dense kernel would lie; `None` for the default device. An axis that splits its input splits
-            the codes' output, so that blocks stay whole.
-
-    Returns:
-        The parameter.
+    `sharding`: how the dense kernel would lie; `None` for the default device. An axis that splits its input splits the
+    codes' output, so that blocks stay whole.
     """
     found = [tensors[name] for name in info.tensor_names]
     codes = _layers(like.codes, (_swapped(tensor.codes()) for tensor in found))

@@ -11,12 +11,7 @@ _UNREAD = ("pretraining_tp",)
 
 
 def say(values: Mapping[str, Any], never: tuple[str, ...]) -> None:
-    """Warns of fields that ask for something which transformers does not compute, either.
-
-    Args:
-        values: the fields of config.json.
-        never: fields that transformers does not read in this family.
-    """
+    """Warns of fields that ask for something which transformers does not compute, either."""
     asked = [name for name in _UNREAD if values.get(name) not in (None, 1)] + [
         name for name in never if values.get(name)
     ]
@@ -28,15 +23,8 @@ def say(values: Mapping[str, Any], never: tuple[str, ...]) -> None:
 def dropout(values: Mapping[str, Any]) -> str | None:
     """What a command says before it trains a model whose config.json asks for dropout, which is none here.
 
-    Args:
-        values: the fields of config.json.
-
-    Returns:
-        One line, or `None` for a model without dropout.
-
-    Example:
-        >>> dropout({"attention_dropout": 0.1})
-        'attention_dropout=0.1 of config.json is not applied: training here drops nothing of the attention'
+    >>> dropout({"attention_dropout": 0.1})
+    'attention_dropout=0.1 of config.json is not applied: training here drops nothing of the attention'
     """
     share = values.get("attention_dropout")
     if not share:

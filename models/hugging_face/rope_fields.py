@@ -24,13 +24,8 @@ _ORIGINAL, _MOST, _OUR_MOST = "original_max_position_embeddings", "max_position_
 def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], list[str]]:
     """Reads the fields of `NAMES` that a config has.
 
-    Args:
-        values: the fields of config.json.
-        config_type: the config's class, whose defaults take the place of absent fields.
-
-    Returns:
-        The config's arguments, and a clause for each problem. Fields of a scaling that change nothing in transformers
-        are ignored with a warning.
+    Returns the config's arguments, and a clause for each problem. Fields of a scaling that change nothing in
+    transformers are ignored with a warning.
     """
     given = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
     for name, parameters in given.items():

@@ -54,16 +54,11 @@ def write(
     Each shard is written before the next is made. Until the end the disk holds both models. Of several processes, the
     first one writes, and the others make the shards with it.
 
-    Args:
-        folder: the folder, made if it does not exist.
-        shards: groups of tensors. One becomes model.safetensors; several become files and an index.
-        small_files: config.json and other files, by name or relative path. `None` for a file that the model lacks; an
-            earlier model's file of that name is removed.
-        meaning: takes a folder and returns what its config.json means. If two folders give equal values, their models
-            compute the same. It raises a ValueError or FileNotFoundError if the file is damaged or absent.
-
-    Raises:
-        OSError: something cannot be written, or a folder that `small_files` name is a link in `folder`.
+    `shards`: groups of tensors. One becomes model.safetensors; several become files and an index. `small_files`:
+    config.json and other files, by name or relative path. `None` for a file that the model lacks; an earlier model's
+    file of that name is removed. `meaning`: takes a folder and returns what its config.json means. If two folders give
+    equal values, their models compute the same. It raises a ValueError or FileNotFoundError if the file is damaged or
+    absent.
     """
     if jax.process_index() > 0:
         collections.deque(shards, maxlen=0)
@@ -75,16 +70,7 @@ def write(
 def write_adapters(
     folder: pathlib.Path, tensors: Mapping[str, np.ndarray], small_files: Mapping[str, bytes | None]
 ) -> None:
-    """Writes adapters into a folder, in place of those that it may hold. A model in the folder stays.
-
-    Args:
-        folder: the folder, made if it does not exist.
-        tensors: the adapters.
-        small_files: adapter_config.json and other files, as `write` takes them.
-
-    Raises:
-        OSError: as `write` raises it.
-    """
+    """Writes adapters into a folder, in place of those that it may hold. A model in the folder stays."""
     if jax.process_index() > 0:
         return
     (weights,) = ADAPTERS.weights

@@ -35,13 +35,6 @@ class Source:
     So all parts of a run see the same files, whatever happens to the folder meanwhile. The weights are not read here.
     A link is followed within the folder, or from a snapshot in the hub's cache to its blobs; others are refused, but
     for files of weights.
-
-    Args:
-        folder: the folder.
-
-    Attributes:
-        folder: the folder.
-        path: its config.json, for messages.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -49,13 +42,7 @@ class Source:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The fields of config.json; of a multimodal model, those of the language part.
-
-        Raises:
-            FileNotFoundError: there is no such file. If a save was interrupted, the message says how to repair the
-                folder.
-            ValueError: the file is damaged.
-        """
+        """The fields of config.json; of a multimodal model, those of the language part."""
         return checkpoint.language_values(self._whole_config, self.path)
 
     @functools.cached_property
@@ -70,20 +57,12 @@ class Source:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the weights by config.json.
-
-        Raises:
-            ValueError: it is none that a model here can have.
-        """
+        """The dtype of the weights by config.json."""
         return config_json.dtype_of(self.config, self.path)
 
     @functools.cached_property
     def generation(self) -> str | None:
-        """The text of generation_config.json, or `None` if there is none.
-
-        Raises:
-            ValueError: it does not hold a JSON object, or its `eos_token_id` is neither a token nor a list of tokens.
-        """
+        """The text of generation_config.json, or `None` if there is none."""
         path = self.folder / GENERATION
         if (content := self._content(GENERATION)) is None:
             return None
@@ -96,28 +75,14 @@ class Source:
         return self.kept(()).stops
 
     def kept(self, own: Iterable[str]) -> Kept:
-        """The parts of the JSON files that a save of the model will write again.
-
-        Args:
-            own: names of fields of config.json that a save writes from the model's own config.
-
-        Returns:
-            The parts.
-
-        Raises:
-            ValueError: generation_config.json is damaged, or an `eos_token_id` is neither a token nor a list of tokens.
-        """
+        """The parts of the JSON files that a save of the model will write again."""
         left = {name: value for name, value in self.config.items() if name not in (*own, *_NOT_KEPT)}
         _check_stops(self.path, left)
         return Kept(json.dumps(left), self.generation, self.multimodal)
 
     @functools.cached_property
     def tokenizer(self) -> dict[str, bytes | None]:
-        """The tokenizer's files by name, chat templates among them; `None` for files that it does not have.
-
-        Raises:
-            ValueError: one is a link that leaves the folder.
-        """
+        """The tokenizer's files by name, chat templates among them; `None` for files that it does not have."""
         return {name: self._content(name) for name in (*TOKENIZER, *chat_templates(self.folder))}
 
     def tokenizer_to_save(self) -> dict[str, bytes | None]:
@@ -156,10 +121,6 @@ def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -
     """Finds a checkpoint; for an id such as "org/name", `huggingface_hub` downloads it.
 
     A download takes the files of the model and of its tokenizer, or without `weights` all but those of the weights.
-
-    Raises:
-        FileNotFoundError: no folder has that name, and it is not an id of a model on the hub.
-        ImportError: the name may be an id, and huggingface_hub is not installed.
     """
     if isinstance(path_or_id, Source):
         return path_or_id
@@ -219,19 +180,7 @@ def chat_templates(folder: pathlib.Path) -> list[str]:
 def tokenizer_files(
     caller: str, tokenizer_from: str | os.PathLike[str] | Source, path: pathlib.Path
 ) -> dict[str, bytes | None]:
-    """The tokenizer's files that a save into a folder writes.
-
-    Args:
-        caller: the public function, for messages.
-        tokenizer_from: a folder with a tokenizer's files, or what `find` returns.
-        path: the folder to write to.
-
-    Returns:
-        Contents by name; `None` for a file of `path` that belongs to an earlier tokenizer.
-
-    Raises:
-        ValueError: `tokenizer_from` is not a folder with a tokenizer's files, or one of them is a link that leaves it.
-    """
+    """The tokenizer's files that a save into a folder writes."""
     source = tokenizer_from if isinstance(tokenizer_from, Source) else Source(pathlib.Path(tokenizer_from))
     if not source.folder.is_dir():
         raise ValueError(f"{caller}: tokenizer_from={str(source.folder)!r} is no folder. Pass a tokenizer's folder.")

@@ -76,20 +76,9 @@ def read(
 ) -> Any:
     """Reads a model's parameters, one after another.
 
-    Args:
-        folder: the folder with the safetensors.
-        graphdef: the model's graph.
-        state: the model's state, made of `jax.ShapeDtypeStruct` with the dtypes that the parameters get.
-        shardings: a list with one for each parameter; `None` for the default device.
-        ignored: endings of names that a checkpoint may hold beside the model's.
-        kept_as: a function that gets what a parameter is, and the parameter that was read. What it returns takes the
-            parameter's place before the next one is read. Parameters whose codes are kept do not come to it.
-        by_layers: whether a stacked parameter comes to `kept_as` layer after layer, each with an axis of one layer.
-
-    Raises:
-        ValueError: tensors are missing or left over, or shapes or dtypes do not fit, and the message lists them all; or
-            a file or the index is damaged.
-        FileNotFoundError: there are no safetensors.
+    `kept_as`: a function that gets what a parameter is, and the parameter that was read. What it returns takes the
+    parameter's place before the next one is read. Parameters whose codes are kept do not come to it. `by_layers`:
+    whether a stacked parameter comes to `kept_as` layer after layer, each with an axis of one layer.
     """
     leaves, tree = jax.tree.flatten(state)
     wanted = list(zip(describe(state).values(), leaves, strict=True))
@@ -123,11 +112,7 @@ def quantized_as_in(folder: pathlib.Path, model: Any) -> Any:
 
 
 def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[NamedSharding] | None:
-    """The shardings of a state's parameters, from the mesh and specs that `from_pretrained` takes.
-
-    Raises:
-        ValueError: specs come without a mesh, or there is not one for each parameter.
-    """
+    """The shardings of a state's parameters, from the mesh and specs that `from_pretrained` takes."""
     if mesh is None:
         if partition_specs is not None:
             raise ValueError("from_pretrained: partition_specs need a mesh: pass mesh=jax.make_mesh(…).")
@@ -149,11 +134,7 @@ def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[Na
 
 
 def open_weights(path: pathlib.Path) -> Any:
-    """Opens a safetensors file, as a context manager.
-
-    Raises:
-        ValueError: the file is truncated, or not a safetensors file.
-    """
+    """Opens a safetensors file, as a context manager."""
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
@@ -287,15 +268,8 @@ def _of_tensor(tensor: Any, piece: Piece, stored: list[slice]) -> np.ndarray:
 def interleaved(width: int) -> np.ndarray:
     """Where the columns of gate, and then those of up, stand in a tensor in which they take turns.
 
-    Args:
-        width: of both.
-
-    Returns:
-        Numbers of columns.
-
-    Example:
-        >>> interleaved(4).tolist()
-        [0, 2, 1, 3]
+    >>> interleaved(4).tolist()
+    [0, 2, 1, 3]
     """
     return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
 

@@ -47,11 +47,7 @@ def problems_of_patterns(ranks: Any, alphas: Any) -> list[str]:
 
 
 def of_all_layers(caller: str, found: Sequence[Found]) -> set[tuple[Any, ...]]:
-    """The paths of the projections that stacked or numbered layers hold, or else of those with usual names.
-
-    Raises:
-        ValueError: there are neither, so that nothing tells a layer's projection from the head.
-    """
+    """The paths of the projections that stacked or numbered layers hold, or else of those with usual names."""
     known = (*adapter_targets.LAYER, *FUSED)
     is_outside = lambda path: path[-1] in adapter_targets.OUTSIDE
     inside = {path for path, each in found if _is_in_layer(path, each) and not is_outside(path)}
@@ -96,11 +92,7 @@ def add_to(
     dora: bool,
     key: Key[Array, ""],
 ) -> list[Found]:
-    """Adds adapters to those of these projections to which `own` gives rank and alpha, by a layer's name.
-
-    Returns:
-        The projections that have adapters now.
-    """
+    """Adds adapters to those of these projections to which `own` gives rank and alpha, by a layer's name."""
     chosen = []
     for path, projection in found:
         each = tuple(
@@ -127,10 +119,8 @@ def add_outside(
     dora: bool,
     key: Key[Array, ""],
 ) -> None:
-    """Adds adapters to the embedding and to the head, if `own` gives them rank and alpha. They are then no longer tied.
-
-    Raises:
-        ValueError: the weight is quantised, or DoRA is asked for on the embedding.
+    """Adds adapters to the embedding and to the head, if `own` gives them rank and alpha. They are
+    then no longer tied.
     """
     chosen = [part for part in parts(model) if own(part.name) is not None]
     for part in chosen:

@@ -65,11 +65,7 @@ def parts_to_load(
 class _Stored:
     """An adapter of experts as a file has it.
 
-    Args:
-        weight: of the model.
-        config: adapter_config.json.
-        names: of the file's tensors.
-        of_all: the names of the holder's weights that have adapters; `None` where each expert has its own.
+    `of_all`: the names of the holder's weights that have adapters; `None` where each expert has its own.
     """
 
     def __init__(

@@ -20,23 +20,15 @@ from liger_jax.models.lora.whole import whole_like
 
 
 class Weight(NamedTuple):
-    """A weight of all experts, of one layer or of stacked ones.
+    """A weight of all experts, of one layer or of stacked ones."""
 
-    Attributes:
-        holder: the module that holds it.
-        name: its name there.
-        names: what PEFT calls it in each layer, such as "model.layers.0.mlp.experts.gate_up_proj".
-        of_each: the names of its tensors in a checkpoint, for each layer; without experts of their own, one.
-        stacked: whether it has an axis of layers.
-        interleaved: whether columns of gate and up take turns in a checkpoint.
-    """
-
-    holder: ExpertWeights
-    name: str
-    names: tuple[str, ...]
+    holder: ExpertWeights  # the module that holds it
+    name: str  # its name there
+    names: tuple[str, ...]  # what PEFT calls it in each layer, such as "model.layers.0.mlp.experts.gate_up_proj"
+    # The names of its tensors in a checkpoint, for each layer; without experts of their own, one.
     of_each: tuple[tuple[str, ...], ...]
-    stacked: bool
-    interleaved: bool
+    stacked: bool  # whether it has an axis of layers
+    interleaved: bool  # whether columns of gate and up take turns in a checkpoint
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,14 +98,7 @@ def add(
     rslora: bool,
     key: Key[Array, ""],
 ) -> list[Weight]:
-    """Adds adapters to those weights of experts to which `own` gives rank and alpha, by PEFT's name, in place.
-
-    Returns:
-        The weights that have adapters now.
-
-    Raises:
-        ValueError: the layers of a stack would have different ones.
-    """
+    """Adds adapters to those weights of experts to which `own` gives rank and alpha, by PEFT's name, in place."""
     chosen = []
     for weight in weights_of(model):
         each = {own(name) for name in weight.names}

@@ -21,14 +21,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 def to_save(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The fields of `AdapterConfig` for what is trained beside adapters, and its tensors.
-
-    Args:
-        model: a model whose adapters are on.
-
-    Returns:
-        (fields, tensors by their names in the file).
-    """
+    """The fields of `AdapterConfig` for what is trained beside adapters, and its tensors."""
     tensors, modules, biases = {}, [], []
     for path, variable in whole.wholes(model):
         info, holder = parameter(path, variable.shape), whole.holder_of(model, path)
@@ -52,11 +45,7 @@ def to_save(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def shapes(model: Any, config: AdapterConfig, adapted: Set[str], tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    """The shapes that these tensors must have, by their names in the file.
-
-    Raises:
-        ValueError: the model has no such modules or tokens.
-    """
+    """The shapes that these tensors must have, by their names in the file."""
     found = whole.expected(model, config.modules, config.tokens, config.bias, adapted)
     for part in parts(model):
         if part.name in adapted and tensor_name(f"{part.name}{BASE}") in tensors:

@@ -10,19 +10,12 @@ from liger_jax.models.quantized import is_quantized
 
 
 class Part(NamedTuple):
-    """The embedding or the head.
+    """The embedding or the head."""
 
-    Attributes:
-        name: its name in a checkpoint.
-        holder: the module that holds the weight.
-        weight: the weight's attribute.
-        kind: the class of its adapter.
-    """
-
-    name: str
-    holder: Any
-    weight: str
-    kind: type[Adapter]
+    name: str  # its name in a checkpoint
+    holder: Any  # the module that holds the weight
+    weight: str  # the weight's attribute
+    kind: type[Adapter]  # the class of its adapter
 
     @property
     def adapter(self) -> Any:

@@ -27,15 +27,7 @@ _TILE = 128  # columns of a kernel's tile
 
 
 class Adapter(nnx.Module):
-    """What both adapters hold: A, B and the options of their scale.
-
-    Args:
-        a: A, float32.
-        b: B, float32.
-        alpha: numerator of the scale.
-        rslora: whether the scale is alpha/√rank.
-        dropout: the share of the inputs that are dropped, where there is a key.
-    """
+    """What both adapters hold: A, B and the options of their scale."""
 
     magnitude: nnx.LoRAParam | None = None
     dropout_key: DropoutKey | None = None
@@ -108,12 +100,7 @@ class HeadAdapter(Adapter):
 
 
 class TokenRows(nnx.Module):
-    """Vectors of single tokens that are trained in the place of the table's.
-
-    Args:
-        tokens: the tokens, each once.
-        rows: their vectors (n, D), float32.
-    """
+    """Vectors of single tokens that are trained in the place of the table's."""
 
     def __init__(self, tokens: tuple[int, ...], rows: Any):
         self.tokens, self.rows, self.on = tokens, nnx.LoRAParam(rows), True
@@ -132,12 +119,7 @@ class TokenRows(nnx.Module):
 def columns(rank: int, width: int) -> int:
     """How many columns an adapter of this rank adds to hidden states and a head of `width`.
 
-    Args:
-        rank: of the adapter.
-        width: columns of the hidden states.
-
-    Returns:
-        The rank, up to whole tiles if `width` has whole tiles.
+    Returns the rank, up to whole tiles if `width` has whole tiles.
     """
     return rank + (-rank % _TILE if width % _TILE == 0 else 0)
 
@@ -149,14 +131,8 @@ def _filled(x: jax.Array, width: int) -> jax.Array:
 
 
 def new_adapter(kind: type[Adapter], weight: Any, rank: int, key: Any, **options: Any) -> Adapter:
-    """An adapter that changes nothing yet, as PEFT begins: A is random and B zero, of an embedding the other way round.
-
-    Args:
-        kind: which one.
-        weight: the table (V, D) or the head (V, D).
-        rank: columns of A.
-        key: of `jax.random.key`.
-        **options: as `Adapter` takes them.
+    """An adapter that changes nothing yet, as PEFT begins: A is random and B zero, of an embedding the
+    other way round.
     """
     tokens, width = weight.shape
     if kind is EmbeddingAdapter:

@@ -169,11 +169,7 @@ def _is_whole(
 def expected(
     model: Any, modules: Sequence[str], tokens: Mapping[str, Sequence[int]], bias: str, adapted: Set[str]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors, by names, of all that `train_more` would train beside adapters of these names.
-
-    Raises:
-        ValueError: `train_more` would refuse it.
-    """
+    """The shapes of the tensors, by names, of all that `train_more` would train beside adapters of these names."""
     _check_modules(model, modules, adapted)
     _check_tokens(model, tokens, modules)
     found = {}
