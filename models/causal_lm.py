@@ -55,8 +55,6 @@ class CausalLM(Pretrained):
     """
 
     layer: type[nnx.Module]
-    lm_head_adapter: Any = None  # `lora.add_lora` and `lora.train_more` set them
-    lm_head_rows: Any = None
     dropout_pieces: Any = None  # `lora.with_dropout` sets it
 
     @refusing_foreign_names
@@ -89,19 +87,17 @@ class CausalLM(Pretrained):
 
     @property
     def head(self) -> Any:
-        """The head's weight (V, D), an array or quantised; if it is tied, the embedding.
-
-        With an adapter on the head it has more columns, as `hidden_states` have (`lora.vocabulary`).
-        """
+        """The head's weight (V, D), an array or quantised; if it is tied, the embedding."""
         tied = self.config.tie_word_embeddings
-        return self._trained_head(self.model.embed_tokens[...] if tied else self.lm_head[...])
+        return self._head_of(self.model.embed_tokens[...] if tied else self.lm_head[...])
 
-    def _trained_head(self, head):
-        """The head, with what adapters make of it."""
-        rows = self.model.embed_tokens_rows if self.config.tie_word_embeddings else self.lm_head_rows
-        head = rows.of_table(head) if rows is not None and rows.on else head
-        adapter = self.lm_head_adapter
-        return adapter.of_head(head, self.model.dtype) if adapter is not None and adapter.on else head
+    def _head_of(self, weight):
+        """The head that this weight makes; `lora.outside` overrides it."""
+        return weight
+
+    def _before_head(self, hidden, words):
+        """What the head multiplies; `lora.outside` overrides it."""
+        return hidden
 
     generate = refusing_foreign_names(generate)
 
@@ -406,12 +402,10 @@ class CausalLM(Pretrained):
         per_token["dropout_words"] = words
         if cache is None and self.config.tie_word_embeddings:
             inputs_embeds, table = self.model.embed(input_ids)
-            decoded, head = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token), self._trained_head(table)
+            decoded, head = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token), self._head_of(table)
         else:
             decoded, head = self.model(input_ids, **per_token, cache=cache), self.head
-        if self.lm_head_adapter is not None and self.lm_head_adapter.on:
-            decoded = decoded._replace(hidden=self.lm_head_adapter.of_hidden(decoded.hidden, words))
-        return decoded, head
+        return decoded._replace(hidden=self._before_head(decoded.hidden, words)), head
 
     @property
     def _loss(self) -> LanguageModelLoss:

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Integer
 from liger_jax.ops import expert_exchange
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.block_quantized import BlockQuantized
+from liger_jax.ops.expert_order import Order, sorted_by_expert, summed
 from liger_jax.ops.grouped_matmul import grouped_matmul
-from liger_jax.ops.moe_mlp import EXPERT_GATE_UP, _Order, _sorted_by_expert, _summed
+from liger_jax.ops.moe_mlp import EXPERT_GATE_UP
 from liger_jax.pallas_kernels._tiles import cdiv, promoted
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.grouped_matmul import formulas
@@ -82,13 +83,13 @@ def adapted_moe_mlp(
 
     own = gate_up.shape[0]
     if axis is None:
-        order = _sorted_by_expert(experts, own)
+        order = sorted_by_expert(experts, own)
         return _rows_of_tokens(of_experts(_rows_of_experts(x, order), order.sizes), weights, order)
-    order = _sorted_by_expert(experts, own * jax.lax.axis_size(axis))
+    order = sorted_by_expert(experts, own * jax.lax.axis_size(axis))
     tokens, per_token = experts.shape
     exchange = expert_exchange.plan(order.sizes, expert_exchange.room_for(tokens, per_token, own), axis)
     received = expert_exchange.sent(_rows_of_experts(x, order), exchange, axis)
-    there = _sorted_by_expert(exchange.experts.reshape(-1, 1), own)
+    there = sorted_by_expert(exchange.experts.reshape(-1, 1), own)
     there = there._replace(is_right=jnp.ones_like(there.is_right))  # places without a row are behind all groups
     y = of_experts(_rows_of_experts(received, there), there.sizes)
     y = _rows_of_tokens(y, jnp.ones((y.shape[0], 1), weights.dtype), there)
@@ -118,13 +119,13 @@ def _product(rows, weight, adapter, *, sizes, implementation):
 # --- rows, whose ways there and back are gathers in both directions ---------------------------------------------------
 
 
-def _gathered(x: jax.Array, order: _Order) -> jax.Array:
+def _gathered(x: jax.Array, order: Order) -> jax.Array:
     """x (N, D) → (N·k, D): each sorted row's token."""
     return x.at[order.token].get(mode="promise_in_bounds")
 
 
 @jax.custom_vjp
-def _rows_of_experts(x: jax.Array, order: _Order) -> jax.Array:
+def _rows_of_experts(x: jax.Array, order: Order) -> jax.Array:
     """x (N, D) → (N·k, D): each sorted row's token."""
     return _gathered(x, order)
 
@@ -134,17 +135,17 @@ def _of_experts_forward(x, order):
 
 
 def _of_experts_backward(order, drows):
-    return jnp.where(order.is_right, _summed(drows, order), jnp.nan).astype(drows.dtype), None
+    return jnp.where(order.is_right, summed(drows, order), jnp.nan).astype(drows.dtype), None
 
 
 _rows_of_experts.defvjp(_of_experts_forward, _of_experts_backward)
 
 
 @jax.custom_vjp
-def _rows_of_tokens(rows: jax.Array, weights: jax.Array, order: _Order) -> jax.Array:
+def _rows_of_tokens(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array:
     """rows (N·k, D), weights (N, k) → (N, D): the weighted sum over a token's choices."""
     weights = jnp.where(order.is_right, weights, jnp.nan).astype(promoted(rows.dtype, jnp.float32))
-    return _summed(rows, order, weights).astype(rows.dtype)
+    return summed(rows, order, weights).astype(rows.dtype)
 
 
 def _of_tokens_forward(rows, weights, order):
@@ -154,11 +155,9 @@ def _of_tokens_forward(rows, weights, order):
 def _of_tokens_backward(residuals, dy):
     rows, weights, order = residuals
     wide = promoted(rows.dtype, jnp.float32)
-    of_row = jnp.where(order.is_right, weights, 0).reshape(-1).at[order.choice].get(mode="promise_in_bounds")
     dy_rows = _gathered(dy, order).astype(wide)
-    drows = (of_row.astype(wide)[:, None] * dy_rows).astype(rows.dtype)
-    own = jnp.sum(rows.astype(wide) * dy_rows, axis=1).at[order.row].get(mode="promise_in_bounds")
-    return drows, jnp.where(order.is_right, own, jnp.nan).astype(weights.dtype), None
+    drows = (order.by_row(weights).astype(wide) * dy_rows).astype(rows.dtype)
+    return drows, order.by_choice(jnp.sum(rows.astype(wide) * dy_rows, axis=1)).astype(weights.dtype), None
 
 
 _rows_of_tokens.defvjp(_of_tokens_forward, _of_tokens_backward)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from liger_jax.ops import _checks, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernel
 from liger_jax.ops._place import place_of
+from liger_jax.ops.expert_order import sorted_by_expert, summed
 from liger_jax.ops.grouped_matmul import KERNELS, Products, guarded, refuse_explicit
 from liger_jax.pallas_kernels._tiles import promoted
 from liger_jax.pallas_kernels.glu import formulas as glu
@@ -35,34 +36,9 @@ class _Options:
     activation: str
 
 
-class _Order(NamedTuple):
-    """How the N·k choices of tokens are sorted by expert, those of tokens with a wrong expert last."""
-
-    token: jax.Array  # (N·k,), the token of each sorted row
-    choice: jax.Array  # (N·k,), the sorted row's place among the choices
-    row: jax.Array  # (N, k), the sorted row of each choice
-    sizes: jax.Array  # (E,), rows of each expert
-    is_right: jax.Array  # (N, 1), whether all of a token's experts exist
-
-
-def _sorted_by_expert(experts: jax.Array, num_experts: int) -> _Order:
-    k = experts.shape[1]
-    is_right = jnp.all((experts >= 0) & (experts < num_experts), axis=1, keepdims=True)
-    of_choice = jnp.where(is_right, experts, num_experts).astype(jnp.int32).reshape(-1)
-    # A radix sort takes a pass for each byte of its keys.
-    key = of_choice.astype(jnp.uint8 if num_experts < 2**8 else jnp.uint16 if num_experts < 2**16 else jnp.uint32)
-    numbers = jnp.arange(of_choice.size, dtype=jnp.int32)
-    _, choice = jax.lax.sort((key, numbers), num_keys=1, is_stable=True)
-    # A permutation's inverse: no two rows are written to the same place.
-    row = jnp.zeros_like(numbers).at[choice].set(numbers, unique_indices=True).reshape(experts.shape)
-    is_of = of_choice[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None]  # XLA counts without making it
-    sizes = is_of.sum(axis=0, dtype=jnp.int32)
-    return _Order(choice // k, choice, row, sizes, is_right)
-
-
 def _forward(arrays, options):
     x, weights, gate_up, down, gate_up_bias, down_bias, experts = arrays
-    order = _sorted_by_expert(experts, gate_up.shape[0])
+    order = sorted_by_expert(experts, gate_up.shape[0])
     group = formulas.group_of_rows(order.sizes, order.token.shape[0])
     fill = jnp.zeros((), jnp.float32)
     rows = options.spread.run(x, order.token, order.row)
@@ -71,16 +47,7 @@ def _forward(arrays, options):
     h = glu.product(gate, up, activation=options.activation)
     y = _plus_bias(options.down.forward.run(h, down, order.sizes, fill), down_bias, group)
     weights = jnp.where(order.is_right, weights, jnp.nan).astype(promoted(x.dtype, jnp.float32))
-    return _summed(y, order, weights).astype(x.dtype), order, both
-
-
-def _summed(rows: jax.Array, order: _Order, weights: jax.Array | None = None) -> jax.Array:
-    """rows (N·k, D) → (N, D), the sum over a token's choices, with weights (N, k); float32 or wider."""
-    total = 0.0
-    for choice in range(order.row.shape[1]):
-        own = rows.at[order.row[:, choice]].get(mode="promise_in_bounds").astype(promoted(rows.dtype, jnp.float32))
-        total = total + (own if weights is None else weights[:, choice, None] * own)
-    return jnp.asarray(total)
+    return summed(y, order, weights).astype(x.dtype), order, both
 
 
 def _plus_bias(y: jax.Array, bias: jax.Array | None, group: jax.Array) -> jax.Array:
@@ -125,8 +92,7 @@ def _backward_rule(options, residuals, dy):
     fill, wide = jnp.zeros((), jnp.float32), promoted(x.dtype, jnp.float32)
     group = formulas.group_of_rows(order.sizes, order.token.shape[0])
     rows = options.spread.run(dy, order.token, order.row)
-    of_row = jnp.where(order.is_right, weights, 0).reshape(-1).at[order.choice].get(mode="promise_in_bounds")
-    of_row = of_row.astype(wide)[:, None]
+    of_row = order.by_row(weights).astype(wide)
     gate, up = jnp.split(both, 2, axis=1)
     h = glu.product(gate, up, activation=options.activation)
     dboth = None
@@ -142,8 +108,7 @@ def _backward_rule(options, residuals, dy):
         own = jnp.sum(h.astype(wide) * dh, axis=1)
         if down_bias is not None:
             own += jnp.sum(rows.astype(wide) * down_bias.at[group].get(mode="clip").astype(wide), axis=1)
-        own = own.at[order.row].get(mode="promise_in_bounds")
-        dweights = jnp.where(order.is_right, own, jnp.nan).astype(weights.dtype)
+        dweights = order.by_choice(own).astype(weights.dtype)
     if by_x or by_gate_up or by_gate_up_bias:
         gradients = glu.gradients(of_row * dh, gate, up, activation=options.activation)
         dboth = jnp.concatenate(gradients, axis=1)
@@ -153,7 +118,7 @@ def _backward_rule(options, residuals, dy):
     if gate_up_bias is not None and by_gate_up_bias:
         dgate_up_bias = _bias_gradient(dboth, group, gate_up_bias)
     if by_x:
-        dx = _summed(options.gate_up.transposed.run(dboth, gate_up, order.sizes, fill), order)
+        dx = summed(options.gate_up.transposed.run(dboth, gate_up, order.sizes, fill), order)
         dx = jnp.where(order.is_right, dx, jnp.nan).astype(x.dtype)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None
 

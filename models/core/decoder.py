@@ -26,9 +26,6 @@ from liger_jax.ops.segment_ids import check_segment_ids, numbered
 class Decoder(nnx.Module):
     """Turns token ids into normalised hidden states."""
 
-    embed_tokens_adapter: Any = None  # `lora.add_lora` and `lora.train_more` set them
-    embed_tokens_rows: Any = None
-
     def __init__(
         self,
         config: Any,
@@ -64,17 +61,6 @@ class Decoder(nnx.Module):
         matrix. If adapters are trained, the table is not, and the head is the table in its own dtype: a float32 copy of
         a bfloat16 table would serve nothing.
         """
-        x, table = self._looked_up(input_ids)
-        if (tensor := self.layout.tensor_parts()) is not None:
-            input_ids = tensor.padded(input_ids)
-        if self.embed_tokens_adapter is not None and self.embed_tokens_adapter.on:
-            x = self.embed_tokens_adapter(x, input_ids, self.layout)
-        if self.embed_tokens_rows is not None and self.embed_tokens_rows.on:
-            x = self.embed_tokens_rows.of_embedding(x, input_ids)
-        return x, table
-
-    def _looked_up(self, input_ids):
-        """What `embed` returns of the table alone."""
         table = self.embed_tokens[...]
         is_frozen = bool(nnx.to_flat_state(nnx.state(self, nnx.LoRAParam)))
         if sums_gradients(self.layout.axes, is_frozen=is_frozen):

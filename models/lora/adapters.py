@@ -22,8 +22,8 @@ from liger_jax.models.lora.adding import (
     of_all_layers,
     problems_of_patterns,
 )
-from liger_jax.models.lora.linear import LoRALinear, become, names, with_adapters_on, without_adapters
-from liger_jax.models.lora.outside import parts
+from liger_jax.models.lora.linear import LoRALinear, become, names
+from liger_jax.models.lora.outside import parts, with_adapters_on, without_adapters
 from liger_jax.models.lora.vocabulary import key_of
 
 # The weights of experts, as `add_lora` takes `parameters`.

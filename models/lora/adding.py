@@ -19,7 +19,7 @@ from liger_jax.models.core.parameters import FUSED
 from liger_jax.models.hugging_face import adapter_targets
 from liger_jax.models.hugging_face.adapter_targets import Targets
 from liger_jax.models.lora.linear import LoRALinear, LoRAScale, become, names, scale_of
-from liger_jax.models.lora.outside import check_dense, parts, untie
+from liger_jax.models.lora.outside import adapt, check_dense, parts, untie
 from liger_jax.models.lora.vocabulary import EmbeddingAdapter, HeadAdapter, key_of, new_adapter
 from liger_jax.models.lora.whole import whole_like
 
@@ -131,6 +131,7 @@ def add_outside(
             )
     if chosen:
         untie(model)
+        adapt(model)
     for part in chosen:
         rank, alpha = own(part.name) or (0, 0)
         weight = getattr(part.holder, part.weight)[...]

@@ -15,8 +15,8 @@ from liger_jax.models.hugging_face.source import Source, tokenizer_files
 from liger_jax.models.hugging_face.weights import fetched
 from liger_jax.models.lora import expert_files, experts, more_files
 from liger_jax.models.lora.adding import add_outside, add_to, check_options
-from liger_jax.models.lora.linear import names, of_layers, trained, with_adapters_on, without_adapters
-from liger_jax.models.lora.outside import parts
+from liger_jax.models.lora.linear import names, of_layers, trained
+from liger_jax.models.lora.outside import parts, with_adapters_on, without_adapters
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -10,8 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax.models.core.dropout import DropoutKey, DropoutWords, dropped, words_of
-from liger_jax.models.core.experts import ExpertWeights
-from liger_jax.models.core.parameters import kernel_of, projections
+from liger_jax.models.core.parameters import kernel_of
 from liger_jax.models.core.remat import ADAPTED
 
 
@@ -115,23 +114,6 @@ class LoRALinear(nnx.Linear):
         return y
 
 
-def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
-    """The projections of a model that has no adapters yet."""
-    found = projections(model)
-    ends = (
-        getattr(model, "lm_head_adapter", None),
-        getattr(getattr(model, "model", None), "embed_tokens_adapter", None),
-    )
-    is_adapted = any(hasattr(projection, "lora_a") for _, projection in found)
-    if is_adapted or any(holder.adapted for holder in _experts(model)) or any(end is not None for end in ends):
-        raise ValueError(f"{caller}: the model has adapters already. Merge them first: merge_lora(model).")
-    return found
-
-
-def _experts(model: nnx.Module) -> list[ExpertWeights]:
-    return [node for _, node in nnx.iter_graph(model) if isinstance(node, ExpertWeights)]
-
-
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
     """alpha/rank, or alpha/√rank."""
     return alpha / (math.sqrt(rank) if rslora else rank)
@@ -144,25 +126,9 @@ def of_layers(path: tuple[Any, ...], projection: LoRALinear) -> dict[str, tuple[
     return {name: options for name, options in zip(own, each, strict=True) if options[0] > 0}
 
 
-def with_adapters_on(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], LoRALinear]]:
-    """The projections whose adapters are on; none if only the embedding, the head or experts have some that are on."""
-    adapted = [(path, projection) for path, projection in projections(model) if isinstance(projection, LoRALinear)]
-    ends = (
-        getattr(model, "lm_head_adapter", None),
-        getattr(getattr(model, "model", None), "embed_tokens_adapter", None),
-    )
-    of_experts = any(holder.adapted and holder.adapters_on for holder in _experts(model))
-    if not adapted and not of_experts and not any(end is not None and end.on for end in ends):
-        raise ValueError(
-            f"{caller}: the model has no adapters, or they are off. Add them, add_lora(model, …), or turn them on, "
-            "with_adapters(model, True)."
-        )
-    return adapted
-
-
-def become(projection: nnx.Linear, kind: type[nnx.Linear]) -> None:
-    """Changes the projection's class, which says whether its adapter counts; attributes stay."""
-    object.__setattr__(projection, "__class__", kind)  # nnx's own would record an attribute of that name
+def become(module: nnx.Module, kind: type[nnx.Module]) -> None:
+    """Changes the class of a module, which says whether its adapter counts; attributes stay."""
+    object.__setattr__(module, "__class__", kind)  # nnx's own would record an attribute of that name
 
 
 def trained(adapter: Any) -> dict[str, nnx.LoRAParam]:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax.models.lora import experts, whole
-from liger_jax.models.lora.linear import become, with_adapters_on
-from liger_jax.models.lora.outside import Part, parts
+from liger_jax.models.lora.linear import become
+from liger_jax.models.lora.outside import Part, parts, unadapt, with_adapters_on
 from liger_jax.models.lora.vocabulary import HeadAdapter
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -61,6 +61,7 @@ def merge_lora(model: Model) -> Model:
     for part in parts(model):
         if part.adapter is not None:
             _merge_outside(part, model)
+    unadapt(model)
     return model
 
 

@@ -1,10 +1,19 @@
-"""The parts of a model that may be trained beside its projections: which there are, and a head that is its own."""
+"""The parts of a model that may be trained beside its projections: which there are, and a head that is its own.
+
+A model that has such parts changes its class, as its projections do: `add_outside` and `train_more` call `adapt`.
+"""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from flax import nnx
 
+from liger_jax.models.causal_lm import CausalLM
+from liger_jax.models.core.decoder import Decoder
+from liger_jax.models.core.experts import ExpertWeights
+from liger_jax.models.core.parameters import projections
+from liger_jax.models.lora.linear import LoRALinear, become
 from liger_jax.models.lora.vocabulary import Adapter, EmbeddingAdapter, HeadAdapter
 from liger_jax.models.quantized import is_quantized
 
@@ -35,12 +44,94 @@ class Part(NamedTuple):
 
 def parts(model: Any) -> list[Part]:
     """The embedding and the head of a causal language model; none of another module."""
-    if not hasattr(model, "config") or not hasattr(getattr(model, "model", None), "embed_tokens"):
+    if not isinstance(model, CausalLM):
         return []
     return [
         Part("model.embed_tokens", model.model, "embed_tokens", EmbeddingAdapter),
         Part("lm_head", model, "lm_head", HeadAdapter),
     ]
+
+
+class AdaptedDecoder(Decoder):
+    """A decoder whose embedding may have an adapter, or vectors of single tokens that are trained."""
+
+    embed_tokens_adapter: Any = None
+    embed_tokens_rows: Any = None
+
+    def embed(self, input_ids):
+        """As the decoder's own, with what is trained of the embedding."""
+        x, table = super().embed(input_ids)
+        if (tensor := self.layout.tensor_parts()) is not None:
+            input_ids = tensor.padded(input_ids)
+        if self.embed_tokens_adapter is not None and self.embed_tokens_adapter.on:
+            x = self.embed_tokens_adapter(x, input_ids, self.layout)
+        if self.embed_tokens_rows is not None and self.embed_tokens_rows.on:
+            x = self.embed_tokens_rows.of_embedding(x, input_ids)
+        return x, table
+
+
+class AdaptedLM(CausalLM):
+    """A model whose head may have an adapter, which widens hidden states and head, or vectors of single tokens."""
+
+    lm_head_adapter: Any = None
+    lm_head_rows: Any = None
+    model: AdaptedDecoder
+
+    def _head_of(self, weight):
+        rows = self.model.embed_tokens_rows if self.config.tie_word_embeddings else self.lm_head_rows
+        weight = rows.of_table(weight) if rows is not None and rows.on else weight
+        adapter = self.lm_head_adapter
+        return adapter.of_head(weight, self.model.dtype) if adapter is not None and adapter.on else weight
+
+    def _before_head(self, hidden, words):
+        adapter = self.lm_head_adapter
+        return adapter.of_hidden(hidden, words) if adapter is not None and adapter.on else hidden
+
+
+@functools.cache
+def _adapted(kind: type[CausalLM]) -> type[CausalLM]:
+    """The class of a family's adapted models, which has the family's name, as a result's config.json says it."""
+    make: Any = type(kind)
+    return make(kind.__name__, (AdaptedLM, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def adapt(model: Any) -> None:
+    """Lets the model compute with what is trained of its embedding and its head, in place."""
+    if not isinstance(model, AdaptedLM):
+        become(model, _adapted(type(model)))
+        become(model.model, AdaptedDecoder)
+
+
+def unadapt(model: Any) -> None:
+    """Gives the model its family's class back, in place."""
+    if isinstance(model, AdaptedLM):
+        become(model, type(model).__bases__[1])
+        become(model.model, Decoder)
+
+
+def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
+    """The projections of a model that has no adapters yet."""
+    found = projections(model)
+    is_adapted = any(hasattr(projection, "lora_a") for _, projection in found)
+    if is_adapted or any(each.adapted for each in _experts(model)) or any(part.adapter for part in parts(model)):
+        raise ValueError(f"{caller}: the model has adapters already. Merge them first: merge_lora(model).")
+    return found
+
+
+def with_adapters_on(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], LoRALinear]]:
+    """The projections whose adapters are on; none if only the embedding, the head or experts have some that are on."""
+    found = [(path, projection) for path, projection in projections(model) if isinstance(projection, LoRALinear)]
+    of_experts = any(each.adapted and each.adapters_on for each in _experts(model))
+    if not found and not of_experts and not any(part.adapter and part.adapter.on for part in parts(model)):
+        raise ValueError(
+            f"{caller}: the model has no adapters, or they are off. Add them, add_lora(model, …), or turn them on, "
+            "with_adapters(model, True)."
+        )
+    return found
+
+
+def _experts(model: nnx.Module) -> list[ExpertWeights]:
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, ExpertWeights)]
 
 
 def untie(model: Any) -> None:

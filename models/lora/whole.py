@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parameters import KEPT, parameter, projections
 from liger_jax.models.hugging_face.adapter_config import BIASES
-from liger_jax.models.lora.linear import names, of_layers, with_adapters_on
-from liger_jax.models.lora.outside import check_dense, parts, untie
+from liger_jax.models.lora.linear import names, of_layers
+from liger_jax.models.lora.outside import adapt, check_dense, parts, untie, with_adapters_on
 from liger_jax.models.lora.vocabulary import TokenRows
 from liger_jax.models.quantized import is_quantized
 
@@ -82,6 +82,7 @@ def train_more(
     for part in parts(model):
         own = next((listed[name] for name in listed if part.name.endswith(name)), ())
         if len(own):
+            adapt(model)
             table = getattr(part.holder, part.weight)[...]
             rows = table[jnp.asarray(own)].astype(jnp.float32)
             setattr(part.holder, f"{part.weight}_rows", TokenRows(tuple(map(int, own)), whole_like(rows, table)))

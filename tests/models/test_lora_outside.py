@@ -169,6 +169,22 @@ def test_all_of_it_is_saved_and_loaded(case, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+def test_names_in_checkpoints_and_files_stay_and_merging_gives_the_class_back(tmp_path):
+    model = with_head()
+    trained = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(trainable(model)[1])}
+    of_layers = {f"model.layers.self_attn.q_proj.lora_{end}" for end in "ab"}
+    outside = {f"{name}_adapter.lora_{end}" for name in ("lm_head", "model.embed_tokens") for end in "ab"}
+    assert trained == outside | of_layers
+    save_adapters(model, tmp_path)
+    saved = {name for name in load_file(tmp_path / "adapter_model.safetensors") if ".lora_" in name}
+    ends = ("lm_head.lora_A.weight", "lm_head.lora_B.weight", "model.embed_tokens.lora_embedding_A")
+    ends += ("model.embed_tokens.lora_embedding_B",)
+    assert {name for name in saved if ".layers." not in name} == {f"base_model.model.{end}" for end in ends}
+    rows = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(trainable(with_more(TIED, tokens=[5]))[1])}
+    assert rows == {"model.embed_tokens_rows.rows"} | of_layers
+    assert type(model).__name__ == "LlamaForCausalLM" and type(merge_lora(model)) is LlamaForCausalLM
+
+
 def test_a_table_in_the_file_counts_and_one_of_another_vocabulary_is_refused(tmp_path):
     """PEFT saves the table or the head beside its adapter."""
     save_adapters(with_head(targets=("lm_head",)), tmp_path)
