@@ -14,7 +14,7 @@ So two sums over a row are enough: A, and Σ_v t_v.
 | JSD, m = (1 − β) p + β q | Σ t + A | β q (log q − log m) | (1 − β) p (log p − log m) |
 | TVD | Σ t | ½ |p − q| | ½ p · sign(p − q) |
 
-Where p and q agree to the last bit, the gradient is exactly 0.
+Where p and q agree to the last bit, the gradient is exactly 0. For TVD no entry exceeds p (1 − p), as |a| ≤ ½.
 
 References:
     Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
@@ -149,6 +149,10 @@ def logit_gradient(
     log_q = transform(teacher_raw, options.teacher.logit) - statistics.teacher_normalizer[:, None]
     _, weighted, p = terms(log_p, log_q, options, are_rounded)
     dz = weighted - p * statistics.slope_sum[:, None]
+    if options.divergence == "tvd":
+        # The sign of p − q is noise where both round to 1, and A has the sign of another pass. |∂D/∂z| ≤ p (1 − p).
+        bound = p * jnp.abs(1.0 - p)
+        dz = jnp.clip(dz, -bound, bound)
     hits = is_label(labels, start, raw.shape[1])
     return raw_gradient(dz, raw, hits, statistics.hard_normalizer, scale, options).astype(dtype), None
 

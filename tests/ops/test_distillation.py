@@ -255,6 +255,16 @@ def test_a_probability_of_zero_is_no_nan(kind):
     assert np.isfinite(value) and np.all(np.isfinite(grad))
 
 
+def test_total_variation_between_distributions_of_one_token_pulls_nowhere(rng):
+    """p and q are 1, and the sign of their difference is a rounding's."""
+    arrays = [3 * x for x in normal(rng, (501, 7), (1, 7), (501, 5), (1, 5))]
+    loss = lambda *arrays: fused_linear_distillation(
+        *arrays, divergence="tvd", teacher_logit_scale=0.7, teacher_logit_softcap=2.0, reduction="sum"
+    )
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(*arrays)
+    assert max(float(jnp.max(jnp.abs(g))) for g in gradients) < 1e-2
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_that_do_not_count_have_no_part(mode, rng):
     (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
