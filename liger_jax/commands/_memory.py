@@ -3,15 +3,13 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from liger_jax.commands import _adapters
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._long_rows import in_words, places, ways_to_offload
 from liger_jax.commands._settings import Settings
-from liger_jax.models.core.remat import is_offloaded
-from liger_jax.planner import defaults, devices
+from liger_jax.planner import advice, defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
@@ -19,9 +17,6 @@ from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.planning import has_host_memory
 from liger_jax.planner.step import Run
 from liger_jax.training import processes
-
-_OPTION = {"seq": "length"}
-_SHORTEST = 128  # rows shorter than this are not proposed
 
 
 def fitted(
@@ -122,11 +117,13 @@ def _cure(run: Run, needed: int, frozen: str, beside: int, whole: bool) -> str:
     larger = _with_more_of_the_device(run, needed)
     if larger is not None:
         return f"Let JAX take more of the device: XLA_PYTHON_CLIENT_MEM_FRACTION={larger}."
-    found = changes(run, frozen, whole)
+    ladder = list(advice.changes(run, frozen=frozen, whole=whole))
+    found = advice.cheapest(run, ladder)
+    after = advice.changed(run, ladder if found is None else found)
+    options, total = advice.options(run, after), gib(estimate(after).total + beside)
     if found is None:
-        least = _changed(run, list(_changes(run, frozen, whole)))
-        return f"No change makes it fit: even {_options(run, least)} needs {gib(estimate(least).total + beside)}."
-    return f"It fits with {_options(run, found)}: {gib(estimate(found).total + beside)}."
+        return f"No change makes it fit: even {options} needs {total}."
+    return f"It fits with {options}: {total}."
 
 
 def _near(needed: int, capacity: int) -> str:
@@ -137,69 +134,6 @@ def _near(needed: int, capacity: int) -> str:
         " An estimate may be off by more than what is missing: liger-jax plan --level compiled asks the compiler, and "
         "--risk-memory begins nevertheless."
     )
-
-
-def changes(run: Run, frozen: str, whole: bool = False) -> Run | None:
-    """Makes a run fit by as few changes as possible, the cheapest in time and quality first; `None` if no changes make
-    it fit. `whole`: the loss takes a batch in one micro-batch.
-    """
-    needed = lambda some: estimate(_changed(run, some)).total
-    taken: list[dict[str, Any]] = []
-    for change in _changes(run, frozen, whole):
-        if needed([*taken, change]) >= needed(taken):
-            continue
-        taken.append(change)
-        # What has helped may be in the way by now, as the parts' sum of gradients is of smaller weights.
-        taken = _without(taken, lambda fewer, all_of: needed(fewer) < needed(all_of))
-        if needed(taken) <= run.target.capacity_bytes:
-            return _changed(run, _without(taken, lambda fewer, _: needed(fewer) <= run.target.capacity_bytes))
-    return None
-
-
-def _without(taken: list[dict[str, Any]], is_enough: Callable[[Any, Any], bool]) -> list[dict[str, Any]]:
-    """The changes without those that are not needed, the costliest first."""
-    for costly in taken[::-1]:
-        fewer = [other for other in taken if other is not costly]
-        taken = fewer if is_enough(fewer, taken) else taken
-    return taken
-
-
-def _changes(run: Run, frozen: str, whole: bool) -> Iterator[dict[str, Any]]:
-    if run.remat in ("none", "dots"):
-        yield dict(remat="full")
-    one = dataclasses.replace(run, micro_batches=1)
-    if estimate(one).total < estimate(run).total:  # the parts' sum of gradients is more than what smaller parts save
-        yield dict(micro_batches=1)
-    for parts in () if whole else range(run.micro_batches + 1, run.batch + 1):
-        if run.batch % (parts * run.batch_devices) == 0:
-            yield dict(micro_batches=parts)
-    if not is_offloaded(run.remat) and run.target.platform != "cpu":
-        yield dict(remat="offload")
-    if run.lora is None and run.param_dtype == "float32":
-        yield dict(param_dtype="bfloat16")  # trained with stochastic rounding
-    if run.lora is None and run.optimizer == "adamw":
-        yield dict(optimizer="adamw8bit")
-    rank = run.lora or min(defaults.RANK, run.model.config.hidden_size)
-    if run.lora is None:
-        yield dict(lora=rank, param_dtype=frozen)
-    if frozen == "float32":
-        yield dict(lora=rank, param_dtype="bfloat16")
-    if run.quantize is None:
-        yield dict(lora=rank, quantize="nf4")
-    length = run.seq
-    while (length := length // 2) >= _SHORTEST:
-        yield dict(seq=length)
-
-
-def _changed(run: Run, some: list[dict[str, Any]]) -> Run:
-    return dataclasses.replace(run, **{name: value for change in some for name, value in change.items()})
-
-
-def _options(before: Run, after: Run) -> str:
-    """The command's options that turn one run into another."""
-    names = "remat micro_batches optimizer lora param_dtype quantize seq".split()
-    changed = {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
-    return " ".join(f"--{_OPTION.get(name, name).replace('_', '-')} {value}" for name, value in changed.items())
 
 
 def _with_more_of_the_device(run: Run, needed: int) -> float | None:

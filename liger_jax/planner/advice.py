@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from liger_jax.models.core.remat import is_offloaded
 from liger_jax.planner import defaults
 from liger_jax.planner.devices import GIB, Target
 from liger_jax.planner.estimate import Estimate, estimate
@@ -13,6 +14,7 @@ from liger_jax.planner.step import Run
 
 PRECISIONS = ("param_dtype",)  # which the commands that train take, too
 _LITTLE = 0.1  # a saving below this share is little
+_SHORTEST = 128  # rows shorter than this are not proposed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +68,11 @@ def changes_to_fit(run: Run, correction: int = 0, precisions: tuple[str, ...] = 
     or if no combination makes it fit.
     """
 
-    def needed(r: Run) -> int:
-        return estimate(r).total + correction
-
-    def fits(r: Run) -> bool:
-        return needed(r) <= r.target.capacity_bytes
-
-    if fits(run):
+    needed = lambda run: estimate(run).total + correction
+    if needed(run) <= run.target.capacity_bytes:
         return []
     for start, coarser in _starts(run, precisions):
-        if (chosen := _chosen(start, [*_changes(start, coarser)], needed, fits)) is not None:
+        if (chosen := cheapest(start, changes(start, coarser), needed)) is not None:
             runs = [run] if start is run else [run, start]
             for change in chosen:
                 runs.append(dataclasses.replace(runs[-1], **change))
@@ -96,29 +93,44 @@ def _starts(run: Run, precisions: tuple[str, ...]) -> Iterator[tuple[Run, tuple[
             devices = devices.more()
 
 
-def _chosen(
-    run: Run, changes: list[dict[str, Any]], needed: Callable[[Run], int], fits: Callable[[Run], bool]
-) -> list[dict[str, Any]] | None:
-    """Makes the changes in order until the run fits, then drops those that it does not need; None if it never fits."""
-
-    def changed(some: list[dict[str, Any]]) -> Run:
-        return dataclasses.replace(run, **{name: value for change in some for name, value in change.items()})
-
-    taken: list[dict[str, Any]] = []
-    for change in [{}, *changes]:
-        if change and needed(changed([*taken, change])) >= needed(changed(taken)):
+def cheapest(
+    run: Run, changes: Iterable[Mapping[str, Any]], needed: Callable[[Run], int] = lambda run: estimate(run).total
+) -> list[Mapping[str, Any]] | None:
+    """As few of the changes as make the run fit, the first ones first; `None` if no combination does."""
+    total, capacity = lambda some: needed(changed(run, some)), run.target.capacity_bytes
+    taken: list[Mapping[str, Any]] = []
+    for change in ({}, *changes):
+        if change and total([*taken, change]) >= total(taken):
             continue
         taken += [change] if change else []
-        if fits(changed(taken)):
-            for costly in taken[::-1]:
-                without = [other for other in taken if other is not costly]
-                taken = without if fits(changed(without)) else taken
-            return taken
+        # What has helped may be in the way by now, as the micro-batches' sum of gradients is of smaller weights.
+        taken = _without(taken, lambda fewer, all_of: total(fewer) < total(all_of))
+        if total(taken) <= capacity:
+            return _without(taken, lambda fewer, _: total(fewer) <= capacity)
     return None
 
 
-def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The changes to try on the run's devices: first those that cost nothing, then time, then quality."""
+def _without(taken: list[Mapping[str, Any]], is_enough: Callable[[Any, Any], bool]) -> list[Mapping[str, Any]]:
+    """The changes without those that are not needed, the costliest first."""
+    for costly in taken[::-1]:
+        fewer = [other for other in taken if other is not costly]
+        taken = fewer if is_enough(fewer, taken) else taken
+    return taken
+
+
+def changed(run: Run, changes: Iterable[Mapping[str, Any]]) -> Run:
+    """The run after all of these changes."""
+    return dataclasses.replace(run, **{name: value for change in changes for name, value in change.items()})
+
+
+def changes(
+    run: Run, coarser: tuple[str, ...] = PRECISIONS, *, frozen: str | None = None, whole: bool = False
+) -> Iterator[Mapping[str, Any]]:
+    """The changes to try on the run's devices: first those that cost nothing, then time, then quality.
+
+    `coarser`: what may be held in bfloat16. `frozen`: the dtype of weights that are not trained; without one there are
+    neither new adapters nor shorter rows. `whole`: the loss takes a batch in one micro-batch.
+    """
     if run.loss == "logits":
         yield dict(loss="fused")
     if run.mesh["data"] > 1 and (most := _on(run, run.target)) is not None:
@@ -126,20 +138,25 @@ def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for remat in {"none": ("dots", "full"), "dots": ("full",)}.get(run.remat, ()):
         yield dict(remat=remat)
     if run.micro_batches > 1:
-        yield dict(micro_batches=1)  # the parts' sum of gradients may be more than what smaller parts save
-    parts = run.micro_batches
-    for divisor in _divisors(run.batch // run.batch_devices):
-        if divisor >= 2 * parts:  # about the least number of parts that is enough
-            parts = divisor
-            yield dict(micro_batches=parts)
-    yield dict(remat="offload")
+        yield dict(micro_batches=1)  # their sum of gradients may be more than what smaller ones save
+    for count in () if whole else range(run.micro_batches + 1, run.batch // run.batch_devices + 1):
+        if run.batch % (count * run.batch_devices) == 0:
+            yield dict(micro_batches=count)
+    if not is_offloaded(run.remat) and run.target.platform != "cpu":
+        yield dict(remat="offload")
     if run.optimizer == "adamw":
         yield dict(optimizer="adamw8bit")
-    for name in coarser:
-        if getattr(run, name) == "float32":
-            yield {name: "bfloat16"}
-    if coarser and run.lora is not None and run.quantize is None:
-        yield dict(quantize="nf4")
+    yield from ({name: "bfloat16"} for name in coarser if getattr(run, name) == "float32")
+    rank = run.lora or min(defaults.RANK, run.model.config.hidden_size)
+    if frozen is not None and run.lora is None:
+        yield dict(lora=rank, param_dtype=frozen)
+        if frozen == "float32":
+            yield dict(lora=rank, param_dtype="bfloat16")
+    if coarser and run.quantize is None and (run.lora or frozen is not None):
+        yield dict(lora=rank, quantize="nf4")
+    length = run.seq
+    while frozen is not None and (length := length // 2) >= _SHORTEST:
+        yield dict(seq=length)
 
 
 def adapters_that_fit(run: Run, correction: int = 0) -> Change | None:
@@ -158,11 +175,6 @@ def adapters_that_fit(run: Run, correction: int = 0) -> Change | None:
         if needed + correction <= run.target.capacity_bytes:
             return Change(options(run, after), after, before - needed, needed + correction)
     return None
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 def _on(run: Run, devices: Target) -> Run | None:
@@ -191,8 +203,9 @@ def options(before: Run, after: Run) -> str:
     if after.target != before.target:
         words["device"] = after.target.name
         words |= {"memory": f"{given / GIB:.6g}GiB"} if (given := after.target.given_bytes) else {}
-    names = "batch micro_batches loss remat optimizer state_memory state_dtype param_dtype dtype lora quantize".split()
-    words |= {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
+    names = "batch loss remat micro_batches optimizer state_memory state_dtype lora param_dtype dtype quantize seq"
+    differ = [name for name in names.split() if getattr(after, name) != getattr(before, name)]
+    words |= {"length" if name == "seq" else name: getattr(after, name) for name in differ}
     have_default_meshes = all(run.mesh == mesh_sizes(None, run.target.count) for run in (before, after))
     if after.mesh != before.mesh and not have_default_meshes:
         words["mesh"] = in_words(after.mesh)

@@ -12,6 +12,7 @@ from liger_jax.commands._settings import Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.ops import LinearRope, Llama3Rope
 from liger_jax.planner import architectures, devices
+from liger_jax.planner.advice import changed, changes, cheapest
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.devices import GIB, PINNED_LIMIT
 from liger_jax.planner.estimate import estimate
@@ -181,7 +182,9 @@ def test_all_weights_in_16_and_8_bits_are_offered_before_adapters(micro_batches)
     h100 = dataclasses.replace(devices.target("h100"), capacity_bytes=int(58.2 * GIB))
     mesh = dict(data=1, fsdp=1, tensor=1, sequence=1, expert=1)
     run = Run(architecture("llama-3-8b"), 8, 2048, h100, mesh, micro_batches=micro_batches)
-    found = _memory.changes(run, "bfloat16")
-    assert found is not None and estimate(found).total <= h100.capacity_bytes < estimate(run).total
+    chosen = cheapest(run, changes(run, frozen="bfloat16"))
+    assert chosen is not None
+    found = changed(run, chosen)
+    assert estimate(found).total <= h100.capacity_bytes < estimate(run).total
     named = dict(param_dtype="bfloat16", optimizer="adamw8bit", micro_batches=1)
     assert found == dataclasses.replace(run, **named)
