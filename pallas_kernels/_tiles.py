@@ -65,6 +65,11 @@ def promoted(*dtypes: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
         return jnp.result_type(*dtypes)
 
 
+def in_float32(x: jax.Array) -> jax.Array:
+    """x in float32; in float64 if it is float64."""
+    return x.astype(promoted(x.dtype, jnp.float32))
+
+
 def in_bounds(start: jax.Array | int, size: int, bound: jax.Array | int, axis: int, rank: int = 2) -> jax.Array:
     """Mask of the given rank, of length `size` along `axis`, 1 elsewhere: True where start + i < bound."""
     shape = [1] * rank

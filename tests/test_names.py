@@ -108,7 +108,7 @@ def cases(rng):
         "GroupNorm": [
             layer_values(rows(rng, 2, 5, 64), 64),
             layer_values(x, 6, 3, use_bias=False, **init),
-            layer_values(x, 6, None, 3),
+            layer_values(rows(rng, 4, 48), 48, None, 24),  # of few numbers Flax loses the variance
         ],
         "softmax": [
             loss_values(x),

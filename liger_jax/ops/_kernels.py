@@ -182,6 +182,20 @@ class Kernels:
         return reason or self.modules[name].unsupported(*inputs, **case)
 
 
+class _Xla:
+    """The one implementation of an op that is plain jnp: the op has no function of it to choose."""
+
+    @staticmethod
+    def unsupported(*arrays: jax.Array | None, **case: Any) -> str | None:
+        """XLA runs every case."""
+        return None
+
+
+def only_xla(op: str) -> Kernels:
+    """The implementations of an op that is plain jnp."""
+    return Kernels(op, {"xla": _Xla})
+
+
 def _with_options(
     function: Callable[..., Any], options: tuple[tuple[str, Any], ...], name: str, interpret: bool, label: str
 ) -> Callable[..., Any]:

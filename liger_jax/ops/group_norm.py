@@ -1,36 +1,37 @@
 """Group normalisation."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _mesh
+from liger_jax.ops import _checks
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernels
-from liger_jax.pallas_kernels.norms import group_norm as xla
+from liger_jax.ops._kernels import Implementation, only_xla
+from liger_jax.ops._powers import shrinking_factor
+from liger_jax.pallas_kernels._tiles import in_float32, promoted
 
 _OP = "group_norm"
-# There is no kernel: a group may exceed the registers, and then a kernel reads x as often as XLA does.
-_KERNELS = Kernels(_OP, {"xla": xla})
+_KERNELS = only_xla(_OP)
+_LEAST_VARIANCE = 2.0**-84  # from here on, the derivative of 1 / sqrt is finite in float32
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _group_norm(x, scale, bias, axis, eps) -> Any:
-    return xla.forward(x, scale, bias, axis=axis, eps=eps)
-
-
-def _forward_rule(x, scale, bias, axis, eps):
-    return xla.forward(x, scale, bias, axis=axis, eps=eps), (x, scale, bias)
-
-
-def _backward_rule(axis, eps, residuals, dy):
-    return xla.backward(dy, *residuals, axis=axis, eps=eps)
-
-
-_group_norm.defvjp(_forward_rule, _backward_rule)
+@functools.partial(jax.checkpoint, static_argnums=(3, 4))
+def _group_norm(x, scale, bias, axis, eps):
+    """x (B, ..., G, K, ...) with its G groups of K channels on `axis`; scale and bias (..., G, K, ...) or None."""
+    x32 = in_float32(x)
+    over = {"axis": tuple(i for i in range(1, x.ndim) if i != axis), "keepdims": True}
+    factor = shrinking_factor(jnp.max(jnp.abs(x32), **over), eps)
+    small = x32 * factor
+    centred = small - jnp.mean(small, **over)
+    # A group of equal large numbers has neither a variance nor an eps · factor² that float32 can hold.
+    least = jnp.maximum(jnp.square(eps**0.5 * factor), _LEAST_VARIANCE) if eps else 0.0
+    y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), **over) + least)
+    if scale is not None:
+        dtype = promoted(y.dtype, scale.dtype)
+        y = y.astype(dtype) * scale.astype(dtype)
+    return (y if bias is None else y + bias.astype(y.dtype)).astype(x.dtype)
 
 
 def group_norm(
@@ -92,6 +93,7 @@ def group_norm(
     _KERNELS.choose(implementation, x, scale, bias)
     axis = channel_axis % x.ndim
     groups = (num_groups, channels // num_groups)
-    columns = (None if column is None else column.reshape(groups) for column in (scale, bias))
-    arrays = _mesh.align_varying(x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :]), *columns)
-    return jnp.reshape(_group_norm(*arrays, axis, float(eps)), x.shape)
+    beside = (1,) * axis + groups + (1,) * (x.ndim - axis - 1)
+    columns = (None if column is None else column.reshape(beside) for column in (scale, bias))
+    grouped = x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :])
+    return jnp.reshape(_group_norm(grouped, *columns, axis, float(eps)), x.shape)

@@ -133,7 +133,7 @@ def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -
 
 # Of a long row every device gets two pairs of chunks, unless a chunk would be shorter than this. A kernel gets a chunk
 # at a time: 2,048 queries of 8 heads are 128 tiles, about one for each multiprocessor of a GPU. More chunks are more
-# even still, but each call sums gradients of all keys (benchmarks.row_division_times).
+# even still, but each call sums gradients of all keys (benchmarks/results/row_division.md).
 LEAST_CHUNK = 2048
 
 
@@ -141,7 +141,7 @@ def pairs_of_chunks(length: int, parts: int) -> int:
     """How many pairs of chunks each device gets of a row.
 
     A whole document is even work with one pair. Of packed documents a long one lies in some chunks only, and the
-    shorter the chunks, the more devices share it (`benchmarks.row_division`).
+    shorter the chunks, the more devices share it (benchmarks/results/row_division.md).
 
     Returns 2 if that divides the row into chunks of 2,048 positions or more, else 1.
 

@@ -1,45 +1,64 @@
 """Rotary position embedding."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops._kernels import Implementation, only_xla
 from liger_jax.ops.layout import spec_of
-from liger_jax.pallas_kernels.rope import triton, xla
+from liger_jax.pallas_kernels._tiles import in_float32
 
-# There is no Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours, and a kernel would add a pass over
-# memory.
-_MODULES = {"xla": xla, "triton": triton}
-# Forward and backward at 8 × 2048 × 32/8 × 64 in bf16 on an H200: 96 µs in XLA and 90 in Triton, × 128 172 and 176
-# (benchmarks/results/rope.md). Inside a model, XLA reads q and k from the common result of their projections. With
-# three tables (28/4 × 128) it is 174 µs and 153.
-_KERNELS = {
-    "apply_rope": Kernels("apply_rope", _MODULES),
-    "apply_mrope": Kernels("apply_mrope", _MODULES, defaults={"gpu": ("triton",)}),
-}
+_KERNELS = {op: only_xla(op) for op in ("apply_rope", "apply_mrope")}
 _LAYOUTS = ("half", "interleaved")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _rotate(q, k, cos, sin, forward, backward):
-    return forward.run(*forward.guarded(q, k, cos, sin))
+def _rotate(q, k, cos, sin, sections, layout):
+    cos, sin = (_of_sections(table, sections) for table in (cos, sin))
+    return _rotated(q, cos, sin, layout), _rotated(k, cos, sin, layout)
 
 
-def _forward_rule(q, k, cos, sin, forward, backward):
-    return forward.run(*forward.guarded(q, k, cos, sin)), (cos, sin)
+def _forward_rule(q, k, cos, sin, sections, layout):
+    return _rotate(q, k, cos, sin, sections, layout), (cos, sin)
 
 
-def _backward_rule(forward, backward, residuals, cotangents):
-    return *backward.run(*backward.guarded(*cotangents, *residuals)), None, None
+def _backward_rule(sections, layout, tables, cotangents):
+    cos, sin = (_of_sections(table, sections) for table in tables)
+    # The transpose of the rotation, which is its inverse where both halves of a table are equal.
+    sin = -jnp.roll(sin, sin.shape[-1] // 2, axis=-1)
+    return *(_rotated(dy, cos, sin, layout) for dy in cotangents), None, None
 
 
 _rotate.defvjp(_forward_rule, _backward_rule)
+
+
+def _of_sections(table: jax.Array, sections: tuple[int, ...] | None) -> jax.Array:
+    """(3, 1|B, T, R) → (1|B, T, R): the columns of each section come from its own table. One table stays as it is."""
+    if sections is None:
+        return table
+    *edges, _ = itertools.accumulate((*sections, *sections))
+    columns = jnp.split(table, edges, axis=-1)
+    return jnp.concatenate([x[i % 3] for i, x in enumerate(columns)], axis=-1)
+
+
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, layout: str) -> jax.Array:
+    """Rotates the first R columns of x (B, T, heads, H) in float32; cos and sin (1|B, T, R)."""
+    rotary, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
+    halves = functools.partial(jnp.split, indices_or_sections=2, axis=-1)
+    pairs = halves(rotary) if layout == "half" else (rotary[..., 0::2], rotary[..., 1::2])
+    x1, x2 = map(in_float32, pairs)
+    (cos1, cos2), (sin1, sin2) = (halves(table.astype(x1.dtype)[:, :, None, :]) for table in (cos, sin))
+    rotated = [y.astype(x.dtype) for y in (x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2)]
+    if layout == "interleaved":
+        rotated = [jnp.stack(rotated, axis=-1).reshape(rotary.shape)]
+    return jnp.concatenate([*rotated, rest], axis=-1)
 
 
 def apply_rope(
@@ -55,8 +74,8 @@ def apply_rope(
 
     x₁ and x₂ are the halves of the first R columns of each head, or their even and odd columns; the columns from R on
     pass through. The rotation is computed in float32 and rounded once. The backward is the inverse rotation: only
-    `cos` and `sin` are kept for it, and they are constants. The default is XLA, which fuses the op into its neighbours.
-    Where there are none, Triton takes between 15 % less and 3 % more time on an H200.
+    `cos` and `sin` are kept for it, and they are constants. XLA is the only implementation: it fuses the op into its
+    neighbours.
 
     Args:
         q: (B, T, Q, H), any float dtype.
@@ -65,16 +84,15 @@ def apply_rope(
             i + R/2 belong to the pair i, in either layout.
         sin: as `cos`.
         layout: "half": the pair i is columns i and i + R/2, as in Hugging Face's LLaMA, Qwen and Gemma;
-            "interleaved": columns 2i and 2i + 1, as in Meta's LLaMA checkpoints and in GLM; only XLA has it.
-        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
-            these to try in order.
+            "interleaved": columns 2i and 2i + 1, as in Meta's LLaMA checkpoints and in GLM.
+        implementation: None or "xla".
 
     Returns:
         q and k, rotated, each in its own shape and dtype.
 
     Raises:
         TypeError: an argument is not floating point, or `cos` or `sin` is differentiated.
-        ValueError: a shape does not fit, `layout` or `implementation` is unknown, or the named one cannot run here.
+        ValueError: a shape does not fit, or `layout` or `implementation` is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,8 +120,8 @@ def apply_mrope(
     """Rotates queries and keys by three positions each, of time, height and width: Qwen2-VL's multimodal RoPE.
 
     The first sections[0] pairs of a head turn by the first table, the next sections[1] by the second, the others by
-    the third. The backward is the inverse rotation, for which only `cos` and `sin` are kept. The default is
-    Triton on NVIDIA GPUs, and XLA elsewhere.
+    the third. The backward is the inverse rotation, for which only `cos` and `sin` are kept. XLA is the
+    only implementation.
 
     Args:
         q: (B, T, Q, H), any float dtype.
@@ -119,8 +137,7 @@ def apply_mrope(
 
     Raises:
         TypeError: an argument is not floating point, or `cos` or `sin` is differentiated.
-        ValueError: a shape or `sections` does not fit, `layout` or `implementation` is unknown, or the named one
-            cannot run here.
+        ValueError: a shape or `sections` does not fit, or `layout` or `implementation` is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -156,16 +173,15 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
     _check_shapes(op, q, k, cos.shape if sections is None else cos.shape[1:])
     _checks.check_shape(op, "sin", sin, cos.shape, "the shape of cos")
     cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
+    _KERNELS[op].choose(implementation, q, k, cos, sin)
     if (spec := _explicit.row_spec(q)) is not None:
         tables_axis = () if sections is None else (None,)
         table_spec = P(*tables_axis, spec[0] if cos.shape[-3] > 1 else None, spec[1])
         key_spec = P(*spec[:2], *spec_of(k)[2:])  # the heads of k may be split or not
-        local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=implementation)
+        local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=None)
         specs = spec, key_spec, table_spec, table_spec
         return _explicit.on_parts(op, local, (q, k, cos, sin), specs, specs[:2])
-    choice = _KERNELS[op].choose(implementation, q, k, cos, sin, layout=layout)
-    kernels = (choice.kernel("rotate", inverse=inverse, layout=layout, sections=sections) for inverse in (False, True))
-    return _rotate(*_mesh.align_varying(q, k, cos, sin), *kernels)
+    return _rotate(*_mesh.align_varying(q, k, cos, sin), sections, layout)
 
 
 def _check_shapes(op: str, q: jax.Array, k: jax.Array, table_shape: tuple[int, ...]) -> None:

@@ -9,24 +9,37 @@ from jaxtyping import Array, Bool, Float
 
 from liger_jax.ops import _checks, _explicit
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernels
-from liger_jax.ops._linear_map import linear_map
-from liger_jax.pallas_kernels.softmax import xla
+from liger_jax.ops._kernels import Implementation, only_xla
+from liger_jax.pallas_kernels._tiles import in_float32
 
-_KERNELS = {op: Kernels(op, {"xla": xla}) for op in ("softmax", "sparsemax")}
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _probabilities(x, kind):
-    return xla.forward(x, kind=kind)
+_KERNELS = {op: only_xla(op) for op in ("softmax", "sparsemax")}
 
 
-@_probabilities.defjvp
-def _tangent_rule(kind, primals, tangents):
-    """The derivative of y by x is a symmetric matrix of y, so that one function makes tangents and gradients."""
-    y = _probabilities(*primals, kind)
-    product = lambda residuals, vectors: [xla.backward(*vectors, *residuals, kind=kind)]
-    return y, linear_map(product, product, (y,), tangents)[0]
+@jax.checkpoint
+def _softmax(x):
+    return jax.nn.softmax(in_float32(x), axis=-1).astype(x.dtype)
+
+
+@jax.checkpoint
+def _projected(x, outside, count):
+    """max(x − τ, 0) over the last axis. Beside the support τ is linear in x: only the support is kept."""
+    x32 = in_float32(x)
+    shifted = x32 - jax.lax.stop_gradient(jnp.max(x32, axis=-1, keepdims=True))
+    threshold = (jnp.sum(jnp.where(outside, 0.0, shifted), axis=-1, keepdims=True) - 1.0) / count
+    return jnp.where(outside, 0.0, shifted - threshold).astype(x.dtype)
+
+
+def _sparsemax(x):
+    x32 = in_float32(jax.lax.stop_gradient(x))
+    # τ is −1 or more, so that values below −1 make no difference.
+    clipped = jnp.maximum(x32 - jnp.max(x32, axis=-1, keepdims=True), -1.0)
+    descending = jnp.sort(clipped, axis=-1, stable=False, descending=True)
+    ranks = jax.lax.broadcasted_iota(descending.dtype, x.shape, x.ndim - 1) + 1.0
+    # x₍ₖ₎ is in the support if Σ_{j ≤ k} (x₍ⱼ₎ − x₍ₖ₎) < 1. Where x₍ₖ₎ = −1 the sum is 1 or more, in any rounding.
+    inside = (1.0 + ranks * descending > jnp.cumsum(descending, axis=-1)) & (descending > -1.0)
+    count = jnp.sum(inside.astype(x32.dtype), axis=-1, keepdims=True)
+    threshold = (jnp.sum(jnp.where(inside, descending, 0.0), axis=-1, keepdims=True) - 1.0) / count
+    return _projected(x, clipped <= threshold, count)
 
 
 def softmax(
@@ -39,7 +52,7 @@ def softmax(
     """Makes probabilities of scores: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
 
     It is `jax.nn.softmax` with an arithmetic in float32: value and gradient are rounded once. The largest score is
-    subtracted from all scores first. Only the output is kept for the backward pass.
+    subtracted from all scores first. Only `x` is kept for the backward pass.
 
     Args:
         x: at least one axis, any float dtype. A score of −inf gets probability 0, unless all are −inf.
@@ -87,8 +100,8 @@ def sparsemax(
     """Makes probabilities of scores, most of them 0: y_i = max(x_i − τ, 0), with τ such that Σ_j y_j = 1 along an axis.
 
     y is the distribution nearest to x. With S = {i: y_i > 0}, dx_i = dy_i − mean of dy over S for i in S, and 0
-    elsewhere. τ is exact: it comes from a sort of the scores. Computed in float32 and rounded once. Only the output is
-    kept for the backward pass.
+    elsewhere. τ is exact: it comes from a sort of the scores. Computed in float32 and rounded once. Only which
+    scores are in S is kept for the backward pass.
 
     Args:
         x: at least one axis, any float dtype.
@@ -122,7 +135,8 @@ def _along_axis(op: str, x: ArrayLike, axis: int, implementation: Implementation
         local = functools.partial(_along_axis, op, axis=-1, implementation=implementation)
         return jnp.moveaxis(_explicit.on_rows(op, local, spec, (rows,)), -1, axis)
     _KERNELS[op].choose(implementation, rows, kind=op)
-    return jnp.moveaxis(_probabilities(rows, op), -1, axis)
+    function = _softmax if op == "softmax" else _sparsemax
+    return jnp.moveaxis(function(rows) if rows.size else rows, -1, axis)
 
 
 def _check_axis(op: str, x: jax.Array, axis: int) -> None:

@@ -1,6 +1,5 @@
 """Self-attention: projections, rotary positions, and the op or the key-value cache."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -108,9 +107,7 @@ class Attention(nnx.Module):
         else:
             q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
         if cos is not None and sin is not None:
-            rope = plain.apply_rope
-            if self.kernels.rope:
-                rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
+            rope = ops.apply_rope if self.kernels.rope else plain.apply_rope
             table_lies = layout.of_all_rows if cos.shape[0] == 1 else layout.in_loss
             specs = heads_lie, heads_lie, table_lies, table_lies
             q, k = layout.run(rope, (q, k, cos, sin), spec=specs, out=heads_lie)

@@ -16,8 +16,9 @@ Speed on an H200, in per cent of a copy's (benchmarks/results/row_tiles.md):
 
 import jax
 
+from liger_jax.pallas_kernels._tiles import in_float32
 from liger_jax.pallas_kernels.norms.rms_norm import reciprocal_root, scaled, with_mean_square
-from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run, in_float32
+from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run
 
 
 def _mean_terms(x: jax.Array, width: int) -> Arrays:
@@ -30,66 +31,6 @@ def _centred(x: jax.Array, mean: jax.Array, factor: jax.Array | float = 0.5) -> 
     return in_float32(x) * factor - mean * factor
 
 
-def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: float) -> RowPass:
-    """The pass over (x,) and (scale, bias) that makes y in `dtype`."""
-
-    def outputs(sums, x, scale, bias):
-        mean, *square_sums = sums
-        factor, rstd = reciprocal_root(*square_sums, width=width, eps=eps / 4)  # of the halved row
-        xhat = _centred(x, mean) * factor * rstd
-        y = scaled(xhat, scale, offset=0.0)
-        return (y if bias is None else y + bias.astype(y.dtype),), ()
-
-    return RowPass(
-        name,
-        outputs,
-        (dtype,),
-        **with_mean_square(
-            lambda sums, x, *vectors: _centred(x, *sums),
-            eps / 4,
-            before=(lambda _, x, *vectors: _mean_terms(x, width),),
-        ),
-    )
-
-
-def gradient_pass(
-    name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: float, has_scale: bool, has_bias: bool
-) -> RowPass:
-    """The pass over (dy, x) and (scale,) that makes dx in `dtype`; and dscale and dbias where they are asked for."""
-
-    def normalised(x, mean, *square_sums):
-        """x̂, and dx̂'s factor in dx."""
-        factor, rstd = reciprocal_root(*square_sums, width=width, eps=eps / 4)  # of the halved row
-        return _centred(x, mean, factor * 0.5) * rstd, rstd * factor * 0.5
-
-    def products(statistics, dy, x, scale):
-        dxhat, (xhat, _) = scaled(in_float32(dy), scale, offset=0.0), normalised(x, *statistics)
-        return dxhat, dxhat * xhat
-
-    def outputs(sums, dy, x, scale):
-        *statistics, dxhat_sum, product_sum = sums
-        dy = in_float32(dy)
-        dxhat, (xhat, rstd) = scaled(dy, scale, offset=0.0), normalised(x, *statistics)
-        # dx = rstd · (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂))
-        dx = rstd * (dxhat - dxhat_sum / width - xhat * (product_sum / width))
-        dscale_terms = (dy * xhat,) if has_scale else ()
-        dbias_terms = (dy,) if has_bias else ()
-        return (dx,), dscale_terms + dbias_terms
-
-    return RowPass(
-        name,
-        outputs,
-        (dtype,),
-        **with_mean_square(
-            lambda sums, dy, x, scale: _centred(x, *sums),
-            eps / 4,
-            before=(lambda _, dy, x, scale: _mean_terms(x, width),),
-        ),
-        stages=(products,),
-        num_totals=[has_scale, has_bias].count(True),
-    )
-
-
 def forward(
     x: jax.Array,
     scale: jax.Array | None,
@@ -100,7 +41,25 @@ def forward(
     **launch: bool,
 ) -> tuple[jax.Array, Arrays]:
     """x (N, D), scale and bias (D,) or None → y (N, D) in x.dtype, and the rows' sums for the backward."""
-    row_pass = forward_pass("layer_norm_forward", x.dtype, width=x.shape[-1], eps=eps)
+    width = x.shape[-1]
+
+    def outputs(sums, x, scale, bias):
+        mean, *square_sums = sums
+        factor, rstd = reciprocal_root(*square_sums, width=width, eps=eps / 4)  # of the halved row
+        xhat = _centred(x, mean) * factor * rstd
+        y = scaled(xhat, scale, offset=0.0)
+        return (y if bias is None else y + bias.astype(y.dtype),), ()
+
+    row_pass = RowPass(
+        "layer_norm_forward",
+        outputs,
+        (x.dtype,),
+        **with_mean_square(
+            lambda sums, x, *vectors: _centred(x, *sums),
+            eps / 4,
+            before=(lambda _, x, *vectors: _mean_terms(x, width),),
+        ),
+    )
     (y,), _, sums = run(row_pass, (x,), (scale, bias), **launch)
     return y, sums
 
@@ -117,8 +76,38 @@ def backward(
     **launch: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """dy, x (N, D), scale and bias (D,) or None, the forward's sums → dx, dscale, dbias, in their primals' dtypes."""
-    present = {"has_scale": scale is not None, "has_bias": bias is not None}
-    row_pass = gradient_pass("layer_norm_backward", x.dtype, width=x.shape[-1], eps=eps, **present)
+    width = x.shape[-1]
+
+    def normalised(x, mean, *square_sums):
+        """x̂, and dx̂'s factor in dx."""
+        factor, rstd = reciprocal_root(*square_sums, width=width, eps=eps / 4)  # of the halved row
+        return _centred(x, mean, factor * 0.5) * rstd, rstd * factor * 0.5
+
+    def products(statistics, dy, x, scale):
+        dxhat, (xhat, _) = scaled(in_float32(dy), scale, offset=0.0), normalised(x, *statistics)
+        return dxhat, dxhat * xhat
+
+    def outputs(sums, dy, x, scale):
+        *statistics, dxhat_sum, product_sum = sums
+        dy = in_float32(dy)
+        dxhat, (xhat, rstd) = scaled(dy, scale, offset=0.0), normalised(x, *statistics)
+        # dx = rstd · (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂))
+        dx = rstd * (dxhat - dxhat_sum / width - xhat * (product_sum / width))
+        dscale_terms = () if scale is None else (dy * xhat,)
+        return (dx,), dscale_terms + (() if bias is None else (dy,))
+
+    row_pass = RowPass(
+        "layer_norm_backward",
+        outputs,
+        (x.dtype,),
+        **with_mean_square(
+            lambda sums, dy, x, scale: _centred(x, *sums),
+            eps / 4,
+            before=(lambda _, dy, x, scale: _mean_terms(x, width),),
+        ),
+        stages=(products,),
+        num_totals=[scale is None, bias is None].count(False),
+    )
     (dx,), totals, _ = run(row_pass, (dy, x), (scale,), sums, **launch)
     dscale = None if scale is None else totals[0].astype(scale.dtype)
     return dx, dscale, None if bias is None else totals[-1].astype(bias.dtype)

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import promoted, split
+from liger_jax.pallas_kernels._tiles import split
 
 Arrays = tuple[jax.Array, ...]
 Stage = Callable[..., Arrays]  # stage(sums, *matrices, *vectors) → terms, float32 or wider
@@ -80,11 +80,6 @@ def together(*stages: Stage) -> Stage:
         return tuple(term for each in stages for term in each(*arguments))
 
     return stage
-
-
-def in_float32(x: jax.Array) -> jax.Array:
-    """x in float32; in float64 if it is float64."""
-    return x.astype(promoted(x.dtype, jnp.float32))
 
 
 # --- what the runners of Pallas kernels share -------------------------------------------------------------------------

@@ -12,11 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax import (
-    apply_mrope,
-    apply_rope,
     causal_attention,
     cross_entropy,
-    dyt,
     fused_add_rms_norm,
     fused_linear_cross_entropy,
     fused_linear_log_probs,
@@ -88,7 +85,6 @@ LLAMA_8B_HEAD = (((8192, 4096), BF16), ((128256, 4096), BF16), ((8192,), INT))
 QWEN_HEAD = (((4096, 896), F32), ((151936, 896), F32), ((4096,), INT))
 NORM = ("rms_norm_forward", "rms_norm_backward")
 WIDTHS = (896, 2048, 2304, 3584, 4096, 5120, 8192, 18432)
-DYT = (((16384, 4096), BF16), ((), BF16), ((4096,), BF16), ((4096,), BF16))
 NORMS = {
     "rms_norm": (rms_norm, 1, 1),
     "fused_add_rms_norm": (fused_add_rms_norm, 2, 1),
@@ -110,7 +106,6 @@ BOTH = [
     *norms(4096, full=False),
     *(case for width in WIDTHS if width != 4096 for case in norms(width, full=True)),
     *norms(18432, full=True, dtype=F32),
-    Case("dyt", with_gradient(dyt, (0, 1, 2, 3)), DYT, ("dyt_forward", "dyt_backward"), full=True),
     Case("rms_norm_without_scale", with_gradient(rms_norm, (0,)), (((4096, 896), F32),), NORM, full=True),
     Case("rms_norm_mixed", with_gradient(rms_norm, (0, 1)), (((4096, 18432), BF16), ((18432,), F32)), NORM, full=True),
     Case(
@@ -162,16 +157,10 @@ LINEAR = [
     ),
 ]
 
-HEADS = (((8, 2048, 32, 64), BF16), ((8, 2048, 8, 64), BF16), ((1, 2048, 64), F32), ((1, 2048, 64), F32))
-THREE_TABLES = (((8, 2048, 28, 128), BF16), ((8, 2048, 4, 128), BF16), *[((3, 8, 2048, 128), F32)] * 2)
-RAGGED_HEADS = (((3, 4095, 14, 80), BF16), ((3, 4095, 2, 80), BF16), ((3, 4095, 20), F32), ((3, 4095, 20), F32))
 GATES = (((16384, 14336), BF16), ((16384, 14336), BF16))
 MLP = (((4, 2048, 2048), BF16), ((2048, 8192), BF16), ((2048, 8192), BF16), ((8192, 2048), BF16))
 
 GLU = ("glu_forward", "glu_backward")
-
-ROPE = ("rope_forward", "rope_backward")
-mrope = functools.partial(apply_mrope, sections=(16, 24, 24))
 
 GPU_ONLY = [
     *LINEAR,
@@ -180,9 +169,6 @@ GPU_ONLY = [
     Case("swiglu_side_by_side", with_gradient(swiglu, (0,)), (((16384, 2 * 14336), BF16),), GLU),
     Case("geglu_side_by_side_odd", with_gradient(geglu, (0,)), (((4095, 2 * 333), F32),), GLU, full=True),
     Case("gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("glu_forward", "glu_gradients_and_product")),
-    Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ROPE),
-    Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ROPE, full=True),
-    Case("apply_mrope", with_gradient(mrope, (0, 1)), THREE_TABLES, ROPE),
 ]
 
 

@@ -13,9 +13,7 @@ from liger_jax.pallas_kernels.attention import reference as attention
 from liger_jax.pallas_kernels.cross_entropy import reference as cross_entropy
 from liger_jax.pallas_kernels.glu import reference as glu
 from liger_jax.pallas_kernels.norms import reference as norms
-from liger_jax.pallas_kernels.relu_squared import reference as relu_squared
-from liger_jax.pallas_kernels.rope import reference as rope
-from liger_jax.pallas_kernels.softmax import reference as softmax
+from tests.ops import _references
 from tests.ops._oracle import TOLERANCE, largest_error
 
 D, F, V = 6, 4, 7
@@ -151,6 +149,9 @@ LOSSES = [name for name in CASES if name.startswith(("fused_linear", "causal_lm"
 BEHIND_KERNELS = {"down_kernel", "token_weights", "factor"}  # the results of kernels are multiplied by them
 NO_KERNEL = (  # that an interpreter on a CPU runs, or none at all
     "causal_attention",
+    "apply_rope",
+    "apply_mrope",
+    "dyt",
     "group_norm",
     "poly_norm",
     "relu_squared",
@@ -174,18 +175,18 @@ TRUTHS = {
     "rms_norm": functools.partial(norms.rms_norm, offset=0.0, **EPS),
     "layer_norm": functools.partial(norms.layer_norm, **EPS),
     "fused_add_rms_norm": functools.partial(norms.fused_add_rms_norm, offset=0.0, **EPS),
-    "group_norm": functools.partial(norms.group_norm, num_groups=2, channel_axis=1, **EPS),
-    "dyt": norms.dyt,
-    "poly_norm": functools.partial(norms.poly_norm, **EPS),
-    "relu_squared": relu_squared.relu_squared,
-    "softmax": softmax.softmax,
-    "sparsemax": softmax.sparsemax,
+    "group_norm": functools.partial(_references.group_norm, num_groups=2, channel_axis=1, **EPS),
+    "dyt": _references.dyt,
+    "poly_norm": functools.partial(_references.poly_norm, **EPS),
+    "relu_squared": _references.relu_squared,
+    "softmax": _references.softmax,
+    "sparsemax": _references.sparsemax,
     "swiglu": functools.partial(glu.gated, activation="silu"),
     "geglu": functools.partial(glu.gated, activation="gelu_tanh"),
     "gated_mlp": gated_mlp,
-    "apply_rope": rope.apply_rope,
+    "apply_rope": _references.apply_rope,
     "causal_attention": attention.causal_attention,
-    "apply_mrope": functools.partial(rope.apply_mrope, sections=(1, 0, 1)),
+    "apply_mrope": functools.partial(_references.apply_mrope, sections=(1, 0, 1)),
     "cross_entropy": label_loss,
     "softmax_cross_entropy_with_integer_labels": lambda logits, labels, where: label_loss(
         logits, labels, jnp.ones(4), where=where, reduction="none"
@@ -237,8 +238,18 @@ def test_kernels_say_that_they_have_no_second_derivatives(name, rng):
 # In XLA these have one.
 WITH_FORWARD_MODE = {
     "causal_attention", "fused_linear_cross_entropy, fast", "causal_lm_loss",
-    "softmax", "sparsemax", "cross_entropy", "softmax_cross_entropy_with_integer_labels",
+    "softmax", "sparsemax", "group_norm", "dyt", "poly_norm", "relu_squared",
+    "cross_entropy", "softmax_cross_entropy_with_integer_labels",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["group_norm", "dyt", "poly_norm", "relu_squared", "sparsemax"])
+def test_the_tangent_of_plain_jax_is_the_gradients_product_with_the_direction(name, rng):
+    (total, arrays, others), (_, directions, _) = case(name, rng), case(name, rng)
+    tangent = jax.jvp(lambda arrays: total(arrays, others), (arrays,), (directions,))[1]
+    gradients = jax.grad(total)(arrays, others)
+    expected = sum(jnp.vdot(gradients[argument], directions[argument]) for argument in arrays)
+    np.testing.assert_allclose(tangent, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_FORWARD_MODE])

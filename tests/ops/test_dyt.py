@@ -4,12 +4,14 @@ import jax.numpy as jnp
 import pytest
 
 from liger_jax import dyt
-from liger_jax.pallas_kernels.norms import reference
 from tests.ops import _norms
+from tests.ops import _references as reference
 from tests.ops._oracle import normal
 
+KERNELS = ("xla",)
 
-class TestDyT(_norms.KernelPromises):
+
+class TestDyT(_norms.LastAxisPromises):
     op, reference = staticmethod(dyt), staticmethod(reference.dyt)
     num_optional = 2
     shapes = [shape for shape in _norms.Promises.shapes if shape != (1, 1)]  # 1 − tanh² of one large x has few digits
@@ -33,3 +35,9 @@ class TestDyT(_norms.KernelPromises):
 def test_wrong_arguments_say_what_to_do(arguments, error, message, unchecked_types):
     with pytest.raises(error, match=f"^dyt: {message}"):
         dyt(*arguments)
+
+
+@pytest.mark.parametrize("name", ["triton", "mosaic_tpu"])
+def test_there_is_no_other_kernel(name):
+    with pytest.raises(ValueError, match=rf"^dyt: implementation='{name}' is unknown; this op has \('xla',\)"):
+        dyt(jnp.ones((2, 3)), jnp.ones(()), implementation=name)

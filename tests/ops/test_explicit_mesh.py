@@ -29,7 +29,7 @@ CASES = {
         [((70,), P())],
         3,
     ),
-    "dyt": (ops.dyt, [(ROWS, BATCH)], [((), P()), ((70,), P()), ((70,), P())], 3),
+    "dyt": (ops.dyt, [(ROWS, BATCH)], [((), P()), ((70,), P()), ((70,), P())], 1),
     "poly_norm": (ops.poly_norm, [(ROWS, BATCH)], [((3,), P()), ((), P())], 1),
     "group_norm": (functools.partial(ops.group_norm, num_groups=5), [(ROWS, BATCH)], [((5,), P())] * 2, 1),
     "relu_squared": (ops.relu_squared, [(ROWS, BATCH)], [], 1),

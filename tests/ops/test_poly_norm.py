@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from liger_jax import poly_norm
-from liger_jax.pallas_kernels.norms import reference
 from tests.ops import _norms
+from tests.ops import _references as reference
 from tests.ops._oracle import normal
 
 KERNELS = ("xla",)

@@ -41,24 +41,12 @@ def norm(op, num_rows, num_vectors, rng):
     return op, typed(rng, *[(n, d)] * num_rows, *[(d,)] * num_vectors)
 
 
-def dyt(rng):
-    op, (x, *vectors) = norm(ops.dyt, 1, 2, rng)
-    return op, [x, *typed(rng, ()), *vectors]
-
-
 def attention(rng):
     k, group, h = some(rng, 1, 2), some(rng, 1, 3), some(rng, 8, 64, 80, 100, 128, 256, 264)
     b, t = some(rng, 1, 3), some(rng, 1, 7, 64, 333)
     (q,) = typed(rng, (b, t, k * group, h))
     options = dict(window=some(rng, 1, 50, 2**40), softcap=[None, 30.0][rng.integers(2)])
     return functools.partial(ops.causal_attention, **options), [q, *like(q, *[(b, t, k, h)] * 2)]
-
-
-def rope(rng):
-    b, t, h = some(rng, 1, 3, 70000), some(rng, 1, 9), some(rng, 2, 64, 80, 128)
-    q, k = typed(rng, (b, t, 4, h), (b, t, 2, h))
-    table = jnp.ones((1, t, h))
-    return functools.partial(ops.apply_rope, cos=table, sin=table), [q, k]
 
 
 def gated(op, rng):
@@ -89,9 +77,7 @@ CASES = {
     "rms_norm": (functools.partial(norm, ops.rms_norm, 1, 1), NORM_IMPLEMENTATIONS),
     "fused_add_rms_norm": (functools.partial(norm, ops.fused_add_rms_norm, 2, 1), NORM_IMPLEMENTATIONS),
     "layer_norm": (functools.partial(norm, ops.layer_norm, 1, 2), NORM_IMPLEMENTATIONS),
-    "dyt": (dyt, ("triton", "mosaic_tpu")),
     "causal_attention": (attention, ("triton", "mosaic_gpu", "splash")),
-    "apply_rope": (rope, ("triton",)),
     "swiglu": (functools.partial(gated, ops.swiglu), ("triton",)),
     "gated_mlp": (mlp, ("triton", "mosaic_gpu")),
     "fused_linear_cross_entropy": (linear_loss, ("triton", "mosaic_gpu", "mosaic_tpu")),
@@ -141,14 +127,6 @@ def test_what_is_not_refused_is_lowered(name, kernels, draws, rng, unchecked_typ
         if taken == draws:
             return
     assert taken
-
-
-def test_a_batch_that_no_grid_holds_is_refused():
-    """Only the launch would fail, which no lowering shows."""
-    table = jnp.ones((1, 1, 64))
-    rotate = functools.partial(ops.apply_rope, cos=table, sin=table)
-    taken = lambda batch: lowered(rotate, [jax.ShapeDtypeStruct((batch, 1, 2, 64), jnp.bfloat16)] * 2, "triton")
-    assert taken(65535) and not taken(65536)
 
 
 def test_a_wide_sum_of_two_dtypes_steps_down_from_the_tpu():

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from liger_jax import relu_squared
-from liger_jax.pallas_kernels.relu_squared import reference
 from tests.ops import _oracle
+from tests.ops import _references as reference
 from tests.ops._oracle import normal
 
 KERNELS = ("xla",)

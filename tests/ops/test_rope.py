@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from liger_jax import apply_mrope, apply_rope, rope_table
-from liger_jax.pallas_kernels.rope import reference
 from tests.ops import _oracle
+from tests.ops import _references as reference
 from tests.ops._oracle import normal
 
-KERNELS = ("xla", "triton")
+KERNELS = ("xla",)
 BY_HEADS = (0, 1)  # cos and sin are constants
 
 
@@ -30,14 +30,14 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
-    Shape(2, 33, 12, 4, 16, 16, 1),  # two programs share a token's heads
+    Shape(2, 33, 12, 4, 16, 16, 1),
     Shape(3, 7, 6, 1, 10, 10, 3),  # nothing a power of two, a table for each sequence
     Shape(2, 5, 3, 3, 20, 12, 1),  # partial
     Shape(2, 5, 2, 5, 7, 2, 2),  # partial, an odd head width, more keys than queries
     Shape(1, 1, 1, 1, 2, 2, 1),  # one row
     Shape(1, 3, 2, 1, 1, 0, 1),  # width 1
     Shape(2, 3, 1, 1, 5, 0, 1),  # nothing rotated
-    Shape(2, 64, 3, 1, 16, 16, 2),  # full tiles
+    Shape(2, 64, 3, 1, 16, 16, 2),
 ]
 ONE = SHAPES[2]  # where one is enough
 shapes = pytest.mark.parametrize("shape", _oracle.first(3, SHAPES), ids=str)
@@ -56,8 +56,6 @@ def rotary_tables(shape):
 
 
 def make(implementation, layout="half", op=apply_rope, **options):
-    if layout == "interleaved" and implementation.startswith("triton"):
-        pytest.skip("no Triton kernel; test_interleaved_pairs_are_refused_by_triton")
     return functools.partial(op, layout=layout, implementation=implementation, **options)
 
 
@@ -232,10 +230,12 @@ def test_mrope_in_xla_is_partitioned_without_communication(axis_type, rng):
     _oracle.check_partitioned(op, arrays, rng, axis_type, wrt=BY_HEADS, split=BY_HEADS)
 
 
-def test_interleaved_pairs_are_refused_by_triton():
-    q, tables = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 4))
-    with pytest.raises(ValueError, match=r"layout='interleaved' has neighbours for pairs; use 'xla'\."):
-        apply_rope(q, q, tables, tables, layout="interleaved", implementation="triton:interpret")
+@pytest.mark.parametrize("op, sections", [(apply_rope, {}), (apply_mrope, {"sections": (1, 1, 0)})])
+def test_there_is_no_other_kernel(op, sections):
+    q, tables = jnp.ones((1, 1, 2, 4)), jnp.ones((3, 1, 1, 4) if sections else (1, 1, 4))
+    message = rf"^{op.__name__}: implementation='triton' is unknown; this op has \('xla',\)"
+    with pytest.raises(ValueError, match=message):
+        op(q, q, tables, tables, implementation="triton", **sections)
 
 
 # --- apply_mrope ------------------------------------------------------------------------------------------------------

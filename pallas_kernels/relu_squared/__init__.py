@@ -1,1 +1,0 @@
-"""Squared rectifier (So et al., 2021)."""

@@ -1,1 +1,0 @@
-"""Rotary position embedding (Su et al., 2021)."""

@@ -1,1 +1,0 @@
-"""Softmax, and sparsemax (Martins and Astudillo, 2016)."""
