@@ -26,11 +26,11 @@ _LIMIT = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([\d.]+)\s*")
 
 def versions() -> dict[str, str]:
     """The versions of all packages that are installed, by their names, and liger-jax's."""
-    found = {}
+    by_name = {}
     for each in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # a damaged one has no name
-            found.setdefault(each.metadata["Name"].lower().replace("_", "-"), each.version)
-    return found | {NAME: version()}
+            by_name.setdefault(each.metadata["Name"].lower().replace("_", "-"), each.version)
+    return by_name | {NAME: version()}
 
 
 def requirements() -> dict[str, str]:
@@ -73,15 +73,15 @@ def _required_by(package):
 
 def _is_for_this_python(marker):
     """Whether a marker lets a requirement count: none does, and one about Python's version alone."""
-    found = re.fullmatch(r"\s*python_version\s*(\S+?)\s*['\"]([\d.]+)['\"]\s*", marker)
-    if not marker.strip() or found is None:  # extras and platforms are others' concern
+    match = re.fullmatch(r"\s*python_version\s*(\S+?)\s*['\"]([\d.]+)['\"]\s*", marker)
+    if not marker.strip() or match is None:  # extras and platforms are others' concern
         return not marker.strip()
-    return _COMPARISONS[found[1]](sys.version_info[:2], _numbers(found[2]))
+    return _COMPARISONS[match[1]](sys.version_info[:2], _numbers(match[2]))
 
 
 def _is_within(has, limit):
-    found = _LIMIT.fullmatch(limit)
-    return found is None or _COMPARISONS[found[1]](*_of_one_length(_numbers(has), _numbers(found[2])))
+    match = _LIMIT.fullmatch(limit)
+    return match is None or _COMPARISONS[match[1]](*_of_one_length(_numbers(has), _numbers(match[2])))
 
 
 def _numbers(text):

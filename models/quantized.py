@@ -93,10 +93,12 @@ def dequantize(model: Model) -> Model:
         (32, 64, 64)
     """
     holders = [(layer, "kernel") for _, layer in projections(model)] + weights_of_experts(model) + [(model, "lm_head")]
-    found = [(holder, name) for holder, name in holders if isinstance(getattr(holder, name, None), QuantizedParam)]
-    if not found:
+    holders_and_names = [
+        (holder, name) for holder, name in holders if isinstance(getattr(holder, name, None), QuantizedParam)
+    ]
+    if not holders_and_names:
         raise ValueError("dequantize: no weight of this model is quantised.")
-    for holder, name in found:
+    for holder, name in holders_and_names:
         setattr(holder, name, nnx.Param(_dense(getattr(holder, name)[...])))
     return model
 

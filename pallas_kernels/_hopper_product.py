@@ -143,10 +143,10 @@ class _Vectors(NamedTuple):
         """The vectors of rows, and the vectors of columns."""
         if self.refs:
             plgpu.barrier_wait(self.filled.at[warpgroup])
-        found: tuple[list[Any], list[Any]] = [], []
+        vectors: tuple[list[Any], list[Any]] = [], []
         for of_rows, stage in zip(self.of_rows, self.stages, strict=True):
-            found[not of_rows].append(load(stage, (warpgroup,), row_layout() if of_rows else column_layout()))
-        return found
+            vectors[not of_rows].append(load(stage, (warpgroup,), row_layout() if of_rows else column_layout()))
+        return vectors
 
 
 def _numbers(factors: Factors, epilogue: Epilogue) -> dict[str, jax.Array]:
@@ -271,9 +271,11 @@ def product(factors: Factors, tiles: Tiles, epilogue: Epilogue, *, name: str) ->
 
     def body(*refs):
         operands, vector_refs, number_refs, array_refs, ring, (filled, *stages), scratch = split(refs, counts)
-        found = {name: _read(name, ref) for name, ref in zip(numbers, number_refs, strict=True)}
+        scalars = {name: _read(name, ref) for name, ref in zip(numbers, number_refs, strict=True)}
         own_vectors = _Vectors(of_rows, vector_refs, stages, filled)
-        block = _Block(walk, factors.contract, operands, Ring(*ring), own_vectors, found, epilogue, array_refs, scratch)
+        block = _Block(
+            walk, factors.contract, operands, Ring(*ring), own_vectors, scalars, epilogue, array_refs, scratch
+        )
         block.run()
 
     return launch(

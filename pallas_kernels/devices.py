@@ -188,8 +188,8 @@ def gpu_named(device_kind: str) -> GPU | None:
     """
     if "Laptop" in device_kind:
         return None
-    found = [(len(name), gpu) for gpu in GPUS.values() for name in gpu.names if _stands_in(name, device_kind)]
-    return max(found, key=lambda pair: pair[0], default=(0, None))[1]
+    matches = [(len(name), gpu) for gpu in GPUS.values() for name in gpu.names if _stands_in(name, device_kind)]
+    return max(matches, key=lambda pair: pair[0], default=(0, None))[1]
 
 
 def _stands_in(name: str, device_kind: str) -> bool:
@@ -208,4 +208,4 @@ def capability_of(device_kind: str) -> Capability:
         return gpu.capability
     words = f" {device_kind.replace('-', ' ')} "
     of_others = _CAPABILITY_OF_OTHERS.items()
-    return next((found for found, names in of_others if any(f" {name}" in words for name in names)), AMPERE)
+    return next((capability for capability, names in of_others if any(f" {name}" in words for name in names)), AMPERE)

@@ -32,11 +32,11 @@ class AddedOnce:
         about = verb, self._text(tokens)
         self._texts[about] = self._texts.get(about, 0) + 1
 
-    def told(self) -> dict[str, str]:
+    def notices(self) -> dict[str, str]:
         """What is to be said of such texts since it was said last: sentences by what they are about."""
-        found, self._texts = self._texts, {}
+        noted, self._texts = self._texts, {}
         sentences = {}
-        for (verb, tokens), number in found.items():
+        for (verb, tokens), number in noted.items():
             texts = f"1 text {verb}s" if number == 1 else f"{number:,} texts {verb}"
             sentences[f"{verb} {tokens}"] = (
                 f"{texts} with {tokens!r}, which the tokenizer adds as well: it is there once"

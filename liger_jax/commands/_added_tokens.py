@@ -44,12 +44,12 @@ def add(tokenizer: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
         [_token(value, is_special=True) for content, value in _special(config) if content not in names]
     )
     for number, token in listed:
-        found = tokenizer.token_to_id(token.content)
-        if token.content not in before and found != number:
+        given = tokenizer.token_to_id(token.content)
+        if token.content not in before and given != number:
             file = CONFIG if _DECODER in config else ADDED
             raise UserError(
                 f"{folder}: {file} gives the token {short(token.content)} the number {number}, and tokenizer.json, "
-                f"which lacks it, leaves it {found}. Save the tokenizer again: "
+                f"which lacks it, leaves it {given}. Save the tokenizer again: "
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
             )
 

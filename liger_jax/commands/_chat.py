@@ -29,14 +29,16 @@ class Notes:
 
     def sentences(self) -> list[str]:
         """What is to be said."""
-        found = []
+        sentences = []
         if self.parsed:
-            found.append(
+            sentences.append(
                 "arguments of tool calls are JSON strings, and the chat template takes objects: they are parsed"
             )
         if self.endless:
-            found.append("the chat template ends some answers with no mark, so that they are trained without a stop")
-        return found
+            sentences.append(
+                "the chat template ends some answers with no mark, so that they are trained without a stop"
+            )
+        return sentences
 
 
 class Rendered(NamedTuple):
@@ -74,12 +76,12 @@ class ChatTemplate:
             places = [(span.begin, span.end) for span in spans]
             behind = layout.behind_words(spans[-1]) if spans else ""
             missing = self._missing(layout, form, given, {span.message for span in spans})
-            found = Rendered(layout.text, places, behind, layout.own_words(spans), missing)
-            return found, any(not span.has_end for span in spans)
+            result = Rendered(layout.text, places, behind, layout.own_words(spans), missing)
+            return result, any(not span.has_end for span in spans)
 
-        found, is_endless = self._in_some_form(messages, {"tools": tools, **(values or {})}, rendered)
+        result, is_endless = self._in_some_form(messages, {"tools": tools, **(values or {})}, rendered)
         self.notes.endless |= is_endless
-        return found
+        return result
 
     def prompt(self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None) -> Rendered:
         """The text of a conversation up to the words that the assistant is to say."""
@@ -98,14 +100,14 @@ class ChatTemplate:
         failed: UserError | None = None
         for form, is_parsed in _forms(messages):
             try:
-                found = render(form, values)
+                result = render(form, values)
             except UserError as error:
                 failed = failed or error
                 continue
             except OverBudget as error:
                 raise UserError(f"The chat template {error} for one conversation. Pass a model with another.") from None
             self.notes.parsed |= self._environment.parsed or is_parsed
-            return found
+            return result
         raise failed or UserError("The conversation has no messages.")
 
     def _missing(
@@ -212,12 +214,12 @@ def _forms(messages: Sequence[Any]) -> Iterator[tuple[list[Any], bool]]:
 
 
 def _in_form(message: Mapping[str, Any], content: Mapping[str, Any], change: Callable[[Any], Any] | None) -> Any:
-    found = {name: value for name, value in message.items() if name != "content" or value is not None}
+    fields = {name: value for name, value in message.items() if name != "content" or value is not None}
     if message.get("tool_calls"):
-        found = {**content, **found}
+        fields = {**content, **fields}
         if change is not None:
-            found["tool_calls"] = [_changed(call, change) for call in message["tool_calls"]]
-    return found
+            fields["tool_calls"] = [_changed(call, change) for call in message["tool_calls"]]
+    return fields
 
 
 def _changed(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

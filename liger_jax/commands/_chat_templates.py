@@ -9,18 +9,18 @@ from liger_jax.commands._errors import UserError
 
 def by_name(places: Sequence[Any], folder: Path) -> dict[str, str]:
     """The chat templates of the first place that has some."""
-    found = next((place for place in places if place), None)
-    if isinstance(found, str):
-        found = {"default": found}
-    elif isinstance(found, list):  # several by name
-        if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in found):
+    templates = next((place for place in places if place), None)
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    elif isinstance(templates, list):  # several by name
+        if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in templates):
             raise UserError(
                 f"The chat_template of the tokenizer in {folder} is a list, and must then be of objects, each with a "
                 "name and a template."
             )
-        found = {each["name"]: each.get("template") for each in found}
-    found = found if isinstance(found, dict) else {}
-    return {name: each for name, each in found.items() if isinstance(name, str) and isinstance(each, str)}
+        templates = {each["name"]: each.get("template") for each in templates}
+    templates = templates if isinstance(templates, dict) else {}
+    return {name: each for name, each in templates.items() if isinstance(name, str) and isinstance(each, str)}
 
 
 def chosen(sources: dict[str, str], tools: Any, folder: Path) -> str:
@@ -41,10 +41,10 @@ def chosen(sources: dict[str, str], tools: Any, folder: Path) -> str:
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The special tokens by name, each a string or an object with `content`."""
-    found = {}
+    tokens = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
         value = config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            found[name] = value
-    return found
+            tokens[name] = value
+    return tokens

@@ -43,17 +43,17 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
     known = {name: action for name, action in actions.items() if name not in _NO_OPTIONS}
     name_of = {_name(option): name for name, action in known.items() for option in action.option_strings}
     name_of |= {name: name for name in known}
-    found, others, different = {}, [], []
+    values, others, different = {}, [], []
     text = _text(path)
     writer = written[1] if (written := _COMMAND.match(text)) else command
     for key, value in _table(path, text).items():
         name = name_of.get(_name(key), _name(key))
-        if name in found:
+        if name in values:
             raise UserError(f"--config {path}: {name} stands there twice, also as {key}. Keep one of them.")
         if name in known and any(writer in group and command not in group for group in MEANINGS.get(name, ())):
             different.append(key)
         elif name in known:
-            found[name] = _value(f"--config {path}: {key}", known[name], value)
+            values[name] = _value(f"--config {path}: {key}", known[name], value)
         elif name in option_names():
             others.append(key)
         else:
@@ -65,7 +65,7 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
     if different:
         means = f"as they mean something else in liger-jax {writer}, which has written the file"
         print(f"{path}: not read, {means}: {', '.join(different)}", file=sys.stderr)
-    return found
+    return values
 
 
 def write(path: Path, options: Mapping[str, Any], first: str) -> None:
@@ -121,8 +121,8 @@ def _value(where: str, action: argparse.Action, value: Any) -> Any:
         if action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction):
             return [_one(where, action, each) for each in value]
         value = ",".join(map(str, value))
-    found = _one(where, action, value)
-    return [found] if action.nargs in ("+", "*") else found
+    converted = _one(where, action, value)
+    return [converted] if action.nargs in ("+", "*") else converted
 
 
 def _one(where: str, action: argparse.Action, value: Any) -> Any:
@@ -132,12 +132,12 @@ def _one(where: str, action: argparse.Action, value: Any) -> Any:
     if not isinstance(value, str) and action.type is None and not action.choices:
         raise UserError(f"{shown} must be a text, in quotes.")
     try:
-        found = action.type(str(value)) if callable(action.type) else str(value)
+        converted = action.type(str(value)) if callable(action.type) else str(value)
     except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
         raise UserError(f"{shown} must be {_KINDS.get(action.type, 'a text')}.") from error
-    if action.choices is not None and found not in action.choices:
+    if action.choices is not None and converted not in action.choices:
         raise UserError(f"{shown} must be one of {', '.join(map(str, action.choices))}.")
-    return found
+    return converted
 
 
 def _toml(value: Any) -> str:

@@ -54,18 +54,18 @@ class Conversations:
     def rendered(self, document: Document) -> Any:
         """The text of a conversation, and where the assistant speaks."""
         source = _chat_templates.chosen(self._sources(), document.tools, self._folder)
-        found = self._template(source).render(document.messages or [], document.tools, document.values)
-        self._look(document, source, found.missing)
-        return found
+        result = self._template(source).render(document.messages or [], document.tools, document.values)
+        self._look(document, source, result.missing)
+        return result
 
     def prompt(self, document: Document) -> str:
         """The text of a conversation up to the words that the assistant is to say."""
         source = _chat_templates.chosen(self._sources(), document.tools, self._folder)
-        found = self._template(source).prompt(document.messages or [], document.tools, document.values)
-        self._look(document, source, found.missing)
-        return found.text
+        result = self._template(source).prompt(document.messages or [], document.tools, document.values)
+        self._look(document, source, result.missing)
+        return result.text
 
-    def look_at_ends(self, messages: Sequence[Any], found: Any, ends: Sequence[int]) -> None:
+    def look_at_ends(self, messages: Sequence[Any], rendered: Any, ends: Sequence[int]) -> None:
         """Notes what ends answers."""
         is_last = messages[-1]["role"] == "assistant" and is_trained(messages[-1])
         earlier, last = (ends[:-1], ends[-1:]) if is_last else (ends, [])
@@ -73,8 +73,8 @@ class Conversations:
         # last token ends nothing, unless it is a special one.
         has_calls = any(message.get("tool_calls") for message in messages)
         self.marks["earlier"] |= (self._special if has_calls else self._added) & {*earlier}
-        self.marks["last"] |= (self._special if has_calls or not found.behind.strip() else self._added) & {*last}
-        for name, texts in (("behind", {found.behind} if is_last else set()), ("inside", found.own_words)):
+        self.marks["last"] |= (self._special if has_calls or not rendered.behind.strip() else self._added) & {*last}
+        for name, texts in (("behind", {rendered.behind} if is_last else set()), ("inside", rendered.own_words)):
             for text in texts - self._seen[name]:
                 if len(self._seen[name]) < _MOST_SEEN:
                     self._seen[name].add(text)
@@ -86,9 +86,9 @@ class Conversations:
         """What is to be said of templates and of how answers end."""
         return [note for template in self._templates.values() for note in template.notes.sentences()]
 
-    def told(self) -> dict[str, str]:
+    def notices(self) -> dict[str, str]:
         """What is to be said of messages since it was said last: sentences by what they are about."""
-        return self._roles.told() | self._left_out.told()
+        return self._roles.notices() | self._left_out.notices()
 
     @functools.cached_property
     def _added(self) -> set[int]:

@@ -34,8 +34,8 @@ def read(
     ]
     if not documents and not refused:
         raise no_text(data)
-    if told := unread(frozenset().union(*(document.unread for document in documents))):
-        print(told)
+    if notice := unread(frozenset().union(*(document.unread for document in documents))):
+        print(notice)
     return documents
 
 
@@ -88,13 +88,13 @@ def unread(fields: frozenset[str]) -> str:
 
 
 def _of_file(path: Path, column: str | None, form: str | None, refused: Refused) -> Iterator[Document]:
-    for found in _file_rows.of_file(path):
-        if isinstance(found, Document):
+    for row in _file_rows.of_file(path):
+        if isinstance(row, Document):
             if form in _READERS:
                 raise UserError(f"{path} is a text, and {_READERS[form][1]}, as in JSON lines.")
-            yield found
+            yield row
             continue
-        where, values = found
+        where, values = row
         with refusals_kept(refused, where):
             if isinstance(values, _file_rows.Line):
                 values = _file_rows.of_line(where, values)

@@ -53,19 +53,20 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
         _output.check(settings, folder)
     settings = _as_stored(settings, source)
     dtypes = precision(settings, source.dtype)
-    found = _long_rows.stretched_for(settings, architecture_of(source))
+    architecture = _long_rows.stretched_for(settings, architecture_of(source))
     if not isinstance(task, Task):
-        task = task(settings, source, found)
+        task = task(settings, source, architecture)
     if task.alone and jax.process_count() > 1:
         raise UserError("--distributed: this command trains in one process. Leave it out.")
-    shape = lambda layout: nnx.eval_shape(lambda: _run_model.new(settings, task, source, found, dtypes, layout))
+    shape = lambda layout: nnx.eval_shape(lambda: _run_model.new(settings, task, source, architecture, dtypes, layout))
     devices = _devices(settings, task, shape)
-    settings = _fitted(settings, task, found, dtypes, source.dtype, devices)  # who has no weights yet sees this, too
+    # What the run needs is printed before weights are looked for, so that it can be read without them.
+    settings = _fitted(settings, task, architecture, dtypes, source.dtype, devices)
     _weights.check("--model", source)
     model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     of_rows = devices.layout_of_rows
     shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)
-    return Run(asked, settings, task, source, found, dtypes, devices, out), model, shown
+    return Run(asked, settings, task, source, architecture, dtypes, devices, out), model, shown
 
 
 def _as_stored(settings: Settings, source: Source) -> Settings:
@@ -92,9 +93,9 @@ def precision(settings: Settings, stored: str) -> dict[str, str]:
 def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> meshes.Devices:
     """Where the run is computed; `shape` gives the model's types by its layout."""
     # A model that writes its own batches gathers split weights for each token: several devices are asked for.
-    there = jax.devices() if task.played is None or settings.mesh else jax.devices()[:1]
+    there = jax.devices() if task.rollouts is None or settings.mesh else jax.devices()[:1]
     devices = meshes.chosen(settings.mesh, there, task.rows(settings), shape)
-    if task.played is not None and devices.layout_of_rows != devices.layout:
+    if task.rollouts is not None and devices.layout_of_rows != devices.layout:
         raise UserError(
             f"--mesh={settings.mesh}: devices that share completions cannot sample them. Give the devices to data "
             "or fsdp."
@@ -105,7 +106,12 @@ def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> mes
 
 
 def _fitted(
-    settings: Settings, task: Task, found: Architecture, precision: dict[str, str], stored: str, devices: meshes.Devices
+    settings: Settings,
+    task: Task,
+    architecture: Architecture,
+    precision: dict[str, str],
+    stored: str,
+    devices: meshes.Devices,
 ) -> Settings:
     """The run with what was left to it decided by what fits; what it needs is printed."""
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
@@ -113,4 +119,4 @@ def _fitted(
         tokens = settings.batch * settings.length // meshes.parts_of_batch(devices.sizes)
         of_parts = functools.cache(lambda parts: teacher.num_bytes(precision["dtype"], devices, tokens // parts))
         options |= dict(teacher=of_parts, teacher_stays=teacher.stays)
-    return _memory.fitted(settings, found, **precision, **options)
+    return _memory.fitted(settings, architecture, **precision, **options)

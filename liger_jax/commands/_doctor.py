@@ -33,7 +33,7 @@ def _versions(machine: _machine.Machine) -> Iterator[str]:
     yield f"liger-jax {versions['liger-jax']}"
     yield _packages.packages_shown(versions)
     plugins = machine.plugins | {name: versions[name] for name in ("libtpu",) if name in versions}
-    yield "plugins: " + (", ".join(f"{name} {found}" for name, found in plugins.items()) or "none")
+    yield "plugins: " + (", ".join(f"{name} {version}" for name, version in plugins.items()) or "none")
     if machine.plugins and not machine.has_driver:
         yield "NVIDIA's driver is not here, so that the plugin only compiles for GPUs that are elsewhere"
 

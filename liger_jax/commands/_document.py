@@ -39,10 +39,10 @@ class Document:
     @property
     def content(self) -> list[Any]:
         """All that is trained on or read beside it, but for a text in a file."""
-        found: list[Any] = [self.text, self.messages, self.tools, self.values]
-        found += [] if self.prompt is None else [self.prompt]
-        found += [] if self.desirable is None else [self.desirable]
-        return found + ([] if self.rejected is None else [self.rejected.content])
+        parts: list[Any] = [self.text, self.messages, self.tools, self.values]
+        parts += [] if self.prompt is None else [self.prompt]
+        parts += [] if self.desirable is None else [self.desirable]
+        return parts + ([] if self.rejected is None else [self.rejected.content])
 
 
 class Fingerprint:

@@ -131,13 +131,13 @@ def _check_names(where: str, names: Sequence[str]) -> None:
 def _of_json(path: Path, text: str) -> Iterator[Found]:
     """The elements of an array over the whole file, or one object over many lines."""
     try:
-        found = _json.loads(text)
+        value = _json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}, line {getattr(error, 'lineno', 1)}, {why_no_json(error)}. The file must be an array of objects, "
             "or each line an object of its own."
         ) from error
-    elements = found if isinstance(found, list) else [found]
+    elements = value if isinstance(value, list) else [value]
     return iter([(f"{path}, element {number}", element) for number, element in enumerate(elements, 1)])
 
 
@@ -220,12 +220,12 @@ def _is_json(text: str, is_whole: bool) -> bool:
         if text[:1] not in ("{", "["):
             return False
         if is_whole:
-            found = json.loads(text)
+            value = json.loads(text)
         else:
-            found, _ = json.JSONDecoder().raw_decode(text, _behind_space(text, text[0] == "["))
-            return isinstance(found, dict)
+            value, _ = json.JSONDecoder().raw_decode(text, _behind_space(text, text[0] == "["))
+            return isinstance(value, dict)
     except json.JSONDecodeError:
         return False
     except (ValueError, RecursionError):
         return True
-    return isinstance(found, dict) or isinstance(found, list) and bool(found) and isinstance(found[0], dict)
+    return isinstance(value, dict) or isinstance(value, list) and bool(value) and isinstance(value[0], dict)

@@ -52,7 +52,7 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
                 options = dict(mode=settings.importance_sampling, clip_max=settings.importance_max, **segments)
                 importance = losses.importance_sampling_ratio(ours, sampled, mask=mask, **options)
                 figures[DIFFERENCE] = jnp.sum(jnp.where(mask, jnp.abs(ours - sampled), 0.0)) / num_tokens
-            found = losses.policy_loss(
+            output = losses.policy_loss(
                 log_probs,
                 old,
                 batch["advantages"],
@@ -63,10 +63,10 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
                 denominator=denominator,
                 **settings.loss_options(),
             )
-            means = {"kl": found.kl} if settings.beta else {}
-            means |= {"clip_ratio/low_mean": found.clipped_low, "clip_ratio/high_mean": found.clipped_high}
+            means = {"kl": output.kl} if settings.beta else {}
+            means |= {"clip_ratio/low_mean": output.clipped_low, "clip_ratio/high_mean": output.clipped_high}
             share = jnp.sum(mask) / num_tokens
-            return found.loss, figures | {name: share * mean for name, mean in means.items()}
+            return output.loss, figures | {name: share * mean for name, mean in means.items()}
 
         if settings.num_parts == 1:
             return of_tokens()
@@ -100,10 +100,10 @@ TASK = Task(
     ),
     scored=(),
     shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
-    told="reward",
+    main_figure="reward",
     rows=lambda settings: math.gcd(settings.batch // settings.micro_batches, settings.batch // settings.group),
     updates=lambda settings: settings.updates,
-    played=Rollouts,
+    rollouts=Rollouts,
     alone=True,
     scan_layers=False,  # a step of sampling reads each weight once, and none is copied out of a stack
 )  # fmt: skip

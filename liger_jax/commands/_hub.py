@@ -13,21 +13,21 @@ class _Once(logging.Filter):
 
     def __init__(self):
         super().__init__()
-        self._told = False
+        self._reported = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if not any(words in text for words in _TRIES):
             return True
-        if self._told:
+        if self._reported:
             return False
-        self._told = True
+        self._reported = True
         record.msg, record.args = f"{text.rstrip('. ')}. It is tried again for some seconds, and not told again.", ()
         return True
 
 
 @contextlib.contextmanager
-def tries_told_once() -> Iterator[None]:
+def retries_reported_once() -> Iterator[None]:
     """A context in which all tries to reach the hub are one warning."""
     once = _Once()
     loggers = [logging.getLogger(name) for name in _LOGGERS]

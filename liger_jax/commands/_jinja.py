@@ -201,14 +201,14 @@ def _is_arguments(value: Any) -> bool:
 def parsed_arguments(text: str) -> dict[str, Any]:
     """The arguments of a tool call."""
     try:
-        found = _json.loads(text or "{}")
+        arguments = _json.loads(text or "{}")
     except _json.RepeatedNameError as error:
         raise UserError(f"the arguments of a tool call cannot be read: {error}.") from error
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise UserError(f"a tool call has the arguments {text[:40]!r}, and must have a JSON object.")
-    return found
+    return arguments
 
 
 def _raise(message: str) -> None:

@@ -11,12 +11,12 @@ class RepeatedNameError(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise RepeatedNameError(f"the name {short(twice)} occurs twice in one object, and one value would be lost")
-    return found
+    return result
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object)

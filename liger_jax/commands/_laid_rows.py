@@ -26,8 +26,8 @@ class Column:
     def __getitem__(self, index: Any) -> np.ndarray:
         of_rows, *rest = index if isinstance(index, tuple) else (index,)
         chosen = np.arange(len(self))[of_rows]
-        found = self._made(np.atleast_1d(chosen))
-        return found[(slice(None), *rest)] if chosen.ndim else found[(0, *rest)]
+        columns = self._made(np.atleast_1d(chosen))
+        return columns[(slice(None), *rest)] if chosen.ndim else columns[(0, *rest)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self[:].astype(dtype or self.dtype)
@@ -87,8 +87,8 @@ class LaidRows(Mapping[str, Any]):
 
         `name`: a model's argument, or "pieces" for the place in `pieces` of what stands at each place, -1 for none.
         """
-        found = np.full((len(rows), self.length), _FILLED.get(name, 0), np.int32)
-        for out, row in zip(found, rows.tolist(), strict=True):
+        column = np.full((len(rows), self.length), _FILLED.get(name, 0), np.int32)
+        for out, row in zip(column, rows.tolist(), strict=True):
             first = int(self._ends[row - 1]) if row else 0
             for number, place in enumerate(self._order[first : self._ends[row]].tolist(), 1):
                 tokens, labels = self.tokens.arrays(int(self.pieces[place]))
@@ -96,7 +96,7 @@ class LaidRows(Mapping[str, Any]):
                 values: Any = {"input_ids": tokens, "labels": labels, "segment_ids": number, "token_mask": 1}
                 values["pieces"] = place
                 out[begin : begin + size] = np.arange(size) if name == "positions" else values[name]
-        return found
+        return column
 
 
 class RowParts:

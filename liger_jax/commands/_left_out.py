@@ -25,10 +25,10 @@ class LeftOut:
                 self._rows[what] = self._rows.get(what, 0) + 1
                 self._last[what] = where
 
-    def told(self) -> dict[str, str]:
+    def notices(self) -> dict[str, str]:
         """What is to be said of it, and forgets it."""
-        found, self._rows, self._last = self._rows, {}, {}
-        return {what: f"the chat template {what}, in {n:,} row{'' if n == 1 else 's'}" for what, n in found.items()}
+        noted, self._rows, self._last = self._rows, {}, {}
+        return {what: f"the chat template {what}, in {n:,} row{'' if n == 1 else 's'}" for what, n in noted.items()}
 
 
 def of(

@@ -31,10 +31,10 @@ def check_table(path: Path) -> None:
 def check_wandb() -> None:
     """Looks at the start of a run for the package of Weights & Biases, which no extra installs."""
     try:
-        found = importlib.util.find_spec(WANDB)
+        spec = importlib.util.find_spec(WANDB)
     except ValueError:  # a module that something has put in its place
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise UserError("--log=wandb needs the package wandb: pip install wandb.")
 
 

@@ -17,17 +17,17 @@ OVERLAP = 2**12
 def encoded(read: Callable[[int], str], encode: Callable[[str], Any]) -> Iterator[list[int]]:
     """The tokens of a long text. `read`: returns so many next characters of the text, and fewer at its end."""
     text = read(WINDOW)
-    found, skipped = encode(text), 0  # the tokens before `skipped` were given already
+    encoding, skipped = encode(text), 0  # the tokens before `skipped` were given already
     while len(text) >= WINDOW and (more := read(WINDOW - OVERLAP)):
         begin = len(text) - OVERLAP
         text = text[begin:] + more
         following = encode(text)
-        at = _joint(found, begin, following)
-        yield found.ids[skipped : _first(found, begin + at)]
-        found, skipped = following, _first(following, at)
+        at = _joint(encoding, begin, following)
+        yield encoding.ids[skipped : _first(encoding, begin + at)]
+        encoding, skipped = following, _first(following, at)
         if len(more) < WINDOW - OVERLAP:
             break
-    yield found.ids[skipped:]
+    yield encoding.ids[skipped:]
 
 
 def with_added(
@@ -56,10 +56,10 @@ def with_added(
         yield after
 
 
-def _joint(found: Any, begin: int, following: Any) -> int:
+def _joint(encoding: Any, begin: int, following: Any) -> int:
     """A place in the following window at which both windows have the begin of the same token, and agree around it."""
     least, most = OVERLAP // 4, OVERLAP - OVERLAP // 4
-    ours, theirs = _tokens(found, begin, least, most), _tokens(following, 0, least, most)
+    ours, theirs = _tokens(encoding, begin, least, most), _tokens(following, 0, least, most)
     if ours != theirs or not ours:
         raise UserError(
             f"the tokenizer makes other tokens of a part of the text than of the whole, and the text is longer than "
@@ -68,16 +68,16 @@ def _joint(found: Any, begin: int, following: Any) -> int:
     return ours[len(ours) // 2][0]
 
 
-def _tokens(found: Any, begin: int, least: int, most: int) -> list[tuple[int, int, int]]:
+def _tokens(encoding: Any, begin: int, least: int, most: int) -> list[tuple[int, int, int]]:
     """Begin, end and id of the tokens within a part of a window; `begin` is the window's place in that of `found`."""
-    first, last = _first(found, begin + least), _first(found, begin + most)
-    each = zip(found.offsets[first:last], found.ids[first:last], strict=True)
+    first, last = _first(encoding, begin + least), _first(encoding, begin + most)
+    each = zip(encoding.offsets[first:last], encoding.ids[first:last], strict=True)
     return [(start - begin, end - begin, token) for (start, end), token in each]
 
 
-def _first(found: Any, place: int) -> int:
+def _first(encoding: Any, place: int) -> int:
     """The first token that begins at a place or behind it."""
-    offsets = found.offsets
+    offsets = encoding.offsets
     low, high = 0, len(offsets)
     while low < high:
         middle = (low + high) // 2

@@ -19,13 +19,13 @@ def lines(
     if not done or before.get("steps", steps) >= steps:
         return []
     after = "" if last_rate is None else f" after {last_rate:.1e}"
-    told = [
+    lines = [
         f"goes on from step {done} to {steps}, where it was to end at {before['steps']}: the learning rate follows the "
         f"schedule of {steps} steps from here on, with {float(rate(done)):.1e}{after}"
     ]
     if skipped := _skipped(before, done, rows):
-        told.append(f"{skipped} rows of the epoch that was cut off within a batch are left out, once")
-    return told
+        lines.append(f"{skipped} rows of the epoch that was cut off within a batch are left out, once")
+    return lines
 
 
 def _skipped(before: Mapping[str, Any], done: int, rows: int) -> int:

@@ -30,7 +30,7 @@ class Machine:
     @property
     def plugins(self) -> dict[str, str]:
         """The versions of JAX's plugins for GPUs by their names."""
-        return {name: found for name, found in self.versions.items() if _PLUGIN.fullmatch(name)}
+        return {name: version for name, version in self.versions.items() if _PLUGIN.fullmatch(name)}
 
 
 def found() -> Machine:
@@ -55,10 +55,10 @@ def problems(machine: Machine, requirements: Mapping[str, str] | None = None) ->
     wrong = _packages.wrong_versions(machine.versions, needed)
     jaxlib = machine.versions.get("jaxlib", "")
     wrong += [
-        f"{name} is {found}, and jaxlib is {jaxlib}: JAX does not use a plugin of another version. "
+        f"{name} is {plugin_version}, and jaxlib is {jaxlib}: JAX does not use a plugin of another version. "
         f"pip install --upgrade 'jax[cuda13]=={machine.versions.get('jax', jaxlib)}'"
-        for name, found in machine.plugins.items()
-        if found != jaxlib
+        for name, plugin_version in machine.plugins.items()
+        if plugin_version != jaxlib
     ]
     for_gpus = not machine.platforms or any(name in machine.platforms for name in ("cuda", "gpu"))
     has_libraries = any(name in machine.versions for name in _CUDA_LIBRARIES)

@@ -49,9 +49,9 @@ def fitted(
 
     def needs(run: Run) -> tuple[int, int, int]:
         """Bytes of a step with a teacher that stays, of the teacher, and of what is there before the first step."""
-        found, of_teacher = estimate(run), teacher(run.micro_batches)
-        before = of_teacher and not teacher_stays and of_teacher + found.parts["parameters"]
-        return found.total + (of_teacher if teacher_stays else 0), of_teacher, before
+        fitting, of_teacher = estimate(run), teacher(run.micro_batches)
+        before = of_teacher and not teacher_stays and of_teacher + fitting.parts["parameters"]
+        return fitting.total + (of_teacher if teacher_stays else 0), of_teacher, before
 
     run = _decided(settings, run, lambda run: max(needs(run)) <= capacity)
     needed, of_teacher, before = needs(run)
@@ -118,10 +118,10 @@ def _cure(run: Run, needed: int, frozen: str, beside: int, whole: bool) -> str:
     if larger is not None:
         return f"Let JAX take more of the device: XLA_PYTHON_CLIENT_MEM_FRACTION={larger}."
     ladder = list(advice.changes(run, frozen=frozen, whole=whole))
-    found = advice.cheapest(run, ladder)
-    after = advice.changed(run, ladder if found is None else found)
+    fitting = advice.cheapest(run, ladder)
+    after = advice.changed(run, ladder if fitting is None else fitting)
     options, total = advice.options(run, after), gib(estimate(after).total + beside)
-    if found is None:
+    if fitting is None:
         return f"No change makes it fit: even {options} needs {total}."
     return f"It fits with {options}: {total}."
 

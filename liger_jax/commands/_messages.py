@@ -21,40 +21,40 @@ def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages of a row. A null counts as absent, as tables write it where other rows have a value; contents that
     are lists of texts are joined.
     """
-    found = _without_nulls(row["messages"])
-    if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
+    turns = _without_nulls(row["messages"])
+    if not isinstance(turns, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns):
         raise UserError("messages must be a list of objects, each with a role and a content.")
-    if not any(message["role"] == "assistant" for message in found):
-        roles = ", ".join(list(dict.fromkeys(repr(message["role"][:30]) for message in found))[:4]) or "none"
+    if not any(message["role"] == "assistant" for message in turns):
+        roles = ", ".join(list(dict.fromkeys(repr(message["role"][:30]) for message in turns))[:4]) or "none"
         raise UserError(
             f"no message is the assistant's, and only the assistant's words are trained on. The roles are {roles}; "
             "chat templates know 'system', 'user', 'assistant' and 'tool'."
         )
-    return [_message(f"message {i}, the {m['role']}'s,", m) for i, m in enumerate(found, 1)]
+    return [_message(f"message {i}, the {m['role']}'s,", m) for i, m in enumerate(turns, 1)]
 
 
 def tools(value: Any) -> list[dict[str, Any]] | None:
     """The tools of a row."""
-    found = _without_nulls(_of_json(value, "tools"))
-    if isinstance(found, list):
-        found = [_of_json(tool, "tools") for tool in found]
-    if found is None or found == []:
+    functions = _without_nulls(_of_json(value, "tools"))
+    if isinstance(functions, list):
+        functions = [_of_json(tool, "tools") for tool in functions]
+    if functions is None or functions == []:
         return None
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+    if not isinstance(functions, list) or not all(isinstance(tool, dict) for tool in functions):
         raise UserError("tools must be a list of objects, or that list as JSON.")
-    return found
+    return functions
 
 
 def template_values(value: Any) -> dict[str, Any]:
     """The variables that a row gives to its chat template."""
-    found = _without_nulls(_of_json(value, VALUES))
-    if found is None:
+    variables = _without_nulls(_of_json(value, VALUES))
+    if variables is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(variables, dict):
         raise UserError(f"{VALUES} must be an object, such as {{'enable_thinking': false}}.")
-    if taken := sorted(_GIVEN & set(found)):
+    if taken := sorted(_GIVEN & set(variables)):
         raise UserError(f"{VALUES} must not have {taken[0]!r}, which the row itself has.")
-    return found
+    return variables
 
 
 def look_alikes(row: dict[str, Any]) -> set[str]:
@@ -77,27 +77,27 @@ def is_trained(message: Mapping[str, Any]) -> bool:
 
 
 def _message(what: str, message: dict[str, Any]) -> dict[str, Any]:
-    found = dict(message)
+    result = dict(message)
     for name in IS_TRAINED:
-        if found.get(name, 1) not in (0, 1):
-            raise UserError(f"{what} has {name}={found[name]!r}, and must have 0 or 1, false or true.")
-    if "content" in found:
-        found["content"] = _content(what, found["content"])
+        if result.get(name, 1) not in (0, 1):
+            raise UserError(f"{what} has {name}={result[name]!r}, and must have 0 or 1, false or true.")
+    if "content" in result:
+        result["content"] = _content(what, result["content"])
     for name in REASONING:
-        if name in found:
-            found[name] = _content(what, found[name])
-    calls = _of_json(found.pop("tool_calls", None), "tool_calls")
+        if name in result:
+            result[name] = _content(what, result[name])
+    calls = _of_json(result.pop("tool_calls", None), "tool_calls")
     if calls:
-        found["tool_calls"] = _tool_calls(what, calls)
-    has_more = bool(calls) or any(found.get(name) for name in REASONING)
-    if "content" not in found and not (found["role"] == "assistant" and has_more):
+        result["tool_calls"] = _tool_calls(what, calls)
+    has_more = bool(calls) or any(result.get(name) for name in REASONING)
+    if "content" not in result and not (result["role"] == "assistant" and has_more):
         raise UserError(f"{what} has no content.")
-    if found["role"] == "assistant" and is_trained(found) and not has_more and not found["content"].strip():
+    if result["role"] == "assistant" and is_trained(result) and not has_more and not result["content"].strip():
         raise UserError(
             f"{what} is empty, so that only the mark that ends it would be trained on. Leave it out, or give it "
             '"weight": 0.'
         )
-    return found
+    return result
 
 
 def _content(what: str, content: Any) -> str:

@@ -57,9 +57,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 def chosen() -> dict[str, list[Chosen]]:
     """What each op chooses for its forward and, where it has another one, for its backward."""
-    found = {}
+    choices = {}
     for name, (call, types) in CASES.items():
         with choices_noted() as noted:
             jax.eval_shape(lambda *arrays, call=call: call(*arrays), *types)  # a new function: JAX keeps traces of old
-        found[name] = noted
-    return found
+        choices[name] = noted
+    return choices

@@ -5,7 +5,7 @@ from collections.abc import Container
 _DPO = "--cpo-alpha"  # an option that its command alone has
 _REFERENCE = "The reference is the model as the run finds it, and needs no option"
 # By the options' names: an option of the commands that are meant, and what is to be said.
-_TOLD = {
+_HINTS = {
     "--beta": ("--search", "plan reads none of the options of dpo's loss, nor that loss: leave them out"),
     "--max-length": (
         _DPO,
@@ -38,13 +38,13 @@ _TOLD = {
     "--group-by-length": ("--pack", "Rows are not grouped by their length; with --pack documents share rows"),
 }
 _TRAINS = "--fresh"  # an option that the commands that train have, and no other
-_MESH = "Devices are told by --mesh, such as --mesh fsdp=4"
+_MESH = "Devices are given by --mesh, such as --mesh fsdp=4"
 _ANSWERS = "That is the default: of conversations and completions only the answers are trained on"
 _PYTHON = "No command has it: in Python add_lora takes patterns of ranks and layers, train_more whole modules"
 _BETAS = "No command changes it: beta1 is 0.9, beta2 0.999 and epsilon 1e-8"
 _TEMPLATE = "The chat template is the tokenizer's: put another one into chat_template.jinja in the model's folder"
-# What is to be said by all commands that train, where `_TOLD` says nothing.
-_TOLD_BY_TRAINERS = {
+# What is to be said by all commands that train, where `_HINTS` says nothing.
+_HINTS_OF_TRAINERS = {
     "--deepspeed": f"There is no DeepSpeed here. {_MESH}",
     "--fsdp": _MESH,
     "--fsdp-config": _MESH,
@@ -89,10 +89,10 @@ def in_other_words(name: str, known: Container[str]) -> str:
     (' It is --gamma.', '')
     """
     name = name.replace("_", "-").lower()
-    of_command, told = _TOLD.get(name, ("", ""))
+    of_command, hints = _HINTS.get(name, ("", ""))
     if of_command not in known:
-        told = _TOLD_BY_TRAINERS.get(name, "") if _TRAINS in known else ""
-    return f" {told}." if told else ""
+        hints = _HINTS_OF_TRAINERS.get(name, "") if _TRAINS in known else ""
+    return f" {hints}." if hints else ""
 
 
 def value_in_other_words(value: str) -> str:
@@ -106,5 +106,5 @@ def value_in_other_words(value: str) -> str:
 
 def value_of_another_command(option: str, values: Container[str]) -> str:
     """A sentence about a value that an option does not have, and the same option of another command has."""
-    told = [each for (name, own), each in _VALUES_OF.items() if option == name and own in values]
-    return f". {told[0]}." if told else ""
+    hints = [each for (name, own), each in _VALUES_OF.items() if option == name and own in values]
+    return f". {hints[0]}." if hints else ""

@@ -100,16 +100,16 @@ def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
 
     Returns whether that result has all its files still. What is in them is the user's affair from then on.
     """
-    found = finished.get(folder(settings).name)
-    if found is None or found["save_dtype"] != settings.save_dtype:
+    entry = finished.get(folder(settings).name)
+    if entry is None or entry["save_dtype"] != settings.save_dtype:
         return False
-    return all((folder(settings) / name).is_file() for name in found["files"])
+    return all((folder(settings) / name).is_file() for name in entry["files"])
 
 
 def ended_early(settings: Settings, finished: dict[str, Any]) -> bool:
     """Whether a run has ended before its last step by the patience that it is given now."""
-    found = finished.get(folder(settings).name, {})
-    return settings.patience is not None and found.get("patience") == settings.patience
+    entry = finished.get(folder(settings).name, {})
+    return settings.patience is not None and entry.get("patience") == settings.patience
 
 
 def record(settings: Settings, target: Path, early: bool) -> dict[str, Any]:

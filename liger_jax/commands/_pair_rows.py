@@ -30,8 +30,8 @@ def document(where: str, values: Row, column: str | None = None, form: str | Non
     Returns the chosen answer behind its prompt, and in `rejected` the other one behind the same. Only what follows the
     prompt is trained on.
     """
-    found = _row_formats.checked(where, values, lambda values: _pair(where, values))
-    return dataclasses.replace(found, is_doubted=_is_doubted(values))
+    pair = _row_formats.checked(where, values, lambda values: _pair(where, values))
+    return dataclasses.replace(pair, is_doubted=_is_doubted(values))
 
 
 def _is_doubted(values: Row) -> bool:
@@ -120,27 +120,27 @@ def _conversations(where: str, values: Row, prompt: Any, chosen: Any, rejected: 
         raise UserError(_not_the_prompt(others, values, before))
     before = _unscored(before)
     beside = {name: values[name] for name in _BESIDE if name in values}
-    found = []
+    pair = []
     for name, answers in zip(SIDES, sides, strict=True):
         if not any(each["role"] == "assistant" for each in answers):
             raise UserError(f"{name} holds no message of the assistant's behind the prompt, and only those are scored.")
         if _is_blank(answers):
             return Document(where, prompt="", rejected=Document(where, prompt=""))
         try:
-            found.append(conversation(where, beside, before + answers))
+            pair.append(conversation(where, beside, before + answers))
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-    return dataclasses.replace(found[0], rejected=found[1])
+    return dataclasses.replace(pair[0], rejected=pair[1])
 
 
 def _not_the_prompt(others: list[str], values: Row, before: list[Row]) -> str:
     """Why a row is refused whose answers begin with messages that the prompt does not begin with."""
     begin = f"{others[0]} begins" if len(others) == 1 else "chosen and rejected begin"
-    told = f"{begin} with other messages than the prompt."
+    problem = f"{begin} with other messages than the prompt."
     texts = [name for name in SIDES if isinstance(parsed(values[name]), str)]
     if texts and before[-1]["role"] == "assistant":
-        return f"{told} prompt ends with an answer, and {texts[0]} is a text: the two seem to be swapped."
-    return f"{told} Leave out what is not meant."
+        return f"{problem} prompt ends with an answer, and {texts[0]} is a text: the two seem to be swapped."
+    return f"{problem} Leave out what is not meant."
 
 
 def _is_blank(answers: list[Row]) -> bool:

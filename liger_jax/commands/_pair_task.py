@@ -40,19 +40,19 @@ def loss_of(preference: Preference, num_segments: int) -> Callable[..., Any]:
 
     def loss(model: Any, batch: Mapping[str, Any], denominators: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         counts = normalizer(batch) if denominators is None else denominators
-        found = responses(model, batch, num_segments, ld_alpha=ld_alpha, prompts=preference.reads_prompts)
-        references = jnp.zeros_like(found.log_probs)
+        answers = responses(model, batch, num_segments, ld_alpha=ld_alpha, prompts=preference.reads_prompts)
+        references = jnp.zeros_like(answers.log_probs)
         if preference.needs_reference:
-            references = jax.lax.stop_gradient(jnp.where(found.tokens > 0, reference_of(model, batch), 0.0))
-        (chosen, rejected), (chosen_tokens, rejected_tokens) = sides(found.log_probs), sides(found.tokens)
+            references = jax.lax.stop_gradient(jnp.where(answers.tokens > 0, reference_of(model, batch), 0.0))
+        (chosen, rejected), (chosen_tokens, rejected_tokens) = sides(answers.log_probs), sides(answers.tokens)
         exist = (chosen_tokens > 0) & (rejected_tokens > 0)
-        nll = sides(found.nll)[0] * counts["pairs"] / counts["tokens"]
+        nll = sides(answers.nll)[0] * counts["pairs"] / counts["tokens"]
         pairs = Pairs(chosen, rejected, chosen_tokens, rejected_tokens, exist, nll, sides(references))
         out = preference.losses(pairs, counts["tokens"] / counts["pairs"])
         mean = lambda x: jnp.sum(jnp.where(exist, x, 0.0)) / counts["pairs"]
         first = jnp.arange(exist.size) < jnp.sum(exist) if preference.sorts else exist  # what is no pair is sorted last
-        told = out.chosen_rewards, out.rejected_rewards, out.margins, out.margins > 0, chosen, rejected, nll
-        figures = {name: jax.lax.stop_gradient(mean(x)) for name, x in zip(_FIGURES, told, strict=True)}
+        values = out.chosen_rewards, out.rejected_rewards, out.margins, out.margins > 0, chosen, rejected, nll
+        figures = {name: jax.lax.stop_gradient(mean(x)) for name, x in zip(_FIGURES, values, strict=True)}
         return jnp.sum(jnp.where(first, out.losses, 0.0)) / counts["pairs"], figures
 
     return loss

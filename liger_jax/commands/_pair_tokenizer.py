@@ -33,12 +33,12 @@ class PairTokenizer(Tokenizer):
         train on, or both are the same within the row.
         """
         sides = [side for each in documents for side in (each, each.rejected) if side is not None]
-        found = {id(piece.document): piece for piece in super().encoded(sides, MOST, refused)}
+        pieces = {id(piece.document): piece for piece in super().encoded(sides, MOST, refused)}
         for document in documents:
             if document.is_doubted:
                 self._first_doubted = self._first_doubted or document.where
                 self._num_doubted += 1
-            pair = [found[id(side)] for side in (document, document.rejected) if id(side) in found]
+            pair = [pieces[id(side)] for side in (document, document.rejected) if id(side) in pieces]
             if document.is_blank:
                 self.left_out[document.where] = EMPTY
             elif len(pair) == 2 and _are_equal(pair):
@@ -60,17 +60,17 @@ class PairTokenizer(Tokenizer):
 
     def notes(self, length: int) -> list[str]:
         """What is to be said of all pairs that were encoded."""
-        found = super().notes(length)
+        notes = super().notes(length)
         if self._cut_pairs:
             number = f"{self._cut_pairs:,} of {self._num_pairs:,} pairs"
-            found.append(f"{number} are cut off, as longer than --length={length}, which both answers of a pair share")
+            notes.append(f"{number} are cut off, as longer than --length={length}, which both answers of a pair share")
         if self._num_doubted:
             pairs = "1 pair has" if self._num_doubted == 1 else f"{self._num_doubted:,} pairs have"
-            found.append(
+            notes.append(
                 f"{pairs} a score of chosen that is not above that of rejected, first {self._first_doubted}: they are "
                 "trained on as they stand"
             )
-        return found
+        return notes
 
 
 def fitted(pair: Sequence[Piece], length: int) -> list[Piece]:

@@ -106,10 +106,10 @@ class Parser(argparse.ArgumentParser):
                 self._take_file(args)
             except UserError as error:
                 self.exit(2, f"{self.prog}: {error}\n")
-        found, left = super().parse_known_args(args, namespace)
+        parsed, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}.")
-        return found, left
+        return parsed, left
 
     def _has(self, name: str) -> bool:
         return name in self._option_string_actions
@@ -148,13 +148,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends with the message in one sentence, in which a mistyped command is told the one that was meant."""
-        if found := re.search(r"argument ([^:]*): invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            values = re.findall(r"[\w.-]+", found[3])
-            near = value_in_other_words(found[2]) or meant(found[2], values)
-            message += near or value_of_another_command(found[1], values)
-        if found := re.search(r"invalid (int|float) value: ('[^']*')", message):
-            kind = "whole number" if found[1] == "int" else "number"
-            message = f"{message[: found.start()]}{found[2]} must be a {kind}."
+        if match := re.search(r"argument ([^:]*): invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            values = re.findall(r"[\w.-]+", match[3])
+            near = value_in_other_words(match[2]) or meant(match[2], values)
+            message += near or value_of_another_command(match[1], values)
+        if match := re.search(r"invalid (int|float) value: ('[^']*')", message):
+            kind = "whole number" if match[1] == "int" else "number"
+            message = f"{message[: match.start()]}{match[2]} must be a {kind}."
         elif "--help" not in message and not message.endswith("?"):
             message = f"{message.rstrip('.')}. What there is: {self.prog} --help"
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")

@@ -67,10 +67,10 @@ def completed(offsets: np.ndarray, prompt_size: int) -> np.ndarray:
 
     `offsets`: (tokens, 2), where each token begins and ends in the text; (0, 0) for those that are added.
     """
-    found = offsets.reshape(-1, 2)[:, 1] > prompt_size
-    if found.any():
-        found[np.flatnonzero(found)[-1] :] = True
-    return found
+    is_completion = offsets.reshape(-1, 2)[:, 1] > prompt_size
+    if is_completion.any():
+        is_completion[np.flatnonzero(is_completion)[-1] :] = True
+    return is_completion
 
 
 def no_place(length: int) -> str:
@@ -80,7 +80,7 @@ def no_place(length: int) -> str:
 
 def nothing_to_train_on(why: Iterable[str] = ()) -> UserError:
     """The error for data of which no token is trained on."""
-    if not (told := "; ".join(dict.fromkeys(why))):
+    if not (reasons := "; ".join(dict.fromkeys(why))):
         return UserError("The data has no token to train on: each is predicted from those before it.")
-    cure = " Pass a larger --length, or leave it out." if "--length" in told else ""
-    return UserError(f"Nothing is left to train on: {told}.{cure}")
+    cure = " Pass a larger --length, or leave it out." if "--length" in reasons else ""
+    return UserError(f"Nothing is left to train on: {reasons}.{cure}")

@@ -130,12 +130,12 @@ class Preference:
             else:  # the log-ratios of chosen, and those of rejected
                 rejected = rejected + last
         options = self._given("beta", "label_smoothing", "f_divergence", "f_alpha", "discopop_tau", "loss_weights")
-        found = losses.dpo_loss(chosen, rejected, *references, loss_type=self._types, **read, **options)
+        output = losses.dpo_loss(chosen, rejected, *references, loss_type=self._types, **read, **options)
         if not self.sorts:
-            return found
+            return output
         responses = zip((pairs.chosen, pairs.rejected), pairs.references, strict=True)
         rewards = jax.lax.stop_gradient([self.beta * (x - y) for x, y in responses])
-        return DPOOutput(losses=found.losses, chosen_rewards=rewards[0], rejected_rewards=rewards[1])
+        return DPOOutput(losses=output.losses, chosen_rewards=rewards[0], rejected_rewards=rewards[1])
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -104,13 +104,13 @@ class PromptRows:
 
     def _order(self, epoch: int) -> np.ndarray:
         """The lines of an epoch. The last step is filled up with lines that come twice."""
-        random, found, first = np.random.default_rng([self.seed, epoch]), [], 0
+        random, orders, first = np.random.default_rng([self.seed, epoch]), [], 0
         for _, weight, count in self.parts:
             visits = max(1, round(weight * count))
             turns = [random.permutation(count) for _ in range(-(-visits // count))]
-            found.append(first + np.concatenate(turns)[:visits])
+            orders.append(first + np.concatenate(turns)[:visits])
             first += count
-        visits, needed = np.concatenate(found), self._steps_in_epoch * (self.batch // self.group)
+        visits, needed = np.concatenate(orders), self._steps_in_epoch * (self.batch // self.group)
         order = random.permutation(visits)
         return np.concatenate([order, *[random.permutation(visits) for _ in range(needed // len(order))]])[:needed]
 
@@ -131,7 +131,7 @@ def prepared(settings: Any, encoder: Tokenizer, place: Path, parts: Mapping[str,
         if len(lines) == before:
             raise UserError(f"--data={part.name} has no line.")
         counts.append((part.name, part.weight, len(lines) - before))
-    for line in encoder.told().values():
+    for line in encoder.notices().values():
         print(line)
     return PromptRows(lines, settings.batch, settings.group, settings.seed, counts)
 
@@ -142,8 +142,8 @@ def _rows(part: _sources.Part, subset: str | None) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(_data.dataset(part.name, subset), 1):
             yield f"{part.name}, row {number}", dict(row)
     for path in part.paths:
-        for found in _file_rows.of_file(path):
-            if isinstance(found, Document):
+        for item in _file_rows.of_file(path):
+            if isinstance(item, Document):
                 raise UserError(f"{path} holds prose, and must hold lines with a prompt or with messages.")
-            where, values = found
+            where, values = item
             yield where, _file_rows.of_line(where, values) if isinstance(values, _file_rows.Line) else values

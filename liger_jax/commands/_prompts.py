@@ -78,10 +78,10 @@ class Prompts:
         """
         role = self._messages[i + 1]["role"]
         if role not in self._between:
-            first, found = self._lead_of([self._messages[i + 1] | {"content": "question"}], 0), ""
+            first, end = self._lead_of([self._messages[i + 1] | {"content": "question"}], 0), ""
             if first is not None and lead.endswith(first):
-                found = lead.removesuffix(first)
-            self._between[role] = found if found and self._prompt(i).lstrip().startswith(found.strip()) else ""
+                end = lead.removesuffix(first)
+            self._between[role] = end if end and self._prompt(i).lstrip().startswith(end.strip()) else ""
         return self._between[role] if lead.startswith(self._between[role]) else ""
 
     def _prompt(self, i: int) -> str:

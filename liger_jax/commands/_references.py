@@ -43,8 +43,8 @@ def fill(settings: PairSettings, data: TrainingRows, model: Any, made_of: Mappin
         numbers = np.fromfile(path, np.float32)
     else:
         with telling(f"computing the reference of {sum(map(len, columns)):,} rows"):
-            found = [_computed(settings, laid, model, data.num_segments) for laid in data.laid]
-        numbers = np.concatenate([each.ravel() for each in found]).astype(np.float32)
+            log_probs = [_computed(settings, laid, model, data.num_segments) for laid in data.laid]
+        numbers = np.concatenate([each.ravel() for each in log_probs]).astype(np.float32)
         _keyed_file.write(path, key, [numbers.tobytes()], "The log-probabilities of the reference", numbers.nbytes)
     for column in columns:
         column[:] = numbers[: column.size].reshape(column.shape)
@@ -61,5 +61,5 @@ def _computed(settings: PairSettings, laid: Any, model: Any, num_segments: int) 
 
     size = settings.batch // settings.num_parts
     parts = RowParts(laid, size)
-    found = [np.asarray(log_probs(state, {name: part[name] for name in ARGUMENTS})) for part in parts]
-    return np.concatenate(found)[: laid.num_rows]
+    results = [np.asarray(log_probs(state, {name: part[name] for name in ARGUMENTS})) for part in parts]
+    return np.concatenate(results)[: laid.num_rows]

@@ -7,21 +7,21 @@ from typing import Any
 import jax
 
 from liger_jax.commands import _adapters, _longer, _output
-from liger_jax.commands._course import Course
 from liger_jax.commands._decided_run import Run
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._grpo_settings import REWARD_CALL
 from liger_jax.commands._settings import Settings
+from liger_jax.commands._training_inputs import TrainingInputs
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.training import Checkpoints, disk, identity
 from liger_jax.training.waiting import telling
 
 
-def made_of(run: Run, course: Course) -> dict[str, str]:
+def made_of(run: Run, inputs: TrainingInputs) -> dict[str, str]:
     """Texts by which a run's model, teacher and data can be told from others."""
     teacher = {} if run.task.teacher is None else run.task.teacher.made_of()
-    return course.data.made_of() | _model_files(run.settings, run.source) | teacher
+    return inputs.data.made_of() | _model_files(run.settings, run.source) | teacher
 
 
 def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
@@ -47,11 +47,11 @@ def _model_files(settings: Settings, source: Source) -> dict[str, str]:
     small = {name: (source.folder / name) for name in (CONFIG, GENERATION)}
     contents = {name: path.read_bytes() for name, path in small.items() if path.is_file()}
     contents |= _adapters.files(settings)
-    found = identity.of_files(contents | source.tokenizer) | identity.of_weights(source.folder, source.weight_files)
+    digests = identity.of_files(contents | source.tokenizer) | identity.of_weights(source.folder, source.weight_files)
     if settings.verify:
         with telling(f"reading {disk.size(source.weight_bytes)} of weights to verify them"):
-            found |= identity.of_whole_weights(source.folder, source.weight_files)
-    return found
+            digests |= identity.of_whole_weights(source.folder, source.weight_files)
+    return digests
 
 
 def is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:
@@ -76,21 +76,21 @@ def check_kept(step: int, checkpoints: Checkpoints) -> None:
         raise UserError(f"--result-of={step}: this step's checkpoint is not kept; {there}. --keep keeps more of them.")
 
 
-def restored(checkpoints: Checkpoints, state: Any, course: Course) -> tuple[Any, dict[str, Any]]:
+def restored(checkpoints: Checkpoints, state: Any, inputs: TrainingInputs) -> tuple[Any, dict[str, Any]]:
     """The state and the log to go on with, and words about what a longer run changes.
 
     Returns the newest checkpoint's, or those of a run that begins.
     """
     before = checkpoints.latest_settings
-    if (found := checkpoints.restore(state)) is None:
-        found = state, {"steps": []}
+    if (start := checkpoints.restore(state)) is None:
+        start = state, {"steps": []}
     else:
         print(f"resumed at step {checkpoints.latest_step}")
-    of_steps = found[1]["steps"]
+    of_steps = start[1]["steps"]
     last = of_steps[-1].get("learning_rate") if of_steps else None
-    for line in _longer.lines(before, len(of_steps), last, course.steps, course.rate, course.data.num_in_epoch):
+    for line in _longer.lines(before, len(of_steps), last, inputs.steps, inputs.rate, inputs.data.num_in_epoch):
         print(line)
-    return found
+    return start
 
 
 def shapes(state: Any) -> Any:

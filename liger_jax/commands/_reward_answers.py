@@ -35,7 +35,7 @@ class Notes:
 
     def means(self, name: str) -> list[tuple[str, float]]:
         """The mean of each metric, of the values that are not NaN."""
-        found: dict[str, list[float]] = {}
+        by_metric: dict[str, list[float]] = {}
         for metric, value in self._metrics:
             if not isinstance(metric, str) or metric in _OF_THE_RUN or metric.startswith(_KINDS_OF_THE_RUN):
                 raise UserError(
@@ -44,12 +44,12 @@ class Notes:
                 )
             if (figure := number(value)) is None:
                 raise UserError(f"The reward {name} logs {shown(value)} as {metric!r}, and must log a number.")
-            found.setdefault(metric, []).extend([] if math.isnan(figure) else [figure])
-        return [(metric, sum(values) / len(values)) for metric, values in found.items() if values]
+            by_metric.setdefault(metric, []).extend([] if math.isnan(figure) else [figure])
+        return [(metric, sum(values) / len(values)) for metric, values in by_metric.items() if values]
 
     def columns(self, name: str, count: int) -> list[tuple[str, list[Any]]]:
         """The columns, as JSON's values."""
-        found = []
+        columns = []
         for column, values in self._extras:
             of_all = read(values, count)
             if not isinstance(column, str) or not isinstance(of_all, list) or len(of_all) != count:
@@ -57,8 +57,8 @@ class Notes:
                     f"The reward {name} logs {shown(of_all)} as {shown(column)} for {count} completions. "
                     "log_extra takes a name, and a list with a value for each completion."
                 )
-            found.append((column, [_for_json(value) for value in of_all]))
-        return found
+            columns.append((column, [_for_json(value) for value in of_all]))
+        return columns
 
 
 def numbers(name: str, weight: float, answer: Any, when: str, places: Sequence[str]) -> list[float]:
@@ -72,15 +72,15 @@ def numbers(name: str, weight: float, answer: Any, when: str, places: Sequence[s
             f"The reward {name} has returned {count} values {when} for {len(places)} completions: {shown(answer)}. "
             f"{cure}"
         )
-    found = [math.nan if each is None else number(each) for each in answer]
-    for each, value, place in zip(answer, found, places, strict=True):
+    numbers = [math.nan if each is None else number(each) for each in answer]
+    for each, value, place in zip(answer, numbers, places, strict=True):
         if value is None or each is not None and not abs(value) * max(1.0, abs(weight)) <= MOST:
             size = f", of a size of {MOST:g} at most with its weight," if value and abs(value) < math.inf else ""
             raise UserError(
                 f"The reward {name} has returned {shown(each)} {when} for a completion of {place}. It must return a "
                 f"finite number{size} or None for each."
             )
-    return [value for value in found if value is not None]
+    return [value for value in numbers if value is not None]
 
 
 def read(answer: Any, count: int) -> Any:

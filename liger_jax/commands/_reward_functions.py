@@ -115,8 +115,8 @@ def found(text: str, home: str | None, seconds: float, tell: Callable[[str], Non
         raise UserError(
             f"--reward={text}: {module} cannot be imported: {problem_of(error)}{place_of(error)}.{taken()}"
         ) from error
-    if told := taken():
-        raise UserError(f"--reward={text}:{told}")
+    if note := taken():
+        raise UserError(f"--reward={text}:{note}")
     if not callable(function := getattr(imported, name, None)):
         there = ", ".join(key for key, value in vars(imported).items() if inspect.isfunction(value)) or "none"
         raise UserError(f"--reward={text}: {module} has no function {name}. Its functions are: {there}.")
@@ -129,7 +129,7 @@ def _taken(module: str, home: str | None) -> Callable[[], str]:
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = home and importlib.machinery.PathFinder.find_spec(top, [home])
 
-    def told() -> str:
+    def note() -> str:
         own, taken = getattr(spec, "origin", None), sys.modules.get(top)
         if not own or taken is None:
             return ""
@@ -143,7 +143,7 @@ def _taken(module: str, home: str | None) -> Callable[[], str]:
             "pass its new name."
         )
 
-    return told
+    return note
 
 
 def problem_of(error: BaseException) -> str:

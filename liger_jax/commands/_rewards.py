@@ -39,7 +39,7 @@ class Rewards:
     """
 
     def __init__(self, given: Sequence[str], lines: Sequence[Line], seconds: float = 1800.0):
-        self._home, self._seconds, self._told = current_folder(), seconds, set[str]()
+        self._home, self._seconds, self._printed = current_folder(), seconds, set[str]()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._modules_before = set(sys.modules)
         self.functions = [found(text, self._home, seconds, self._tell) for text in given]
@@ -111,7 +111,7 @@ class Rewards:
         """Digests of the functions' files, and of the modules of the current folder that they have imported."""
         if self._home is None:
             return {}
-        found, home = {}, Path(self._home).resolve()
+        by_file, home = {}, Path(self._home).resolve()
         names = {reward.module for reward in self.functions} | (set(sys.modules) - self._modules_before)
         for name in sorted(names):
             file = getattr(sys.modules.get(name), "__file__", None)
@@ -120,12 +120,12 @@ class Rewards:
             path = Path(file).resolve()
             if path.is_relative_to(home) and "site-packages" not in path.parts:
                 with contextlib.suppress(OSError):
-                    found[path.relative_to(home).as_posix()] = digests.of_file(path)[:12]
-        return found
+                    by_file[path.relative_to(home).as_posix()] = digests.of_file(path)[:12]
+        return by_file
 
     def _arguments(self, reward: Reward, note: Notes, lines: Any, texts: Any, completion_ids: Any) -> dict[str, Any]:
         """What a function is called with. All of it is the function's own, which may change it."""
-        found: dict[str, Callable[[], Any]] = {
+        makers: dict[str, Callable[[], Any]] = {
             "prompts": lambda: [copy.deepcopy(asked(line)) for line in lines],
             "completions": lambda: [_completion(line, text) for line, text in zip(lines, texts, strict=True)],
             "completion_ids": lambda: [[int(each) for each in ids] for ids in completion_ids],
@@ -133,8 +133,8 @@ class Rewards:
             "log_metric": lambda: note.log_metric,
         }
         for name in self._columns:
-            found[name] = lambda name=name: [copy.deepcopy(line.fields[name]) for line in lines]
-        return {name: make() for name, make in found.items() if reward.takes_all or name in reward.named}
+            makers[name] = lambda name=name: [copy.deepcopy(line.fields[name]) for line in lines]
+        return {name: make() for name, make in makers.items() if reward.takes_all or name in reward.named}
 
     def _awaited(self, answers: Mapping[int, Awaitable[Any]], when: str, lines: Sequence[Line]) -> dict[int, Any]:
         """What async functions return, all of them at once. The loop stays, as what they keep belongs to it."""
@@ -199,10 +199,10 @@ class Rewards:
             ) from error
         except BaseException as error:  # whatever the user's code may raise
             place = place_of(error, file_of(rewards[0].function))
-            told = f"The reward {names} has failed {when} with {problem_of(error)}{place}. Mend it."
+            message = f"The reward {names} has failed {when} with {problem_of(error)}{place}. Mend it."
             if isinstance(error, TypeError | AttributeError | KeyError | IndexError):
-                told += f" {_hint(lines)}"
-            raise UserError(told) from error
+                message += f" {_hint(lines)}"
+            raise UserError(message) from error
 
     def _too_long(self, names: str, when: str) -> str:
         return (
@@ -215,8 +215,8 @@ class Rewards:
         return f"the run goes back to {self._home}"
 
     def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._printed:
+            self._printed.add(line)
             tell(line)
 
 
@@ -239,7 +239,7 @@ def _completion(line: Line, text: str) -> Any:
 
 def _hint(lines: Sequence[Line]) -> str:
     """What a function may have been written for, that expects something else."""
-    told = "A field of the data is a list with a value for each completion"
+    message = "A field of the data is a list with a value for each completion"
     if not all(isinstance(asked(line), str) for line in lines):
-        told += ', and a completion is a list of messages: its text is completion[0]["content"]'
-    return f"{told}."
+        message += ', and a completion is a list of messages: its text is completion[0]["content"]'
+    return f"{message}."

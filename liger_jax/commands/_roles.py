@@ -23,15 +23,15 @@ class UnknownRoles:
             if f"'{role}'" not in template and f'"{role}"' not in template:
                 self._places.setdefault(role, {})[document.where] = None
 
-    def told(self) -> dict[str, str]:
+    def notices(self) -> dict[str, str]:
         """What is to be said of them, and forgets them."""
-        found, self._places = self._places, {}
-        return {f"role {role}": _sentence(role, list(places)) for role, places in found.items()}
+        noted, self._places = self._places, {}
+        return {f"role {role}": _sentence(role, list(places)) for role, places in noted.items()}
 
 
 def _sentence(role: str, places: list[str]) -> str:
     rows = f"{len(places):,} row{'' if len(places) == 1 else 's'} (first: {places[0]})"
     known = f"{', '.join(_KNOWN[:-1])} and {_KNOWN[-1]}"
     meant = ROLES.get(role.lower()) or next(iter(difflib.get_close_matches(role.lower(), _KNOWN, 1)), None)
-    told = f"role {role[:30]!r} in {rows} is printed as it is: chat templates know {known}"
-    return told + (f"; did you mean {meant}?" if meant else "")
+    notice = f"role {role[:30]!r} in {rows} is printed as it is: chat templates know {known}"
+    return notice + (f"; did you mean {meant}?" if meant else "")

@@ -109,15 +109,15 @@ class Rollouts:
         batch = self._packed(lines, completions, self._advantages(rewards))
         if self._settings.updates > 1:
             batch[OLD] = self._old_log_probs(graph, state[0], frozen, batch)
-        told, seen, batch = [], np.count_nonzero(batch["segment_ids"]), self._place(batch)
+        updates, seen, batch = [], np.count_nonzero(batch["segment_ids"]), self._place(batch)
         for i in range(self._settings.updates):
             if self._settings.lora_dropout:
                 step = np.uint32((number * self._settings.updates + i) % 2**32)
                 batch = {**batch, **self._place({_adapters.STEP: step})}
-            state, found = update(state, batch, frozen)
-            told.append(found)
-        loss, others = jax.tree.map(lambda *x: sum(map(float, x)) / len(x), *told)
-        if np.isfinite(float(told[0][0])) and not np.isfinite(
+            state, result = update(state, batch, frozen)
+            updates.append(result)
+        loss, others = jax.tree.map(lambda *x: sum(map(float, x)) / len(x), *updates)
+        if np.isfinite(float(updates[0][0])) and not np.isfinite(
             loss
         ):  # an update is the cause, also within the first step
             raise NotFiniteError(f"The loss is {loss} at step {int(rows['number']) + 1}, so training stops.")
@@ -141,7 +141,7 @@ class Rollouts:
         settings, number = self._settings, int(rows["number"])
         stops = tuple(stop for stop in self._tokenizer.stops if stop < model.config.vocab_size)
         prompts = jnp.asarray(rows["input_ids"][:: settings.group])
-        found = model.generate(
+        output = model.generate(
             prompts,
             attention_mask=jnp.asarray(rows["attention_mask"][:: settings.group]),
             max_new_tokens=settings.completion_length,
@@ -154,7 +154,7 @@ class Rollouts:
             return_log_probs=settings.importance_sampling is not None,
             compact=why_rows_stay(model, prompts, settings.completion_length) is None,
         )
-        tokens, log_probs = map(np.asarray, found) if settings.importance_sampling else (np.asarray(found), None)
+        tokens, log_probs = map(np.asarray, output) if settings.importance_sampling else (np.asarray(output), None)
         new = tokens[:, prompts.shape[1] :]
         if (new < 0).any():
             error = NotFiniteError if number else NotFiniteAtStartError
@@ -219,24 +219,26 @@ class Rollouts:
         extras: dict[str, list[Any]],
     ) -> list[dict[str, Any]]:
         """What is noted of a step's first completions, with the columns that rewards log."""
-        found = []
+        records = []
         for number, each in enumerate(completions[: self._settings.samples]):
             line = lines[number // self._settings.group]
             asked = dict(line=line.where, prompt=self._tokenizer.text(line.tokens.tolist()))
             reward = float(rewards.flat[number])
             given = dict(completion=each.text, is_cut=each.is_cut, reward=None if np.isnan(reward) else reward)
             own, taken = asked | given, {"step", *asked, *given}
-            found.append(own | {f"log_extra/{c}" if c in taken else c: values[number] for c, values in extras.items()})
-        return found
+            records.append(
+                own | {f"log_extra/{c}" if c in taken else c: values[number] for c, values in extras.items()}
+            )
+        return records
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:
         """(completions,), 0 where no reward applies."""
         method, values, where = self._settings.advantages, jnp.asarray(rewards, jnp.float32), ~jnp.isnan(rewards)
         if method.startswith("reinforce"):
-            found = losses.reinforce_advantages(values, group_baseline=method == "reinforce_baseline", where=where)
+            advantages = losses.reinforce_advantages(values, group_baseline=method == "reinforce_baseline", where=where)
         else:
-            found = losses.group_advantages(values, method, where=where)
-        return np.asarray(found).reshape(-1)
+            advantages = losses.group_advantages(values, method, where=where)
+        return np.asarray(advantages).reshape(-1)
 
     def _packed(
         self, lines: Sequence[Line], completions: Sequence[Completion], advantages: np.ndarray
@@ -280,16 +282,16 @@ class Rollouts:
         dtypes: dict[str, Any] = {"advantages": np.float32}
         dtypes |= {SAMPLED: np.float32} if self._settings.importance_sampling else {}
         dtypes |= {_adapters.PIECES: np.uint32} if self._settings.lora_dropout else {}
-        found = {name: np.zeros(packed["input_ids"].shape, dtype) for name, dtype in dtypes.items()}
+        columns = {name: np.zeros(packed["input_ids"].shape, dtype) for name, dtype in dtypes.items()}
         of_each = zip(places, advantages, completions, strict=True)
         for number, ((row, segment), advantage, (tokens, _, _, log_probs)) in enumerate(of_each):
             at = np.flatnonzero(packed["segment_ids"][row] == segment + 1)
-            found["advantages"][row][at] = advantage
+            columns["advantages"][row][at] = advantage
             if self._settings.lora_dropout:
-                found[_adapters.PIECES][row][at] = number
+                columns[_adapters.PIECES][row][at] = number
             if log_probs is not None:  # a token's stands where the one before it is, as the policy's does
-                found[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
-        return found
+                columns[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
+        return columns
 
 
 def num_segments(settings: GrpoSettings) -> int:

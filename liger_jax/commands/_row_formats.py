@@ -38,14 +38,14 @@ def checked(where: str, values: Row, read: Callable[[Row], Document]) -> Documen
         raise UserError(f"{where}: lists and objects are nested to more than {MOST_LEVELS} levels.")
     values = {name: value for name, value in values.items() if value is not None}
     try:
-        found = read(values)
+        document = read(values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     try:
-        json.dumps(found.content, default=str, ensure_ascii=False).encode()
+        json.dumps(document.content, default=str, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
         raise UserError(f"{where}: {error.object[error.start]!r} is no character.") from error
-    return found
+    return document
 
 
 def _document(where: str, values: Row, column: str | None, form: str | None) -> Document:
@@ -62,8 +62,8 @@ def _document(where: str, values: Row, column: str | None, form: str | None) -> 
         raise UserError(_unknown(values, column or "text"))
     if len(forms) > 1:
         cures = " or ".join(f"--format {name}" for name in forms)
-        told = "; ".join(f"{name} ({_fields_of(name)})" for name in forms)
-        raise UserError(f"the row has the fields of more than one format: {told}. Say which is meant: {cures}.")
+        problem = "; ".join(f"{name} ({_fields_of(name)})" for name in forms)
+        raise UserError(f"the row has the fields of more than one format: {problem}. Say which is meant: {cures}.")
     if form is None and all(name in values for name in _PAIRS):
         raise UserError(
             "the row is a pair of answers, chosen and rejected, and finetune would take neither; liger-jax dpo trains "
@@ -134,13 +134,13 @@ def _of_completion(where: str, values: Row) -> Document:
     return conversation(where, rest, before + answers)
 
 
-def conversation(where: str, beside: Row, found: Any) -> Document:
+def conversation(where: str, beside: Row, messages: Any) -> Document:
     """The conversation of messages, in a template's form or in ShareGPT's; `beside` are the row's other fields."""
-    found = parsed(found)
-    if isinstance(found, list):
-        found = [message(each) for each in found]
-        found = _with_system(beside.get("system"), found)
-    row = {**beside, "messages": found}
+    messages = parsed(messages)
+    if isinstance(messages, list):
+        messages = [message(each) for each in messages]
+        messages = _with_system(beside.get("system"), messages)
+    row = {**beside, "messages": messages}
     return Document(
         where,
         messages=_messages.messages(row),
@@ -186,12 +186,16 @@ def parsed(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
-        found = _json.loads(value)
+        messages = _json.loads(value)
     except _json.RepeatedNameError as error:
         raise UserError(f"a cell with JSON cannot be read: {error}.") from error
     except (ValueError, RecursionError):
         return value
-    return found if found and isinstance(found, list) and all(isinstance(each, dict) for each in found) else value
+    return (
+        messages
+        if messages and isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+        else value
+    )
 
 
 def _text_in(values: Row, name: str) -> str:
@@ -208,25 +212,25 @@ def _are_messages(value: Any) -> bool:
 
 def _unknown(values: Row, column: str) -> str:
     """Why a row is of no format, and what is right to do about it."""
-    told = f"there are no messages, and no text in {column!r}, among {_names(values)}."
+    problem = f"there are no messages, and no text in {column!r}, among {_names(values)}."
     if all(name in values for name in _PAIRS):
         return (
-            f"{told} It is a pair of answers: liger-jax dpo trains on such rows, and liger-jax data --loss sigmoid "
+            f"{problem} It is a pair of answers: liger-jax dpo trains on such rows, and liger-jax data --loss sigmoid "
             "shows them. To train on one answer alone, name it: --column chosen."
         )
     conversations = [name for name, value in values.items() if _are_messages(value)]
     texts = [name for name, value in values.items() if isinstance(value, str) and value.strip()]
     if len(conversations) == 1:
-        return f"{told} Name the field with the messages: --column {conversations[0]}."
+        return f"{problem} Name the field with the messages: --column {conversations[0]}."
     if len(texts) == 1:
-        return f"{told} Name the text's field: --column {texts[0]}."
+        return f"{problem} Name the text's field: --column {texts[0]}."
     if texts:
         return (
-            f"{told} If all of one field is the text, name it: --column {texts[0]}. If one field is asked and another "
-            "is answered, rename them to prompt and completion."
+            f"{problem} If all of one field is the text, name it: --column {texts[0]}. If one field is asked and "
+            "another is answered, rename them to prompt and completion."
         )
     formats = "; ".join(f"{name} ({_fields_of(name)})" for name in FORMATS)
-    return f"{told} A row has the fields of one of these formats: {formats}."
+    return f"{problem} A row has the fields of one of these formats: {formats}."
 
 
 def _fields_of(form: str) -> str:

@@ -9,15 +9,15 @@ from flax import nnx
 
 from liger_jax._install import version
 from liger_jax.commands import (
-    _beginning,
-    _course,
     _decided_run,
-    _ending,
+    _finish,
+    _initial_state,
     _output,
     _resume,
     _run_loop,
     _run_model,
     _token_cache,
+    _training_inputs,
 )
 from liger_jax.commands._decided_run import Run, TaskOf
 from liger_jax.commands._distill_settings import DistillSettings
@@ -73,41 +73,41 @@ def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
 def _train_on(run: Run, like: Any, shown: Any) -> int:
     """Trains. `like` has the types of the model that is trained, and `shown` those of the one that writes samples."""
     settings, task, devices = run.settings, run.task, run.devices
-    course = _course.course_of(run)
-    data, steps = course.data, course.steps
+    inputs = _training_inputs.training_inputs(run)
+    data, steps = inputs.data, inputs.steps
     with user_errors():
-        made_of = _resume.made_of(run, course)
+        made_of = _resume.made_of(run, inputs)
         processes.check_same("model and data", made_of | {"steps": steps})
         checkpoints = _resume.checkpoints_of(run, {"steps": steps} | made_of)
     checkpoints.check()
     if processes.is_first():
         data.keep()
     if settings.result_of is not None:
-        return _write_result_of(run, course, checkpoints, made_of)
+        return _write_result_of(run, inputs, checkpoints, made_of)
     if _resume.is_finished(settings, checkpoints, steps):
         return 0
     with user_errors():
         processes.by_first(lambda: _output.write_settings(run.asked))
-    played = None if task.played is None else task.played(settings, data, course.tokenizer, devices.place)
-    reading = beside(_beginning.read, run)
+    rollouts = None if task.rollouts is None else task.rollouts(settings, data, inputs.tokenizer, devices.place)
+    reading = beside(_initial_state.read_model, run)
     with user_errors(), telling("tracing"):
-        batches = course.batch_of(0) if played is None else played.example, course.rows_of(0)
-        programs, shapes = _run_loop.programs(run, course, like, batches)
+        batches = inputs.batch_of(0) if rollouts is None else rollouts.example, inputs.rows_of(0)
+        programs, shapes = _run_loop.programs(run, inputs, like, batches)
     checkpoints.check_space(shapes, _output.most_bytes(settings, run.source, shapes[0]))
-    graph, state, frozen, keeps = _beginning.begun(run, course, reading, made_of)
+    graph, state, frozen, keeps = _initial_state.initial_state(run, inputs, reading, made_of)
     del reading  # it holds the weights as they were read
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = _resume.shapes(state)
-    state, log = _resume.restored(checkpoints, state, course)
-    if played is not None:
-        played.goes_on(log)
+    state, log = _resume.restored(checkpoints, state, inputs)
+    if rollouts is not None:
+        rollouts.goes_on(log)
     with telling("compiling"), memory_errors("while the step was compiled."):
         compiled = [program.result() for program in programs]
-    columns = task.columns if played is None else (*task.columns, *played.columns)
-    told = settings.log if processes.is_first() else ()
-    with Log(told, run.out, columns, log["steps"], run.asked.to_write()) as files:
+    columns = task.columns if rollouts is None else (*task.columns, *rollouts.columns)
+    logs = settings.log if processes.is_first() else ()
+    with Log(logs, run.out, columns, log["steps"], run.asked.to_write()) as files:
         models = graph, frozen, nnx.graphdef(shown)
-        loop = _run_loop.loop(run, course, checkpoints, played, compiled, models, files.write)
+        loop = _run_loop.loop(run, inputs, checkpoints, rollouts, compiled, models, files.write)
         state, stopped_by = _run_loop.run(loop, state, log)
     if stopped_by:
         print(f"stopped after step {len(log['steps'])} of {steps}, which is saved; the same command goes on from there")
@@ -115,12 +115,12 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     done, early = steps, len(log["steps"]) < steps
     if early:
         state = _resume.shapes(state)
-        state, done = _ending.best(state, steps, checkpoints)
+        state, done = _finish.best_state(state, steps, checkpoints)
     tuned = _run_model.tuned(graph, state, frozen, keeps)
     del state  # the moments' memory, in which the weights may be cast
-    target = _output.write(tuned, settings, run.source, course.tokenizer.stops)
-    processes.by_first(lambda: _ending.leave(settings, checkpoints, target, early))
-    _ending.tell(run, log["steps"], done, target, checkpoints)
+    target = _output.write(tuned, settings, run.source, inputs.tokenizer.stops)
+    processes.by_first(lambda: _finish.record_result(settings, checkpoints, target, early))
+    _finish.print_result(run, log["steps"], done, target, checkpoints)
     return 0
 
 
@@ -130,14 +130,18 @@ def _versions() -> dict[str, Any]:
     return {"jax": jax.__version__, "liger-jax": version()} | {name: getattr(jax.config, name) for name in names}
 
 
-def _write_result_of(run: Run, course: _course.Course, checkpoints: Checkpoints, made_of: dict[str, str]) -> int:
+def _write_result_of(
+    run: Run, inputs: _training_inputs.TrainingInputs, checkpoints: Checkpoints, made_of: dict[str, str]
+) -> int:
     """Makes a model of a checkpoint that is kept, for `--result-of`."""
     step = run.settings.result_of
     assert step is not None
     _resume.check_kept(step, checkpoints)
-    graph, state, frozen, keeps = _beginning.begun(run, course, beside(_beginning.read, run), made_of)
+    graph, state, frozen, keeps = _initial_state.initial_state(
+        run, inputs, beside(_initial_state.read_model, run), made_of
+    )
     state = _resume.shapes(state)
     tuned = _run_model.tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
-    target = _output.write(tuned, run.settings, run.source, course.tokenizer.stops)
+    target = _output.write(tuned, run.settings, run.source, inputs.tokenizer.stops)
     print(f"the result of step {step} is in {target}")
     return 0

@@ -10,22 +10,22 @@ import numpy as np
 from flax import nnx
 
 from liger_jax.commands import _adapters, _run_model, _samples
-from liger_jax.commands._course import Course
 from liger_jax.commands._decided_run import Run
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._laid_rows import RowParts
+from liger_jax.commands._training_inputs import TrainingInputs
 from liger_jax.training import Checkpoints, Loop, make_step, processes, rows, scoring
 from liger_jax.training.waiting import Compiling
 
 
 def programs(
-    run: Run, course: Course, like: Any, batches: tuple[Any, rows.Rows]
+    run: Run, inputs: TrainingInputs, like: Any, batches: tuple[Any, rows.Rows]
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """Begins to compile the step and the scoring, while the weights are read: they depend on the shapes alone.
 
     Returns both programs, each to be waited for; and the shapes of the state.
     """
-    settings, task, devices, data, optimizer = run.settings, run.task, run.devices, course.data, course.optimizer
+    settings, task, devices, data, optimizer = run.settings, run.task, run.devices, inputs.data, inputs.optimizer
     graph, params, frozen = nnx.split(like, _run_model.trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.num_parts)
@@ -42,37 +42,37 @@ def programs(
 
 def loop(
     run: Run,
-    course: Course,
+    inputs: TrainingInputs,
     checkpoints: Checkpoints,
-    played: Any,
+    rollouts: Any,
     compiled: Sequence[Any],
     models: tuple[Any, Any, Any],
     write: Callable[..., None],
 ) -> Loop:
     """The loop over a run's steps, with all that it does between them."""
-    settings, task, devices, data = run.settings, run.task, run.devices, course.data
+    settings, task, devices, data = run.settings, run.task, run.devices, inputs.data
     (step, sums), (graph, frozen, shown) = compiled, models
     size = settings.batch // settings.num_parts
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
     held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
-    its_rows = lambda step: [next(rows.parts(course.rows_of(max(0, step - 1)), size))]
+    its_rows = lambda step: [next(rows.parts(inputs.rows_of(max(0, step - 1)), size))]
     unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
     # A model that writes its own batches notes some of them itself.
-    held = data.held_out(settings.samples) if played is None else []
-    samples = _samples.Samples(held, course.tokenizer, longest, unit)
-    batch_of = course.batch_of
+    held = data.held_out(settings.samples) if rollouts is None else []
+    samples = _samples.Samples(held, inputs.tokenizer, longest, unit)
+    batch_of = inputs.batch_of
     return Loop(
-        step=_loop_step(played, graph, step, frozen),
-        batch_of=batch_of if played is None else lambda step: {**batch_of(step), "number": np.int32(step)},
-        steps=course.steps,
+        step=_loop_step(rollouts, graph, step, frozen),
+        batch_of=batch_of if rollouts is None else lambda step: {**batch_of(step), "number": np.int32(step)},
+        steps=inputs.steps,
         checkpoints=checkpoints,
         every=settings.every,
         evaluate=(lambda params: score(params, held_out)) if held_out else None,
         patience=settings.patience,
         show=lambda params, write: samples.show(nnx.merge(shown, params, frozen), write),
         check=lambda params, step: score(params, its_rows(step))["eval_loss"],
-        rate=course.rate,
+        rate=inputs.rate,
         write=write,
         shown=task.shown,
         progress=processes.is_first(),
@@ -93,8 +93,8 @@ def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
         raise UserError(f"{error} Step {done} is saved, and the same command goes on from there.") from error
 
 
-def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:
+def _loop_step(rollouts: Any, graph: Any, step: Any, frozen: Any) -> Any:
     """A step of the loop, from the compiled one."""
-    if played is None:
+    if rollouts is None:
         return lambda state, batch: step(state, batch, frozen)
-    return lambda state, batch: played.step(graph, step, state, batch, frozen)
+    return lambda state, batch: rollouts.step(graph, step, state, batch, frozen)

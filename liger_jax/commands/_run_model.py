@@ -23,7 +23,7 @@ def new(
     settings: Settings,
     task: Task,
     source: Source,
-    found: Architecture,
+    architecture: Architecture,
     precision: dict[str, str],
     layout: Layout | None,
 ) -> Any:
@@ -32,7 +32,7 @@ def new(
     options |= dict(
         remat=settings.remat or defaults.REMAT, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout)
     )
-    model = found.family(found.config, **options, rngs=nnx.Rngs(0))
+    model = architecture.family(architecture.config, **options, rngs=nnx.Rngs(0))
     if source.is_nf4:
         quantized_as_in(source.folder, model)
     elif settings.quantize is not None:
@@ -51,15 +51,15 @@ def trained(settings: Settings) -> Any:
     return nnx.All(kind, nnx.Not(nnx.PathContains(_teacher.NAME)))
 
 
-def trained_lines(settings: Settings, model: Any, found: Architecture) -> Iterator[str]:
+def trained_lines(settings: Settings, model: Any, architecture: Architecture) -> Iterator[str]:
     """Says how much of a model is trained."""
     number = sum(x.size for x in jax.tree.leaves(nnx.state(model, trained(settings))))
     if settings.lora is None:
         yield f"trained: all {number:,} parameters"
         return
-    total = found.num_parameters + number
+    total = architecture.num_parameters + number
     yield f"trained: {number:,} of {total:,} parameters, {number / total:.2%}"
-    if settings.lora > (width := found.config.hidden_size):
+    if settings.lora > (width := architecture.config.hidden_size):
         yield f"--lora {settings.lora} is more than the model's width, and rank {width} can hold any change already"
 
 

@@ -37,7 +37,7 @@ class Samples:
         for number, (prompt, new) in enumerate(zip(self._prompts, np.asarray(out)[:, width:], strict=False), 1):
             ends = np.flatnonzero(np.isin(new, stops))
             given = self._tokenizer.text(prompt.tolist(), special=False)
-            answer = _told(self._tokenizer, new[: ends[0] if ends.size else None].tolist())
+            answer = _decoded(self._tokenizer, new[: ends[0] if ends.size else None].tolist())
             write(f"sample {number}: {_in_line(given)[-_SHOWN:]} ▸ {answer}")
 
 
@@ -52,7 +52,7 @@ def beginning(piece: Piece) -> np.ndarray:
     return piece.tokens[: min(_MOST_OF_TEXT, max(1, len(piece.tokens) // 2))]
 
 
-def _told(tokenizer: Tokenizer, tokens: list[int]) -> str:
+def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """What a model has written, in a line, in which nothing is invisible."""
     if not tokens:
         return "(nothing: the first token ends the text)"

@@ -258,7 +258,7 @@ class Settings:
 
         Returns values by name: all but where the figures go, and how often the run saves.
         """
-        found = dataclasses.asdict(self) | {
+        values = dataclasses.asdict(self) | {
             "epochs": self.epochs_to_train,
             "learning_rate": self.peak_rate,
             "data": " ".join(self.data),
@@ -266,7 +266,7 @@ class Settings:
             "eval_share": self.share_held_out,
             "column": self.column or "text",
         }
-        return {name: value for name, value in found.items() if name not in _NOT_OF_THE_RUN}
+        return {name: value for name, value in values.items() if name not in _NOT_OF_THE_RUN}
 
 
 def settings_of(args: argparse.Namespace, settings_type: type[Settings] = Settings) -> Settings:

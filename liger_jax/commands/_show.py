@@ -82,14 +82,14 @@ def stretches(tokenizer: Tokenizer, tokens: np.ndarray, scored: np.ndarray) -> l
     A token's text may depend on those before it, as spaces do, and a character may have several tokens. So a stretch is
     what its tokens add to the text of all tokens before.
     """
-    text, found, begin = tokenizer.text(tokens.tolist()), [], 0
+    text, stretches, begin = tokenizer.text(tokens.tolist()), [], 0
     changes = np.flatnonzero(np.diff(scored)) + 1
     for end_token, is_scored in zip([*changes.tolist(), len(tokens)], scored[[0, *changes]].tolist(), strict=True):
         until = text if end_token == len(tokens) else tokenizer.text(tokens[:end_token].tolist())
         end = max(begin, len(os.path.commonprefix([text, until])))
-        found.append((text[begin:end], is_scored))
+        stretches.append((text[begin:end], is_scored))
         begin = end
-    return found
+    return stretches
 
 
 def coloured(some: Sequence[Stretch]) -> str:
@@ -124,14 +124,14 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
         reconfigure(errors="replace")  # a text may have what the terminal's encoding has not
     with user_errors():
         with of_option("--model"):
-            found = source.find(settings.model, weights=False)
-        model = architecture_of(found)
+            checkpoint = source.find(settings.model, weights=False)
+        model = architecture_of(checkpoint)
     kind = _pair_task.of_run(settings).tokenizer if isinstance(settings, PairSettings) else Tokenizer
     if shorten:
         settings, line = _long_rows.within(settings, model)
         if line:
             print(line)
-    return settings, _training_rows.tokenizer(found, _long_rows.stretched_for(settings, model), kind)
+    return settings, _training_rows.tokenizer(checkpoint, _long_rows.stretched_for(settings, model), kind)
 
 
 def _command(settings: Settings) -> str:

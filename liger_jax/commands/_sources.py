@@ -41,9 +41,9 @@ def parts(given: Sequence[str], flag: str = "--data") -> list[Part]:
     Raises:
         UserError: nothing is found, or a name can be read in two ways.
     """
-    found = [_part(text, flag) for text in given]
+    sources = [_part(text, flag) for text in given]
     seen: set[str] = set()
-    for part in found:
+    for part in sources:
         for path in map(os.path.abspath, part.paths or [part.name]):
             if path in seen:
                 raise UserError(
@@ -51,7 +51,7 @@ def parts(given: Sequence[str], flag: str = "--data") -> list[Part]:
                     f"{part.name}=2 takes its rows twice."
                 )
             seen.add(path)
-    return found
+    return sources
 
 
 def _part_of(text: str, flag: str) -> tuple[str, float]:
@@ -121,9 +121,9 @@ def _of_folder(folder: Path, flag: str) -> list[Path]:
         )
     if rows and others:
         print(f"data: {_some(others)}: passed over, as what tells about the data")
-    if not (found := rows or others):
+    if not (files := rows or others):
         raise UserError(f"{folder} holds no files. Pass {flag} another folder, or a file.")
-    return _of_split(folder, found, flag)
+    return _of_split(folder, files, flag)
 
 
 def _of_split(folder: Path, paths: list[Path], flag: str) -> list[Path]:

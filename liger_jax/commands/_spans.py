@@ -104,11 +104,11 @@ class Layout:
         origins = [self.runs[n].origin for n in self._spoken.get(i, ())]
         content = message.get("content")
         if isinstance(content, str) and content.strip():
-            found = [self.runs[n] for n in self._spoken.get(i, ()) if "content" in _fields(self.runs[n].origin)]
-            if all(run.origin and run.origin.at is not None for run in found):
-                _check_content(i, content, [(run.origin.at, run.end - run.begin) for run in found])
+            runs = [self.runs[n] for n in self._spoken.get(i, ()) if "content" in _fields(self.runs[n].origin)]
+            if all(run.origin and run.origin.at is not None for run in runs):
+                _check_content(i, content, [(run.origin.at, run.end - run.begin) for run in runs])
             else:
-                _check_changed(i, content, "".join(self.text[run.begin : run.end] for run in found))
+                _check_changed(i, content, "".join(self.text[run.begin : run.end] for run in runs))
         for number, call in enumerate(message.get("tool_calls") or ()):
             call = call.get("function") or call
             printed = {name for each in origins if each and each.call in (number, -1) for name in _fields(each)}
@@ -186,16 +186,16 @@ class Layout:
         Returns:
             Texts.
         """
-        found = set()
+        words = set()
         for span in spans:
             own = (run.end for run in self.between(span.begin, span.end) if run.is_spoken_by(span.message))
             last = min(span.end, max(own, default=span.begin))
-            found |= {
+            words |= {
                 self.text[max(span.begin, run.begin) : min(last, run.end)]
                 for run in self.between(span.begin, last)
                 if run.origin is None
             }
-        return found
+        return words
 
     def behind_words(self, span: Span) -> str:
         """What stands from the end of a message's own words to the end of a span, which may begin there."""
@@ -273,10 +273,10 @@ def _is_of_another(run: Run, i: int) -> bool:
     return run.origin is not None and run.origin.message != i
 
 
-def _check_content(i: int, content: str, found: list[tuple[int, int]]) -> None:
+def _check_content(i: int, content: str, ranges: list[tuple[int, int]]) -> None:
     """Checks that places and sizes of printed parts are all of a content, and none of it twice."""
     end = 0
-    for at, size in sorted(found):
+    for at, size in sorted(ranges):
         if at < end:
             raise _printed_twice(i)
         _check_missing(i, content[end:at], is_first=end == 0)

@@ -47,23 +47,23 @@ class Stored:
 
     def made(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of a column."""
-        found = np.zeros((len(rows), self.laid.length, self._top_k), COLUMNS[name])
+        column = np.zeros((len(rows), self.laid.length, self._top_k), COLUMNS[name])
         if self._entries is not None:
-            for out, row, places in zip(found, rows.tolist(), scored_places(self.laid, rows), strict=True):
+            for out, row, places in zip(column, rows.tolist(), scored_places(self.laid, rows), strict=True):
                 end = int(self._ends[row])
                 out[places] = self._entries[name][end - np.count_nonzero(places) : end]
-        return found
+        return column
 
 
 def add_columns(settings: DistillSettings, data: TrainingRows) -> list[Stored]:
     """Adds the columns to a run's rows."""
     assert settings.top_k is not None
-    found = [Stored(laid, settings.top_k) for laid in data.laid]
-    for stored in found:
+    stores = [Stored(laid, settings.top_k) for laid in data.laid]
+    for stored in stores:
         shape = stored.laid.num_rows, settings.length, settings.top_k
         for name, dtype in COLUMNS.items():
             stored.laid.beside[name] = Column(functools.partial(stored.made, name), shape, dtype)
-    return found
+    return stores
 
 
 def fill(
@@ -92,12 +92,12 @@ def fill(
 
 def scored_places(laid: LaidRows, rows: np.ndarray) -> np.ndarray:
     """Where the next token is scored. Returns bool (rows, length), as `losses.shifted_labels` has it."""
-    labels, found = laid.made("labels", rows), np.zeros((len(rows), laid.length), bool)
-    found[:, :-1] = labels[:, 1:] != IGNORE_INDEX
+    labels, is_scored = laid.made("labels", rows), np.zeros((len(rows), laid.length), bool)
+    is_scored[:, :-1] = labels[:, 1:] != IGNORE_INDEX
     if "segment_ids" in laid:
         segments = laid.made("segment_ids", rows)
-        found[:, :-1] &= segments[:, 1:] == segments[:, :-1]
-    return found
+        is_scored[:, :-1] &= segments[:, 1:] == segments[:, :-1]
+    return is_scored
 
 
 def top_k(model: Any, rows: Mapping[str, Any], k: int, temperature: float, vocab_size: int) -> tuple[Any, Any]:
@@ -139,14 +139,14 @@ def _contents(some: list[Stored], teacher: Teacher, settings: DistillSettings, m
     for stored in some:
         for number, part in enumerate(RowParts(stored.laid, size)):
             rows = {name: part[name] for name in INPUTS if name in part}
-            found = teach(state, rows if layout is None else layout.place(rows, mesh))
+            top = teach(state, rows if layout is None else layout.place(rows, mesh))
             numbers = np.arange(number * size, min((number + 1) * size, stored.laid.num_rows))
-            yield _entries(k, found, scored_places(stored.laid, numbers))
+            yield _entries(k, top, scored_places(stored.laid, numbers))
 
 
-def _entries(k: int, found: tuple[Any, Any], places: np.ndarray) -> bytes:
+def _entries(k: int, top: tuple[Any, Any], places: np.ndarray) -> bytes:
     """What the file has of some rows; those that fill up the last part are left out."""
-    ids, log_probs = (np.asarray(x)[: len(places)][places] for x in found)
+    ids, log_probs = (np.asarray(x)[: len(places)][places] for x in top)
     if np.isnan(log_probs).any():
         raise UserError(
             "--teacher: its logits are NaN, so that nothing can be learnt from it. Its weights may not be finite, or "

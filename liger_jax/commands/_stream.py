@@ -44,7 +44,7 @@ class Stream:
         self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
         self._done: dict[int, tuple[Rows, np.ndarray]] = {}
         self._pieces: Iterator[tuple[Place, Piece]] = iter(())
-        self._told: set[str] = set()  # what was said already: each batch of documents would repeat it
+        self._printed: set[str] = set()  # what was said already: each batch of documents would repeat it
         self._next = -1  # the step that `_pieces` has come to
 
     def rows_of(self, step: int) -> Rows:
@@ -61,9 +61,9 @@ class Stream:
             begun = min(step, len(self._places) - 1)  # a step whose begin is not known comes by those before it
             if self._next != begun:
                 self._pieces, self._next = self._from(self._places[begun]), begun
-            found, place = self._batch()
+            batch, place = self._batch()
             self._note(begun + 1, place)
-            self._done[begun], self._next = found, begun + 1
+            self._done[begun], self._next = batch, begun + 1
             for old in sorted(self._done, key=lambda each: abs(each - step))[_KEPT:]:
                 del self._done[old]
         return self._done[step]
@@ -115,10 +115,10 @@ class Stream:
             self._encoder.left_out.clear()
             for piece in self._encoder.encoded(full, settings.length):
                 pieces.setdefault(id(piece.document), []).append(piece)
-            told = self._encoder.told()
-            for about in told.keys() - self._told:
-                print(told[about])
-            self._told |= told.keys()
+            notices = self._encoder.notices()
+            for about in notices.keys() - self._printed:
+                print(notices[about])
+            self._printed |= notices.keys()
             for document in some:
                 yield row, pieces.get(id(document), [])
                 row += 1

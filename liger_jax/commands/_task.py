@@ -28,7 +28,7 @@ class Task:
     figures: tuple[str, ...]  # names of what the loss function returns beside the loss
     scored: tuple[str, ...]  # names of the scores, among them "eval_loss"
     shown: tuple[str, ...]  # names of the figures in the progress bar
-    told: str = "loss"  # name of the figure whose first and last value end the run's words
+    main_figure: str = "loss"  # name of the figure whose first and last value end the run's words
     # Adds columns to a run's rows, which `before` may fill.
     add_columns: Callable[[Any, TrainingRows], None] = lambda settings, data: None
     # Is called before the first step with the run, its rows, the model as it was read, and texts by which model and
@@ -39,7 +39,7 @@ class Task:
     # Its `goes_on(log)` is called with what is saved beside the state, before the first step. Its `step(graph,
     # compiled, state, rows, frozen)` makes a batch from rows and their step's `number`, and takes the step. `None`
     # where the rows are the batch.
-    played: Callable[..., Any] | None = None
+    rollouts: Callable[..., Any] | None = None
     # Of a run, the number that must be divided by as many devices as split its batch.
     rows: Callable[[Any], int] = lambda settings: settings.batch // settings.num_parts
     # How many updates a step of the run has, which share its learning rate.

@@ -61,8 +61,8 @@ class Teacher:
     def made_of(self) -> dict[str, str]:
         """Texts by which it can be told from another teacher."""
         config = {self.source.path.name: self.source.path.read_bytes()}
-        found = identity.of_files(config) | identity.of_weights(self.source.folder, self.source.weight_files)
-        return {f"{NAME}'s {name}": digest for name, digest in found.items()}
+        digests = identity.of_files(config) | identity.of_weights(self.source.folder, self.source.weight_files)
+        return {f"{NAME}'s {name}": digest for name, digest in digests.items()}
 
     def _dtypes(self, dtype: str) -> dict[str, Any]:
         """Its weights have the checkpoint's dtype, since they are frozen."""

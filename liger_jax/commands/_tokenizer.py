@@ -73,12 +73,12 @@ class Tokenizer:
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> list[Piece]:
         """Encodes documents, cuts them to the length of a row, and prints what is to be known of them."""
-        found = list(self.encoded(documents, length, refused))
+        pieces = list(self.encoded(documents, length, refused))
         for note in self.notes(length):
             print(note)
-        if not found and not refused:
+        if not pieces and not refused:
             raise nothing_to_train_on()
-        return found
+        return pieces
 
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
@@ -100,8 +100,8 @@ class Tokenizer:
         ]:
             pieces.setdefault(id(piece.document), []).append(piece)
         for document in documents:
-            found = pieces.get(id(document), []) if document.path is None else self._long(document, length, refused)
-            yield from (piece for piece in found if piece.is_scored)
+            own = pieces.get(id(document), []) if document.path is None else self._long(document, length, refused)
+            yield from (piece for piece in own if piece.is_scored)
 
     def side(self, piece: Piece, number: int) -> str:
         """What a piece is among those that belong together."""
@@ -109,21 +109,21 @@ class Tokenizer:
 
     def notes(self, length: int) -> list[str]:
         """What is to be said of all documents that were encoded."""
-        found = [*self._conversations.notes(), *self.told().values()]
+        notes = [*self._conversations.notes(), *self.notices().values()]
         for kind, cut in self._cut.items():
             if cut:
-                found.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
+                notes.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
         with contextlib.suppress(UserError):  # a template that is damaged is told to whoever needs it
             if self._has_joined and self.has_template:
-                found.append(
+                notes.append(
                     "prompts that are texts are joined to their answers as they stand, without the tokenizer's chat "
                     'template; for a chat, write a prompt as [{"role": "user", "content": …}]'
                 )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(notes))
 
-    def told(self) -> dict[str, str]:
+    def notices(self) -> dict[str, str]:
         """What is to be said of texts and messages that were encoded since it was said last."""
-        return self._conversations.told() | self._once.told()
+        return self._conversations.notices() | self._once.notices()
 
     @property
     def stops(self) -> list[int]:
@@ -131,8 +131,8 @@ class Tokenizer:
 
         A number beyond the model's vocabulary is none of them: a model cannot write it.
         """
-        found = [*self._stops, *(stop for stop in self._conversations.stops if stop not in self._stops)]
-        return [stop for stop in found if stop < self._vocab_size]
+        stops = [*self._stops, *(stop for stop in self._conversations.stops if stop not in self._stops)]
+        return [stop for stop in stops if stop < self._vocab_size]
 
     @property
     def marks(self) -> dict[str, list[int]]:
@@ -152,8 +152,8 @@ class Tokenizer:
     @property
     def vocabulary(self) -> dict[str, int]:
         """The number of each token, those that were added among them, in order of the numbers."""
-        found = self._tokenizer.get_vocab(with_added_tokens=True)  # in another order in each process
-        return dict(sorted(found.items(), key=lambda token: token[1]))
+        numbers = self._tokenizer.get_vocab(with_added_tokens=True)  # in another order in each process
+        return dict(sorted(numbers.items(), key=lambda token: token[1]))
 
     @property
     def tells_the_time(self) -> bool:
@@ -229,19 +229,19 @@ class Tokenizer:
     def _chats(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
         rendered = self._rendered(documents, refused)
         encode = lambda texts: self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        encodings = self._encoded([d for d, _ in rendered], [found.text for _, found in rendered], encode, refused)
+        encodings = self._encoded([d for d, _ in rendered], [chat.text for _, chat in rendered], encode, refused)
         pieces = []
-        for (document, found), encoded in zip(rendered, encodings, strict=True):
+        for (document, chat), encoded in zip(rendered, encodings, strict=True):
             if encoded is None:
                 continue
             with refusals_kept(refused, document.where):
                 is_answer = np.zeros(len(encoded.ids), bool)
                 ends = []
-                for span in found.spans:
-                    answer = places(np.array(encoded.offsets), found.text, span)
+                for span in chat.spans:
+                    answer = places(np.array(encoded.offsets), chat.text, span)
                     is_answer[answer] = True
                     ends += [encoded.ids[i] for i in answer[-1:]]
-                self._conversations.look_at_ends(document.messages or [], found, ends)
+                self._conversations.look_at_ends(document.messages or [], chat, ends)
                 pieces.append(self._one(document, encoded.ids, is_answer, length, "conversations"))
         return pieces
 
@@ -268,9 +268,9 @@ class Tokenizer:
         """The chat templates by name, from the places where transformers looks."""
         names = {"default": "chat_template.jinja"}
         names |= {Path(name).stem: name for name in self._files if Path(name).parent == Path(TEMPLATES)}
-        found = {name: self._text(file) for name, file in names.items() if self._files[file] is not None}
+        templates = {name: self._text(file) for name, file in names.items() if self._files[file] is not None}
         others = [each.get("chat_template") for each in (self._config, self._json("chat_template.json"))]
-        return _chat_templates.by_name([found, *others], self._folder)
+        return _chat_templates.by_name([templates, *others], self._folder)
 
     def _text(self, name: str) -> str:
         try:
@@ -305,11 +305,11 @@ class Tokenizer:
             with failures():
                 return encode(texts)
         except UserError:
-            found: list[Any] = [None] * len(texts)
+            encodings: list[Any] = [None] * len(texts)
             for i, document in enumerate(documents):
                 with refusals_kept(refused, document.where), errors_at(document.where), failures():
-                    (found[i],) = encode(texts[i : i + 1])
-            return found
+                    (encodings[i],) = encode(texts[i : i + 1])
+            return encodings
 
     def _checked(self, ids: list[int], document: Document) -> np.ndarray:
         wrong = next((i for i in (max(ids, default=0), min(ids, default=0)) if not 0 <= i < self._vocab_size), None)

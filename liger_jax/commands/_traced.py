@@ -144,12 +144,12 @@ class Traced(str):
 
     def _pieces(self, pieces: Iterable[str], sep: str | None) -> list[str]:
         """The pieces where they stand in this string, one after the other, with `sep` or white space between them."""
-        found, at = [], 0
+        stretches, at = [], 0
         for piece in pieces:
             at = self.find(piece, at) if sep is None else at
-            found.append(self._between(at, at + len(piece)))
+            stretches.append(self._between(at, at + len(piece)))
             at += len(piece) + len(sep or "")
-        return found
+        return stretches
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         if not old:

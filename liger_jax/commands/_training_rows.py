@@ -55,7 +55,7 @@ class TrainingRows:
         return list({each.tokens.folder: each.tokens for each in self.laid}.values())
 
     def made_of(self) -> dict[str, str]:
-        """Texts by which the data of a run can be told from that of another: its documents, and its tokens."""
+        """Texts by which the data of a run can be groups from that of another: its documents, and its tokens."""
         digest = digests.of_bytes("".join(each.digest for each in self._tokens).encode())[:12]
         number = sum(each.num_rows for each in self.laid)
         return {
@@ -118,11 +118,11 @@ def parts_of(settings: Settings) -> dict[str, list[_sources.Part]]:
     """
     given = {} if settings.stream else {"--data": settings.data}
     given |= {"--eval-data": settings.eval_data} if settings.eval_data else {}
-    found = {flag: _sources.parts(data, flag) for flag, data in given.items()}
-    for part in found.get("--eval-data", []):
+    sources = {flag: _sources.parts(data, flag) for flag, data in given.items()}
+    for part in sources.get("--eval-data", []):
         if part.weight != 1:
             raise UserError(f"--eval-data={part.name} has a weight, and all that is scored counts alike. Leave it out.")
-    return found
+    return sources
 
 
 def prepared(
@@ -158,18 +158,18 @@ def tokens_of(
     _formats.tell([path for part in parts for path in part.paths])
     loaded = {part.name: _data.dataset(part.name, settings.subset) for part in parts if not part.paths}
     key = _key(settings, encoder, parts, loaded) if is_kept else flag.strip("-")
-    if not is_kept or (found := _token_cache.find(place, key)) is None:
+    if not is_kept or (tokens := _token_cache.find(place, key)) is None:
         read = lambda part: _data.documents_of(part, loaded.get(part.name), settings.column, settings.format, refused)
         with telling("tokenising"):
-            found = _token_cache.write(place, key, parts, read, encoder, settings.length, refused)
-    if not found.meta["count"] and not refused:
+            tokens = _token_cache.write(place, key, parts, read, encoder, settings.length, refused)
+    if not tokens.meta["count"] and not refused:
         raise _data.no_text([part.name for part in parts], flag)
-    if not len(found) and not refused:
-        raise _nothing_left(found.meta)
-    encoder.add_marks(found.marks)
-    for line in (*filter(None, [_data.unread(frozenset(found.meta["unread"]))]), *found.meta["notes"]):
+    if not len(tokens) and not refused:
+        raise _nothing_left(tokens.meta)
+    encoder.add_marks(tokens.marks)
+    for line in (*filter(None, [_data.unread(frozenset(tokens.meta["unread"]))]), *tokens.meta["notes"]):
         print(line)
-    return found
+    return tokens
 
 
 def lay(settings: Settings, train: Tokens, scored: Tokens | None = None) -> TrainingRows:
@@ -206,23 +206,23 @@ def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixt
     read = f"{count(meta['count'], 'document')} in {pieces(laid.tokens)}"
     trained = f"{pieces(laid.pieces)} with {tokens:,} tokens in {count(laid.num_rows, 'row')} to train on"
     scored = pieces([] if held_out is None else held_out.pieces)
-    found = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {scored} "
-    found += "scored" if settings.eval_data else "held out"
+    summary = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {scored} "
+    summary += "scored" if settings.eval_data else "held out"
     if mixture is not None:
-        told = zip(settings.data, mixture, strict=True)
-        each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in told)
-        found += f"\nan epoch has {num_mixed(mixture):,} rows: {each}"
-    return "\n".join([found, *_unused(meta)])
+        groups = zip(settings.data, mixture, strict=True)
+        each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in groups)
+        summary += f"\nan epoch has {num_mixed(mixture):,} rows: {each}"
+    return "\n".join([summary, *_unused(meta)])
 
 
 def _unused(meta: Mapping[str, Any]) -> list[str]:
     """What documents without a row have, and where they are, in words."""
-    found = []
+    lines = []
     for what, unused in meta["unused"].items():
         have = "1 document has" if unused == 1 else f"{unused:,} documents have"
         first = ", ".join(meta["first_unused"][what])
-        found.append(f"{have} {what}, and no row: {first}{', …' if unused > 3 else ''}")
-    return found
+        lines.append(f"{have} {what}, and no row: {first}{', …' if unused > 3 else ''}")
+    return lines
 
 
 def _nothing_left(meta: Mapping[str, Any]) -> UserError:
@@ -241,7 +241,7 @@ def _key(settings: Settings, encoder: Tokenizer, parts: Sequence[_sources.Part],
         with telling(f"looking at {disk.size(size)} of data"):
             for part in parts:
                 files = {str(path): digests.of_file(path) for path in part.paths}
-                found = loaded.get(part.name)  # one that does not tell its content is read anew each time
-                content = files or getattr(found, "_fingerprint", None) or f"at {datetime.datetime.now()}"
+                dataset = loaded.get(part.name)  # one that does not tell its content is read anew each time
+                content = files or getattr(dataset, "_fingerprint", None) or f"at {datetime.datetime.now()}"
                 made.append([part.name, content])
     return digests.of_bytes(json.dumps(made).encode())[:16]

@@ -40,8 +40,8 @@ def _labelled(where: str, values: Row) -> Document:
         if not isinstance(prompt, str | None):
             raise UserError(f"prompt holds a {type(prompt).__name__}, and must hold a text or a list of messages.")
         return Document(where, completion, prompt=prompt or "", desirable=label)
-    found = _pair_rows.answered(where, values, prompt, completion)
-    return dataclasses.replace(found, desirable=label)
+    document = _pair_rows.answered(where, values, prompt, completion)
+    return dataclasses.replace(document, desirable=label)
 
 
 def _label(value: Any) -> bool:

@@ -35,13 +35,13 @@ def sums_of(
     `num_segments`: the most segments of a row. With a baseline, each odd one is an answer, and the next one the same
     prompt with an answer to another.
     """
-    found = responses(model, batch, num_segments)
+    scored = responses(model, batch, num_segments)
     if _references.NAME in batch:
         reference = batch[_references.NAME]
     else:
         reference = responses(with_adapters(model, False), batch, num_segments).log_probs
-    reference = jax.lax.stop_gradient(jnp.where(found.tokens > 0, reference, 0.0))
-    numbers = found.log_probs, reference, found.tokens, _first_labels(batch, num_segments)
+    reference = jax.lax.stop_gradient(jnp.where(scored.tokens > 0, reference, 0.0))
+    numbers = scored.log_probs, reference, scored.tokens, _first_labels(batch, num_segments)
     kl = jnp.zeros(())
     if unpaired.needs_others:
         answers, others = zip(*map(sides, numbers), strict=True)
@@ -54,8 +54,8 @@ def sums_of(
     exist = tokens > 0
     good, bad = exist & (is_good > 0), exist & (is_good == 0)
     total = lambda x, where: jax.lax.stop_gradient(jnp.sum(jnp.where(where, x, 0.0)))
-    told = (out.rewards, good), (out.rewards, bad), (log_probs, good), (log_probs, bad), (out.kl, exist)
-    figures = {name: total(*each) for name, each in zip(_FIGURES, told, strict=True)}
+    values = (out.rewards, good), (out.rewards, bad), (log_probs, good), (log_probs, bad), (out.kl, exist)
+    figures = {name: total(*each) for name, each in zip(_FIGURES, values, strict=True)}
     counts = {name: total(1.0, where) for name, where in zip(_COUNTS, (exist, good, bad), strict=True)}
     return jnp.sum(jnp.where(exist, out.losses, 0.0)), figures, counts
 
@@ -130,8 +130,8 @@ def _scores(unpaired: Unpaired, totals: Sequence[float]) -> dict[str, float]:
     without = {name for name, of in _FIGURES.items() if not counts[of]}
     without |= {"rewards/margins"} if without else set()
     means = {name: sums[name] / max(counts[of], 1.0) for name, of in _FIGURES.items()}
-    found = {f"eval_{name}": x for name, x in _with_margins(unpaired, means).items() if name not in without}
-    return {"eval_loss": value / max(counts["answers"], 1.0)} | found
+    scores = {f"eval_{name}": x for name, x in _with_margins(unpaired, means).items() if name not in without}
+    return {"eval_loss": value / max(counts["answers"], 1.0)} | scores
 
 
 def task_of(settings: PairSettings) -> Task:

@@ -56,14 +56,14 @@ class UnpairedWithOthers(UnpairedTokenizer):
         Yields two pieces for each answer: it, and its prompt with an answer to another prompt, as `_others` chooses it;
         or, where all of these documents have one prompt, with an answer of the documents before.
         """
-        found = list(super().encoded(documents, MOST, refused))
-        asked = [_asked(piece) for piece in found]
-        for piece, prompt, number in zip(found, asked, _others(asked), strict=True):
+        pieces = list(super().encoded(documents, MOST, refused))
+        asked = [_asked(piece) for piece in pieces]
+        for piece, prompt, number in zip(pieces, asked, _others(asked), strict=True):
             before = (each for other, each in self._before.items() if other != prompt)
-            other = next(before, None) if number is None else found[number]
+            other = next(before, None) if number is None else pieces[number]
             assert piece.document is not None
             if other is None:
-                has = "has one answer" if len(found) == 1 else f"begins with {len(found):,} answers to one prompt"
+                has = "has one answer" if len(pieces) == 1 else f"begins with {len(pieces):,} answers to one prompt"
                 with refusals_kept(refused, piece.document.where):
                     raise UserError(
                         f"The baseline of --loss kto is of answers to other prompts, and the data {has}. Pass answers "
@@ -75,7 +75,7 @@ class UnpairedWithOthers(UnpairedTokenizer):
                 yield from pair
             else:
                 self.left_out[piece.document.where] = no_place(length)
-        self._before = dict([*(self._before | dict(zip(asked, found, strict=True))).items()][-2:])
+        self._before = dict([*(self._before | dict(zip(asked, pieces, strict=True))).items()][-2:])
 
     def side(self, piece: Piece, number: int) -> str:
         """Whether a piece's answer is good; or that it is another one's, for the baseline."""
@@ -112,12 +112,12 @@ def _others(asked: Sequence[Hashable]) -> list[int | None]:
     runs = [[*run] for _, run in itertools.groupby(range(len(asked)), asked.__getitem__)]
     if len(runs) < 2:
         return [None] * len(asked)
-    found = []
+    others = []
     for run, after in zip(runs, [*runs[1:], runs[0]], strict=True):
         if asked[after[0]] == asked[run[0]]:  # the last run goes on in the first one
             after = runs[1]
-        found += [after[i % len(after)] for i in range(len(run))]
-    return found
+        others += [after[i % len(after)] for i in range(len(run))]
+    return others
 
 
 def _begin(piece: Piece) -> int:

@@ -19,7 +19,7 @@ class OutOfTimeError(BaseException):
 
 
 @contextlib.contextmanager
-def folder_kept(home: str | None, told: Callable[[str], None]) -> Iterator[None]:
+def folder_kept(home: str | None, report: Callable[[str], None]) -> Iterator[None]:
     """A context in which modules of the current folder are found, and after which the current folder is the same.
 
     An installed command does not look for modules there by itself.
@@ -35,7 +35,7 @@ def folder_kept(home: str | None, told: Callable[[str], None]) -> Iterator[None]
             sys.path.remove(home)
         if (now := current_folder()) != home:
             os.chdir(home)
-            told(now or "a folder that was removed")
+            report(now or "a folder that was removed")
 
 
 def current_folder() -> str | None:

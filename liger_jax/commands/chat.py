@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     def work():
         options = generation_of(args)
         with needed_packages():
-            from liger_jax.commands import _speak
-        return _speak.chat(options)
+            from liger_jax.commands import _terminal
+        return _terminal.chat(options)
 
     return exit_code(args, work)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         if options.system is not None and not args.chat and args.prompt is not None:
             raise UserError("--system is for conversations: pass --chat as well.")
         with needed_packages():
-            from liger_jax.commands import _speak
-        return _speak.generate(options, args.prompt, args.file, bool(args.chat))
+            from liger_jax.commands import _terminal
+        return _terminal.generate(options, args.prompt, args.file, bool(args.chat))
 
     return exit_code(args, work)

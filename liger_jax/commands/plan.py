@@ -61,19 +61,19 @@ def _planned(args: argparse.Namespace) -> int:
         report.check_picture(args.picture)
     level, why = _level(args)
     answers = _search(args, where, options, level, why) if args.search else []
-    found = planning.plan(args.model, **where, level=level, **options)
+    plan = planning.plan(args.model, **where, level=level, **options)
     known = where["batch"] if args.search == "batch" else None
     lines = [
-        report.text(found, known, details=bool(args.details)),
+        report.text(plan, known, details=bool(args.details)),
         *answers,
-        *report.notes(found),
-        *_notes(found, args),
+        *report.notes(plan),
+        *_notes(plan, args),
     ]
     print(*lines, sep="\n", flush=True)
     if args.picture:
-        report.picture(found, args.picture)
+        report.picture(plan, args.picture)
         print(f"picture: {args.picture}")
-    return 0 if found.fits else 1
+    return 0 if plan.fits else 1
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -144,18 +144,18 @@ def _search(args, where, options, level: str, why: str) -> list[str]:
     with _progress(args.search, level) as tell:
         if args.search == "mesh":
             others = {name: value for name, value in where.items() if name != "mesh"}
-            found = searching.search_mesh(searching.runs_on_meshes(args.model, **others, **options), tell, level)
-            told = f"Of the meshes that send least, {in_words(found.run.mesh)} is the first that fits"
-            answers = list(found.answers.items())
+            result = searching.search_mesh(searching.runs_on_meshes(args.model, **others, **options), tell, level)
+            summary = f"Of the meshes that send least, {in_words(result.run.mesh)} is the first that fits"
+            answers = list(result.answers.items())
         else:
-            found = searching.search(planning.make_run(args.model, **where, **options), args.search, tell, level)
-            told = f"The largest {args.search} that fits is {getattr(found.run, args.search)}"
-            answers = sorted(found.answers.items())
-    where[args.search] = getattr(found.run, args.search)
+            result = searching.search(planning.make_run(args.model, **where, **options), args.search, tell, level)
+            summary = f"The largest {args.search} that fits is {getattr(result.run, args.search)}"
+            answers = sorted(result.answers.items())
+    where[args.search] = getattr(result.run, args.search)
     if level == "estimate":
-        return [f"{told} by the estimate{why}."]
+        return [f"{summary} by the estimate{why}."]
     lines = [f"  {args.search} {size}: {needed / GIB:.2f} GiB" for size, needed in answers]
-    return [f"{told}. What was compiled to find it:", *lines]
+    return [f"{summary}. What was compiled to find it:", *lines]
 
 
 @contextlib.contextmanager
@@ -178,13 +178,13 @@ def _progress(what: str, level: str) -> Iterator[Callable[..., Any]]:
             bar.close()
 
 
-def _notes(found: MemoryPlan, args: argparse.Namespace) -> list[str]:
-    notes, key = [], found.run.target.name.partition(":")[0]
+def _notes(plan: MemoryPlan, args: argparse.Namespace) -> list[str]:
+    notes, key = [], plan.run.target.name.partition(":")[0]
     if args.device and key in GPUS and (others := device_names.others_with_that_name(key, args.device)):
         notes.append(f"Note: {args.device} is taken for {key}; there is {' and '.join(others)}, too.")
-    if not found.compiled:
+    if not plan.compiled:
         details = "" if args.details else "; --details shows what takes the memory"
         return [*notes, f"These are estimates; --level compiled asks the compiler{details}."]
-    if found.run.target.platform == "gpu" and (reason := compilers.without_cudnn()) is not None:
+    if plan.run.target.platform == "gpu" and (reason := compilers.without_cudnn()) is not None:
         notes.append(f"Note: {reason}")
     return notes

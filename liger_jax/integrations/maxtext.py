@@ -117,5 +117,5 @@ def _check(config: Any) -> None:
     }
     for name, (is_refused, rule) in rules.items():
         if is_refused:
-            found = getattr(config, name)
-            raise ValueError(f"config.{name}={found} must be {rule}, for log-probabilities without logits.")
+            value = getattr(config, name)
+            raise ValueError(f"config.{name}={value} must be {rule}, for log-probabilities without logits.")

@@ -255,8 +255,8 @@ def _last_log_probs(model, tokens, num_kept: int, temperature: float, entropy: b
         options, is_causal = model.inputs(inputs.pop("attention_mask"), inputs.pop("segment_ids", None))
         kept = tokens.shape[1] - 1 - num_kept + jnp.arange(num_kept)
         options |= dict(labels=tokens, logits_to_keep=kept, temperature=temperature, entropy=entropy)
-        found = model.model.log_probs(tokens, **inputs, **options)
-        return jax.tree.map(lambda x: jnp.where(is_causal, x, jnp.nan) if x.dtype == jnp.float32 else x, found)
+        output = model.model.log_probs(tokens, **inputs, **options)
+        return jax.tree.map(lambda x: jnp.where(is_causal, x, jnp.nan) if x.dtype == jnp.float32 else x, output)
     hidden, head = hidden_and_head(model, tokens, **inputs)
     hidden, labels = hidden[:, -num_kept - 1 : -1], tokens[:, -num_kept:]
     options = dict(ignore_index=None, temperature=temperature, entropy=entropy, metrics=False)
@@ -268,8 +268,8 @@ def _pair_log_probs(
 ) -> tuple[jax.Array, jax.Array]:
     """Tunix's `compute_logps`: sums of chosen and of rejected completions, (B,) each."""
     inputs = dict(positions=positions, attention_mask=attention_mask) | _given(images=images)
-    found = _last_log_probs(model, input_ids, logits_to_keep, 1.0, False, **inputs)
-    chosen, rejected = jnp.split(jnp.sum(found.log_probs * completion_mask, axis=-1), 2)
+    output = _last_log_probs(model, input_ids, logits_to_keep, 1.0, False, **inputs)
+    chosen, rejected = jnp.split(jnp.sum(output.log_probs * completion_mask, axis=-1), 2)
     return chosen, rejected
 
 
@@ -301,8 +301,8 @@ def _completion_log_probs(
         inputs["segment_ids"] = segment_ids if is_packed else token_ids
     num_kept = tokens.shape[1] - 1 if is_packed else completion_tokens.shape[1]
     # Tunix takes a temperature of 0, which is greedy sampling, as 1.
-    found = _last_log_probs(model, tokens, num_kept, temperature or 1.0, return_logits, **inputs)
-    result = (found.log_probs, found.entropy) if return_logits else (found.log_probs,)
+    output = _last_log_probs(model, tokens, num_kept, temperature or 1.0, return_logits, **inputs)
+    result = (output.log_probs, output.entropy) if return_logits else (output.log_probs,)
     if is_packed:  # the first token of a row has no probability
         result = tuple(jnp.pad(x, ((0, 0), (1, 0))) for x in result)
     result = jax.lax.stop_gradient(result) if stop_gradient else result

@@ -322,17 +322,17 @@ def cosine_distance(
 def _elementwise(op: str, arrays: dict[str, Any], where: Any) -> tuple[list[jax.Array], Any, Any]:
     """Two arrays of one shape in float32, with zeros where entries do not count, `where`, and the result's dtype."""
     dtype = jnp.result_type(*map(jnp.asarray, arrays.values()))
-    found = list(jnp.broadcast_arrays(*_checks.as_float32(op, **arrays)))  # JAX 0.12 has a tuple
+    inputs = list(jnp.broadcast_arrays(*_checks.as_float32(op, **arrays)))  # JAX 0.12 has a tuple
     if where is None:
-        return found, None, dtype
-    shape = found[0].shape
+        return inputs, None, dtype
+    shape = inputs[0].shape
     where = jnp.asarray(where)
     if where.dtype != jnp.bool_:
         raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
     if np.broadcast_shapes(where.shape, shape) != shape:
         raise ValueError(f"{op}: where has shape {where.shape}, which does not broadcast to {shape}; add its axes.")
     where = jnp.broadcast_to(where, shape)
-    return [jnp.where(where, x, 0.0) for x in found], where, dtype
+    return [jnp.where(where, x, 0.0) for x in inputs], where, dtype
 
 
 def _distributions(

@@ -38,8 +38,8 @@ def take_segments(values: Float[Array, "R S"], places: Integer[ArrayLike, "P 2"]
         raise ValueError(f"{op}: values has shape {values.shape}, but must be (rows, segments).")
     places = _as_places(op, places, values.shape)
     is_inside = _is_inside(places, values.shape)
-    found = values[jnp.where(is_inside, places[:, 0], 0), jnp.where(is_inside, places[:, 1], 0)]
-    return jnp.where(is_inside, found, jnp.nan)
+    taken = values[jnp.where(is_inside, places[:, 0], 0), jnp.where(is_inside, places[:, 1], 0)]
+    return jnp.where(is_inside, taken, jnp.nan)
 
 
 def place_segments(

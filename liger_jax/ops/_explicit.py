@@ -76,13 +76,13 @@ def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], spe
 
 
 def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
-    found, wanted = spec_of(x), full_spec(spec, x.ndim)
-    if found == wanted and mesh_of(x) is not None:
+    current, wanted = spec_of(x), full_spec(spec, x.ndim)
+    if current == wanted and mesh_of(x) is not None:
         return x
-    is_cut = all(there in (None, here) for there, here in zip(found, wanted, strict=True))
+    is_cut = all(there in (None, here) for there, here in zip(current, wanted, strict=True))
     if x.ndim > 1 and not is_cut:
         raise ValueError(
-            f"{op}: an array of shape {x.shape} lies on the mesh as {found}, but beside the others must lie as "
+            f"{op}: an array of shape {x.shape} lies on the mesh as {current}, but beside the others must lie as "
             f"{wanted}. Move it by jax.sharding.reshard."
         )
     move = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else jax.device_put

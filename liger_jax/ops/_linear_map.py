@@ -42,9 +42,9 @@ def _run(*arrays, jaxpr, **_):
 def _jvp(primals, tangents, *, num_residuals, **params):
     residuals, arrays = primals[:num_residuals], primals[num_residuals:]
     of_map = lambda arrays: _map.bind(*residuals, *arrays, num_residuals=num_residuals, **params)
-    results, found = of_map(arrays), []
+    results, terms = of_map(arrays), []
     if any(type(t) is not ad.Zero for t in tangents[num_residuals:]):
-        found.append(of_map([ad.instantiate_zeros(t) for t in tangents[num_residuals:]]))
+        terms.append(of_map([ad.instantiate_zeros(t) for t in tangents[num_residuals:]]))
     moving = [
         i for i, t in enumerate(tangents[:num_residuals]) if type(t) is not ad.Zero and _is_floating(residuals[i])
     ]
@@ -56,8 +56,8 @@ def _jvp(primals, tangents, *, num_residuals, **params):
                 merged[i] = x
             return _run(*merged, *arrays, **params)
 
-        found.append(jax.jvp(of_residuals, [residuals[i] for i in moving], [tangents[i] for i in moving])[1])
-    return results, [sum(parts[1:], parts[0]) for parts in zip(*found, strict=True)]
+        terms.append(jax.jvp(of_residuals, [residuals[i] for i in moving], [tangents[i] for i in moving])[1])
+    return results, [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
 
 
 def _transpose(cotangents, *arrays, transpose, num_residuals, **_):

@@ -33,10 +33,10 @@ def check_axis(op: str, axis: str, shards: dict[str, Any], same: dict[str, Any])
         size = jax.lax.axis_size(axis)
     except NameError:
         here = jax.sharding.get_abstract_mesh().manual_axes
-        found = f"the axes here are {tuple(here)}" if here else "here is none"
+        axes_here = f"the axes here are {tuple(here)}" if here else "here is none"
         raise ValueError(
-            f"{op}: vocab_axis={axis!r} must be an axis of the mesh of a jax.shard_map, and {found}; call {op} inside "
-            "jax.shard_map over a mesh with that axis, or leave vocab_axis out."
+            f"{op}: vocab_axis={axis!r} must be an axis of the mesh of a jax.shard_map, and {axes_here}; call {op} "
+            "inside jax.shard_map over a mesh with that axis, or leave vocab_axis out."
         ) from None
     if size == 1 or axis not in _mesh.varying_axes(jax.lax.axis_index(axis)):
         return

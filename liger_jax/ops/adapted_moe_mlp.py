@@ -238,8 +238,8 @@ def _in_chunks(x, weight, sizes, *, transpose_w, implementation):
         def block(i, y):
             start = first + i * rows
             own = jnp.clip(ends - start, 0, rows) - jnp.clip(begins - start, 0, rows)
-            found = grouped_matmul(jax.lax.dynamic_slice_in_dim(x, start, rows), dense, own, **options)
-            return jax.lax.dynamic_update_slice_in_dim(y, found, start, axis=0)
+            rows_out = grouped_matmul(jax.lax.dynamic_slice_in_dim(x, start, rows), dense, own, **options)
+            return jax.lax.dynamic_update_slice_in_dim(y, rows_out, start, axis=0)
 
         return jax.lax.fori_loop(0, (ends[-1] - first + rows - 1) // rows, block, y), None
 

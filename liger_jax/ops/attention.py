@@ -37,13 +37,13 @@ def _attend(q, k, v, sinks, segments, q_offset, forward, backward):
 
 
 def _out_and_log_sums(q, k, v, sinks, segments, q_offset, forward):
-    found = forward.run(*forward.guarded(q, k, v, segments), q_offset)
-    return found if sinks is None else with_sinks(*found, *forward.guarded(sinks))
+    results = forward.run(*forward.guarded(q, k, v, segments), q_offset)
+    return results if sinks is None else with_sinks(*results, *forward.guarded(sinks))
 
 
 def _forward_rule(q, k, v, sinks, segments, q_offset, forward, backward):
-    found = _out_and_log_sums(q, k, v, sinks, segments, q_offset, forward)
-    out, log_sums = checkpoint_name(found, ATTENTION_OUTPUT)
+    results = _out_and_log_sums(q, k, v, sinks, segments, q_offset, forward)
+    out, log_sums = checkpoint_name(results, ATTENTION_OUTPUT)
     return out, ((q, k, v, segments, out, log_sums), sinks, q_offset)
 
 

@@ -50,8 +50,8 @@ def _tangent_rule(forward, backward, options, is_shard, primals, tangents):
     of_logits = tangents[0]
     if isinstance(of_logits, SymbolicZero):
         of_logits = full_like(logits, logits.shape, 0, logits.dtype)
-    found = linear_map(tangent, transpose, (logits, labels, lse, class_weights), [of_logits])
-    own = dict(zip(("log_normalizer", "target_logit", "logit_sum"), found, strict=False))
+    tangents_out = linear_map(tangent, transpose, (logits, labels, lse, class_weights), [of_logits])
+    own = dict(zip(("log_normalizer", "target_logit", "logit_sum"), tangents_out, strict=False))
     still = jax.tree.map(functools.partial(zero_from_primal, symbolic_zeros=True), statistics)
     return statistics, still._replace(**own)
 
@@ -212,8 +212,8 @@ def reduced_cross_entropy(
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
     # Before they meet coefficients, of whose gradients they are factors: a row that does not count may hold inf or NaN.
-    found = _statistics(z, kernel_labels, class_weights, *kernels, options, vocab_axis is not None)
-    statistics = formulas.where(terms.counts, found)
+    raw = _statistics(z, kernel_labels, class_weights, *kernels, options, vocab_axis is not None)
+    statistics = formulas.where(terms.counts, raw)
     if vocab_axis is not None:
         merged = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         statistics = formulas.where(terms.counts, merged)

@@ -92,8 +92,8 @@ def _returned(buffer, exchange, axis, m):
     ends = exchange.starts + exchange.sent
     device = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
     is_sent, device = device < devices, jnp.minimum(device, devices - 1)
-    found = back[device * room + jnp.clip(row - exchange.starts[device], 0, room - 1)]
-    return jnp.where(is_sent[:, None], found, jnp.zeros((), buffer.dtype))
+    rows = back[device * room + jnp.clip(row - exchange.starts[device], 0, room - 1)]
+    return jnp.where(is_sent[:, None], rows, jnp.zeros((), buffer.dtype))
 
 
 def _sent_forward(rows, exchange, axis):

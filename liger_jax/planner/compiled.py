@@ -70,8 +70,8 @@ def memory_of(program: Any) -> Compiled:
 
 def _refused(message: str, arguments: int) -> int | None:
     """The bytes that a program needs, from libtpu's refusal, which names all of them or the temporaries alone."""
-    if found := re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message):
-        return int(float(found[1]) * _UNITS[found[2]])
-    if found := re.search(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)", message):
-        return int(float(found[1]) * _UNITS[found[2]]) + arguments
+    if match := re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message):
+        return int(float(match[1]) * _UNITS[match[2]])
+    if match := re.search(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)", message):
+        return int(float(match[1]) * _UNITS[match[2]]) + arguments
     return None

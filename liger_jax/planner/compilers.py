@@ -35,17 +35,17 @@ def devices(of: Target) -> list[Any]:
         raise ValueError("A compiler compiles for a chip: name one, such as device='rtx4090', beside the memory.")
     need_compiler(of.platform)
     kind = of.name.partition(":")[0]
-    found = tpu_devices(kind, of.topology) if of.platform == "tpu" else gpu_devices(kind, of.count)
-    return found[: of.count]
+    all_devices = tpu_devices(kind, of.topology) if of.platform == "tpu" else gpu_devices(kind, of.count)
+    return all_devices[: of.count]
 
 
 def missing_compiler(platform: str) -> str | None:
     """Says why nothing can be compiled for a platform here."""
     try:
-        found = importlib.util.find_spec(COMPILERS[platform]) is not None
+        is_installed = importlib.util.find_spec(COMPILERS[platform]) is not None
     except ModuleNotFoundError:
-        found = False
-    if found:
+        is_installed = False
+    if is_installed:
         return None
     return (
         f"the compiler for {platform} targets, {COMPILERS[platform]}, is not installed: {install_command('planner')} "

@@ -42,11 +42,11 @@ def known_as(name: str) -> tuple[str, str]:
     rows = [] if _LAPTOP.search(typed) else _rows_of(chip)
     if not rows and chip in _tpus():
         return _tpus()[chip], size
-    found = [row for row in rows if gigabytes is None or _has(row, gigabytes)]
-    if rows and not found:  # "h100-94gb" is the one of another form
-        found = [key for key in GPUS if _chip_of(key).startswith(chip) and _has(key, gigabytes)]
-    if found:
-        return min(found, key=lambda row: GPUS[row].memory_bytes), size
+    keys = [row for row in rows if gigabytes is None or _has(row, gigabytes)]
+    if rows and not keys:  # "h100-94gb" is the one of another form
+        keys = [key for key in GPUS if _chip_of(key).startswith(chip) and _has(key, gigabytes)]
+    if keys:
+        return min(keys, key=lambda row: GPUS[row].memory_bytes), size
     raise ValueError(_unknown(name, typed, chip, rows))
 
 
@@ -69,10 +69,10 @@ def memory_in_bytes(text: str) -> int:
     >>> memory_in_bytes("24GiB") / 2**30
     24.0
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([gm]?(?:ib|b)?)", text.strip().lower())
-    if found is None or found[2] not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([gm]?(?:ib|b)?)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
         raise ValueError(f"memory={text!r} must be a number of GiB, GB or MiB, such as '24GiB'.")
-    size = int(float(found[1]) * _UNITS[found[2]])
+    size = int(float(match[1]) * _UNITS[match[2]])
     if not LEAST_MEMORY <= size <= MOST_MEMORY:
         raise ValueError(f"memory={text!r} must be from 2GiB to {MOST_MEMORY // GIB}GiB: what a device has.")
     return size
@@ -81,8 +81,8 @@ def memory_in_bytes(text: str) -> int:
 def _chip_and_memory(typed: str) -> tuple[str, int | None]:
     """The name without separators, sellers' words and memory, and the memory."""
     words = [word for word in re.split(r"[\s_/-]+", typed) if word]
-    memory = [found for word in words if (found := re.fullmatch(r"(\d+)(g|gb|gib)", word))]
-    numbers = [int(found[1]) for found in memory]
+    memory = [match for word in words if (match := re.fullmatch(r"(\d+)(g|gb|gib)", word))]
+    numbers = [int(match[1]) for match in memory]
     kept = [word for word in words if not re.fullmatch(r"\d+(g|gb|gib)", word) and word not in ("gb", "gib")]
     last = kept[-1] if kept else ""
     if not numbers and len(kept) > 1 and last.isdecimal() and _rows_of(_joined(kept[:-1])):  # "a100-80"
@@ -97,7 +97,7 @@ def _joined(words: list[str]) -> str:
 
 def _rows_of(chip: str) -> list[str]:
     """The rows of a chip, "rtx4060ti" or "4060ti"."""
-    return [key for key in GPUS if chip and chip in (found := _chip_of(key), found.removeprefix("rtx"))]
+    return [key for key in GPUS if chip and chip in (own_chip := _chip_of(key), own_chip.removeprefix("rtx"))]
 
 
 def _chip_of(key: str) -> str:
@@ -123,7 +123,7 @@ def _unknown(name: str, typed: str, chip: str, rows: list[str]) -> str:
     if rows:
         sizes = " or ".join(f"{GPUS[row].memory_bytes / GIB:.0f} GiB ({row})" for row in rows)
         return f"device={name!r}: this card has {sizes}. For another memory pass memory='24GiB' beside {rows[0]!r}."
-    if (found := re.fullmatch(r"(.*?)(\d+)", chip)) and (tpu := _tpus().get(found[1])):
+    if (match := re.fullmatch(r"(.*?)(\d+)", chip)) and (tpu := _tpus().get(match[1])):
         return (
             f"device={name!r}: TPUs are told by the topology of their chips, such as '{tpu}:{TPUS[tpu].smallest}', and "
             f"'{tpu}' alone is one device."

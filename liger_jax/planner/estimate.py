@@ -210,11 +210,11 @@ def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:
     if info.kind == "experts":
         (*first, in_width, out_width), rank = shape, run.lora or 0
         both = dict(lora_a=(*first, in_width, rank), lora_b=(*first, rank, out_width))
-        found = 0
+        size = 0
         for end, own in both.items() if run.lora_experts else ():
             axes = names(run.layout.spec(parameter(tuple(f"{info.name}_{end}".split(".")), own), own, run.mesh))
-            found += math.prod(own) // math.prod(run.mesh[axis] for axis in axes)
-        return found
+            size += math.prod(own) // math.prod(run.mesh[axis] for axis in axes)
+        return size
     is_whole, named = split(run.lora_targets)
     modules = [name.removesuffix(".weight") for name in info.tensor_names]
     is_named = info.kind in ("kernel", "embedding", "head") and any(map(Targets(named).adapts, modules))

@@ -111,9 +111,9 @@ def refusal(name: str, families: Iterable[str]) -> str | None:
     'is a mixture of experts of another family, which is not supported. The families here are llama, qwen2.'
     """
     for kind, pattern in _KINDS.items():
-        if (found := re.search(pattern, name)) is not None:
-            what = f"{kind}, {found[0]!r}" if kind.startswith("of ") else kind
+        if (match := re.search(pattern, name)) is not None:
+            what = f"{kind}, {match[0]!r}" if kind.startswith("of ") else kind
             return f"is {what}, which is not supported. The families here are {', '.join(families)}."
-    if (found := _OTHER_FORMATS.search(name)) is not None:
-        return f"has its weights in {found[1].upper()}, which is not trained here. Name the model that it was made of."
+    if (match := _OTHER_FORMATS.search(name)) is not None:
+        return f"has its weights in {match[1].upper()}, which is not trained here. Name the model that it was made of."
     return None

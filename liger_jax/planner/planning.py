@@ -44,8 +44,8 @@ class MemoryPlan:
     @property
     def totals(self) -> dict[str, int]:
         """Bytes of a step for each loss, by the compiler where it was asked."""
-        found: Any = self.compiled or self.estimates
-        return {loss: found[loss].total for loss in LOSSES}
+        memory: Any = self.compiled or self.estimates
+        return {loss: memory[loss].total for loss in LOSSES}
 
     @property
     def fits(self) -> bool:
@@ -123,25 +123,25 @@ def make_run(
     **options: Any,
 ) -> Run:
     """Makes a run from names and sizes."""
-    devices, found = target(device, memory), architecture(model)
+    devices, model_architecture = target(device, memory), architecture(model)
     options = {name: value for name, value in options.items() if value is not None}
     sizes = mesh_sizes(mesh, devices.count)
     if batch is None:
         batch = defaults.batch(parts_of_batch(sizes) * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
     if rope_scaling is not None:
-        config = stretched(found.config, MOST_POSITIONS if seq is None else seq, rope_scaling)
-        found = dataclasses.replace(found, config=config)
+        config = stretched(model_architecture.config, MOST_POSITIONS if seq is None else seq, rope_scaling)
+        model_architecture = dataclasses.replace(model_architecture, config=config)
     if seq is None:
-        seq = min(defaults.LENGTH, found.config.longest_sequence)
-    options.setdefault("param_dtype", defaults.param_dtype(options.get("lora"), found.dtype))
-    if found.quantized is not None:
-        options = _beside_quantized(found, options)
+        seq = min(defaults.LENGTH, model_architecture.config.longest_sequence)
+    options.setdefault("param_dtype", defaults.param_dtype(options.get("lora"), model_architecture.dtype))
+    if model_architecture.quantized is not None:
+        options = _beside_quantized(model_architecture, options)
     for name, size in dict(batch=batch, seq=seq).items():
         if size >= 2**31:
             raise ValueError(f"{name}={size} must be below 2**31: JAX counts in int32.")
     if host_memory is not None:
         options["host_memory"] = memory_in_bytes(host_memory)
-    return Run(found, batch, seq, devices, sizes, **options)
+    return Run(model_architecture, batch, seq, devices, sizes, **options)
 
 
 def _beside_quantized(model: Architecture, options: dict[str, Any]) -> dict[str, Any]:

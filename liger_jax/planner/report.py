@@ -197,23 +197,23 @@ def _no_option_here(plan: MemoryPlan, fits_as_adapters: bool) -> str:
 def notes(plan: MemoryPlan) -> list[str]:
     """What a reader should know about the device beside the plan's numbers."""
     run, target = plan.run, plan.run.target
-    found = []
+    lines = []
     if plan.host:
         limit = pinned_limit(plan.host) if target.platform == "gpu" else None
         setting = f": start Python with {PINNED_LIMIT}={limit}, since JAX's own limit is {PINNED_GIB}" if limit else ""
-        found.append(f"The host holds {plan.host / GIB:.1f} GiB in pinned memory{setting}.")
+        lines.append(f"The host holds {plan.host / GIB:.1f} GiB in pinned memory{setting}.")
     if plan.fits and is_tight(target, plan.needed) and not plan.compiled:
-        found.append("Note: an estimate may be off by more than what is to spare: ask the compiler, --level compiled.")
+        lines.append("Note: an estimate may be off by more than what is to spare: ask the compiler, --level compiled.")
     if not plan.compiled and target.capacity_bytes < plan.needed <= (1 + NEAR) * target.capacity_bytes:
-        found.append("Note: an estimate may be off by more than what is missing: ask the compiler, --level compiled.")
+        lines.append("Note: an estimate may be off by more than what is missing: ask the compiler, --level compiled.")
     if run.model.quantized and "unsloth-bnb" in run.model.name.lower():
-        found.append("Note: this checkpoint holds some layers in 16 bits, which is not counted.")
+        lines.append("Note: this checkpoint holds some layers in 16 bits, which is not counted.")
     if target.platform == "gpu" and target.capability < (8, 0) and "bfloat16" in (run.dtype, run.param_dtype):
-        found.append(
+        lines.append(
             f"Note: {target.kind} has no bfloat16 arithmetic. XLA converts to float32 there, which is slow and takes "
             "memory that the formulas do not count: plan with --dtype float32 as well."
         )
-    return found
+    return lines
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:

@@ -111,7 +111,7 @@ def runs_on_meshes(model: str | os.PathLike[str], *, device: str | None, **optio
     Returns the runs: fully sharded, then with tensor axes of 2, 4 and 8 devices; each with long rows split over as few
     devices as leave a row for all.
     """
-    found: list[Run] = []
+    runs: list[Run] = []
     errors: list[ValueError] = []
     run = make_run(model, device=device, **options | dict(batch=None))
     for alike in meshes(run.target.count, run.seq):
@@ -122,11 +122,11 @@ def runs_on_meshes(model: str | os.PathLike[str], *, device: str | None, **optio
             except ValueError as error:
                 errors.append(error)
             else:
-                found.append(run)
+                runs.append(run)
                 break
-    if not found:
+    if not runs:
         raise errors[0]
-    return found
+    return runs
 
 
 def search_mesh(

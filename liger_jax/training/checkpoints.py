@@ -97,9 +97,9 @@ class Checkpoints:
     @property
     def latest_settings(self) -> dict[str, Any]:
         """The settings with which the newest checkpoint was saved; none where there is no whole one."""
-        found = self._steps()
+        saved = self._steps()
         try:
-            return self._read_json(found[max(found)])[ABOUT]["settings"] if found else {}
+            return self._read_json(saved[max(saved)])[ABOUT]["settings"] if saved else {}
         except Exception:  # `restore` says what is damaged, and which step is whole
             return {}
 
@@ -252,10 +252,10 @@ class Checkpoints:
         replaced = set(self._replaced().get("steps", []))
         paths = steps.all_of(self._folder)
         own = [path for path in paths if path.name not in replaced]
-        found: dict[int, Path] = {}
+        by_step: dict[int, Path] = {}
         for path in own or paths:  # of one number, "12" comes before "12.earlier"
-            found.setdefault(steps.number_of(path) or 0, path)
-        return found
+            by_step.setdefault(steps.number_of(path) or 0, path)
+        return by_step
 
     def _prepare(self, path: Path) -> None:
         steps.remove_unfinished(self._folder)
@@ -270,9 +270,9 @@ class Checkpoints:
         write_json(self._folder / _REPLACED, {"left": self._earlier, "steps": names})
 
     def _kept(self) -> set[Path]:
-        found, best = self._steps(), self.best
-        kept = {*sorted(found)[-self._keep :], *([] if best is None else best[:1])}
-        return {found[step] for step in kept}
+        saved, best = self._steps(), self.best
+        kept = {*sorted(saved)[-self._keep :], *([] if best is None else best[:1])}
+        return {saved[step] for step in kept}
 
     def _drop(self, stay: set[Path]) -> None:
         for path in steps.all_of(self._folder):
@@ -300,11 +300,11 @@ class Checkpoints:
         ocp = self._orbax
         args = ocp.args.Composite(**{name: ocp.args.JsonRestore() for name in (ABOUT, *names)})
         read = self._checkpointer.restore(path.absolute(), args=args)
-        found = {name: read[name] for name in (ABOUT, *names)}
-        own = dict(found[ABOUT])
+        items = {name: read[name] for name in (ABOUT, *names)}
+        own = dict(items[ABOUT])
         if own.pop("self") != digests.of_json(own):
             raise ValueError("its digests are damaged")
-        return found
+        return items
 
     def _read(self, path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         """State and log of a step, which are what was saved."""
@@ -320,7 +320,7 @@ class Checkpoints:
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         # Names are those of the program that reads: only the values are of the file.
         pairs = zip(digests.of_leaves(state).items(), about[STATE].values(), strict=True)
-        wrong = [name for (name, found), saved in pairs if found != saved]
+        wrong = [name for (name, restored), saved in pairs if restored != saved]
         if wrong:
             others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(f"the array {wrong[0]}{others} is not what was saved")

@@ -61,9 +61,9 @@ def late_writes_untold() -> Iterator[None]:
     """
     before = sys.unraisablehook
 
-    def hook(found):
-        if str(found.exc_value) != "Event loop is closed":
-            before(found)
+    def hook(args):
+        if str(args.exc_value) != "Event loop is closed":
+            before(args)
 
     sys.unraisablehook = hook
     yield  # and no `finally`: see above

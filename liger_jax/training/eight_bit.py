@@ -336,20 +336,20 @@ def _text(path):
 
 def _check_names(params, float32_names):
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-    found = {name for path in paths for name in _names(path)}
+    known = {name for path in paths for name in _names(path)}
     for name in float32_names if paths else ():
-        if name not in found and name not in ("scale", "bias"):  # which are no matrices, named or not
+        if name not in known and name not in ("scale", "bias"):  # which are no matrices, named or not
             raise ValueError(
                 f"adamw_8bit: float32_names has {name!r}, which is no part of a parameter's path. Name one of "
-                f"{sorted(found)}."
+                f"{sorted(known)}."
             )
 
 
 def _sharding(x):
     """How an array lies on a mesh, or how its type says it does; None where neither tells."""
-    found = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    told = isinstance(found, NamedSharding) and (not isinstance(x, Tracer) or _is_explicit(found))
-    return found if told else None
+    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    told = isinstance(sharding, NamedSharding) and (not isinstance(x, Tracer) or _is_explicit(sharding))
+    return sharding if told else None
 
 
 def _is_explicit(sharding):

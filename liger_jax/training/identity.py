@@ -86,13 +86,13 @@ def _told(value: Any) -> str:
 
 
 def _each(folder, names, digest):
-    found = {}
+    digests = {}
     for name in names:
         try:
-            found[name] = digest(folder / name)[:12]
+            digests[name] = digest(folder / name)[:12]
         except OSError:
             continue
-    return found
+    return digests
 
 
 def _sample(path: Path) -> str:
@@ -113,7 +113,7 @@ def _places(header: bytes) -> list[tuple[int, int]]:
     """Where the tensors begin and end behind the header; none if the header is damaged, which the reader will tell."""
     try:
         tensors = json.loads(header)
-        found = [tensors[name]["data_offsets"] for name in tensors if name != "__metadata__"]
-        return sorted((int(first), int(end)) for first, end in found if 0 <= first <= end < 2**62)
+        ranges = [tensors[name]["data_offsets"] for name in tensors if name != "__metadata__"]
+        return sorted((int(first), int(end)) for first, end in ranges if 0 <= first <= end < 2**62)
     except (ValueError, TypeError, KeyError, RecursionError):
         return []

@@ -120,13 +120,13 @@ class Loop:
             with self._bar(len(figures)) as bar:
                 while not self.is_over(figures) and not processes.agreed(received):
                     with self._saved_if_it_fails(state, log):
-                        state, found = self._one(state, len(figures) + 1)
-                    if is_due := self._is_due(found["step"], saved_at):
-                        found |= (scores := {} if self.evaluate is None else self.evaluate(state[0]))
-                        self._tell(bar.write, found["step"], scores, state[0])
-                    figures.append(found)
+                        state, row = self._one(state, len(figures) + 1)
+                    if is_due := self._is_due(row["step"], saved_at):
+                        row |= (scores := {} if self.evaluate is None else self.evaluate(state[0]))
+                        self._tell(bar.write, row["step"], scores, state[0])
+                    figures.append(row)
                     if self.write is not None:
-                        self.write(found)
+                        self.write(row)
                     bar.set_postfix_str(self._shown(figures), refresh=False)
                     bar.update()
                     if is_due:
@@ -168,11 +168,11 @@ class Loop:
             raise NotFiniteAtStartError(f"The loss is {loss} at step 1, before the first update, so training stops.")
         self._check_finite(loss, f"at step {number}")
         seconds = time.perf_counter() - start
-        found = {"step": number, "loss": loss, **{name: float(other) for name, other in others.items()}}
-        tokens = found.pop("num_tokens", None) or num_tokens(batch)
+        row = {"step": number, "loss": loss, **{name: float(other) for name, other in others.items()}}
+        tokens = row.pop("num_tokens", None) or num_tokens(batch)
         if self.rate is not None:
-            found["learning_rate"] = float(self.rate(number - 1))
-        return state, found | {"tokens_per_second": tokens / seconds, "memory_gib": memory_in_use() / 2**30}
+            row["learning_rate"] = float(self.rate(number - 1))
+        return state, row | {"tokens_per_second": tokens / seconds, "memory_gib": memory_in_use() / 2**30}
 
     def _is_due(self, number, saved_at):
         """Whether the state after a step is saved."""

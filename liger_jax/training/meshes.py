@@ -113,7 +113,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     >>> parse_mesh("fsdp=2,tensor=4")
     {'data': 1, 'fsdp': 2, 'expert': 1, 'sequence': 1, 'tensor': 4}
     """
-    found: dict[str, int] = {}
+    named: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
         if name not in AXES:
@@ -123,10 +123,10 @@ def parse_mesh(text: str) -> dict[str, int]:
             )
         if not (size.isascii() and size.isdecimal() and int(size) >= 1):
             raise ValueError(f"mesh={text!r}: {name} needs a number of devices from 1, as in '{name}=2'.")
-        if name in found:
+        if name in named:
             raise ValueError(f"mesh={text!r} names {name} twice. Name it once.")
-        found[name] = int(size)
-    return dict.fromkeys(AXES, 1) | found
+        named[name] = int(size)
+    return dict.fromkeys(AXES, 1) | named
 
 
 def layout_of(sizes: Mapping[str, int]) -> Layout:
@@ -171,13 +171,13 @@ def chosen(text: str | None, devices: Sequence[Any], rows: int, model: Callable[
     for number in range(len(devices), 0, -1):
         sizes = parse_mesh(f"fsdp={number}")
         try:
-            found = _checked(f"fsdp={number}", sizes, devices, rows, model)
+            of_run = _checked(f"fsdp={number}", sizes, devices, rows, model)
         except ValueError as error:
             if jax.process_count() > 1:
                 raise
             why = why or str(error)
             continue
-        return dataclasses.replace(found, line=_line(sizes, devices, why))
+        return dataclasses.replace(of_run, line=_line(sizes, devices, why))
     raise AssertionError("one device divides everything")
 
 

@@ -43,12 +43,12 @@ def begin(place: str) -> None:
     """
     options: dict[str, Any] = dict(heartbeat_timeout_seconds=100, shutdown_timeout_seconds=20)
     if place:
-        if (found := _PLACE.fullmatch(place)) is None or int(found[2]) >= int(found[3]):
+        if (match := _PLACE.fullmatch(place)) is None or int(match[2]) >= int(match[3]):
             raise ValueError(
                 f"distributed={place!r} must be HOST:PORT,INDEX/NUMBER, where process 0 listens, this process's index "
                 "from 0 and how many there are, as in 'host0:1234,0/2'."
             )
-        options |= dict(coordinator_address=found[1], process_id=int(found[2]), num_processes=int(found[3]))
+        options |= dict(coordinator_address=match[1], process_id=int(match[2]), num_processes=int(match[3]))
         options |= dict(cluster_detection_method="deactivate")
     if jax.distributed.is_initialized():
         raise ValueError(
@@ -330,8 +330,8 @@ def _found() -> tuple[str | None, int | None]:
     from jax._src import clusters  # JAX has no public way to them before it has joined the processes
 
     address, seconds = os.environ.get("JAX_COORDINATOR_ADDRESS"), 300
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(address, None, None, [], None, seconds)
-    return found[0], found[2]
+    detected = clusters.ClusterEnv.auto_detect_unset_distributed_params(address, None, None, [], None, seconds)
+    return detected[0], detected[2]
 
 
 def _leave_in_order() -> None:

@@ -154,10 +154,10 @@ def batches(
         if own is None:
             return {name: values[chosen] for name, values in rows.items()}
         places = own[own < len(chosen)]
-        found = {name: np.zeros((len(chosen), *x.shape[1:]), x.dtype) for name, x in rows.items()}
+        arrays = {name: np.zeros((len(chosen), *x.shape[1:]), x.dtype) for name, x in rows.items()}
         for name, values in rows.items():
-            found[name][places] = values[chosen[places]]
-        return found
+            arrays[name][places] = values[chosen[places]]
+        return arrays
 
     return rows_of
 
@@ -224,15 +224,15 @@ def _visits(number: int, weight: float) -> int:
 
 def _mixed(mixture: Mixture, seed: int, epoch: int) -> np.ndarray:
     """The rows of an epoch, in the order of the groups."""
-    found, first = [], 0
+    indices, first = [], 0
     for group, (number, weight) in enumerate(mixture):
         if number:
             whole, rest = divmod(_visits(number, weight), number)
             turn = np.random.default_rng([seed, 1, group]).permutation(number)
             more = turn[(epoch * rest + np.arange(rest)) % number]
-            found.append(first + np.concatenate([np.tile(np.arange(number), whole), more]))
+            indices.append(first + np.concatenate([np.tile(np.arange(number), whole), more]))
         first += number
-    return np.concatenate(found)
+    return np.concatenate(indices)
 
 
 def _row_visits(number: int, epochs: float) -> int:

@@ -166,8 +166,8 @@ def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
     batches, denominator = _parts(batch, micro_batches), normalizer(batch)
 
     def add(sums, micro_batch):
-        found = value_and_grad(params, micro_batch, denominator)
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found), None
+        results = value_and_grad(params, micro_batch, denominator)
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, results), None
 
     value, _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), denominator)
     with promotions():

@@ -21,8 +21,8 @@ def number_of(path: Path) -> int | None:
     >>> number_of(Path("12")), number_of(Path("12.earlier")), number_of(Path("012"))
     (12, 12, None)
     """
-    found = re.fullmatch(r"(0|[1-9]\d*)(\.earlier)?", path.name, re.ASCII)
-    return None if found is None else int(found[1])
+    match = re.fullmatch(r"(0|[1-9]\d*)(\.earlier)?", path.name, re.ASCII)
+    return None if match is None else int(match[1])
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -46,8 +46,8 @@ def all_of(folder: Path) -> list[Path]:
     >>> all_of(Path("nowhere"))
     []
     """
-    found = filter(is_checkpoint, folder.iterdir()) if folder.is_dir() else []
-    return sorted(found, key=lambda path: (number_of(path) or 0, path.name))
+    paths = filter(is_checkpoint, folder.iterdir()) if folder.is_dir() else []
+    return sorted(paths, key=lambda path: (number_of(path) or 0, path.name))
 
 
 def holds_a_run(folder: Path) -> bool:
@@ -80,11 +80,11 @@ def remove_unfinished(folder: Path, quiet_seconds: float = 0.0) -> None:
     """
     begin = last = time.monotonic()
     while True:
-        found = [path for path in folder.iterdir() if _is_unfinished(path)]
-        for path in found:
+        unfinished = [path for path in folder.iterdir() if _is_unfinished(path)]
+        for path in unfinished:
             shutil.rmtree(path, ignore_errors=True)
         now = time.monotonic()
-        last = now if found else last
+        last = now if unfinished else last
         if now - last >= quiet_seconds or now - begin >= 10 * quiet_seconds:
             return
         time.sleep(0.05)

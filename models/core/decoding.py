@@ -129,8 +129,8 @@ def _with_token(state, logits, cache, request):
     log_probs = state.log_probs
     if log_probs is not None:
         temperature = None if request.choice is None else request.choice[1]
-        found = jnp.where(state.ended, 0.0, log_probs_of(token, logits, temperature))
-        log_probs = log_probs.at[place].set(found)
+        chosen_log_probs = jnp.where(state.ended, 0.0, log_probs_of(token, logits, temperature))
+        log_probs = log_probs.at[place].set(chosen_log_probs)
     return Decoding(
         count=state.count + 1,
         tokens=state.tokens.at[place].set(token),

@@ -95,14 +95,14 @@ class ExpertWeights(nnx.Module):
 
     def adapters(self, dtype: Any) -> list[Any]:
         """A and B of gate and up, and those of down, in a dtype, B with the scale; `None` twice for one without."""
-        found: list[Any] = []
+        pairs: list[Any] = []
         for name in self.names:
             if not self.adapters_on or name not in self.adapted:
-                found += [None, None]
+                pairs += [None, None]
                 continue
             a, b = getattr(self, f"{name}_lora_a")[...], getattr(self, f"{name}_lora_b")[...]
-            found += [a.astype(dtype), (getattr(self, f"{name}_lora_scale") * b).astype(dtype)]
-        return found
+            pairs += [a.astype(dtype), (getattr(self, f"{name}_lora_scale") * b).astype(dtype)]
+        return pairs
 
 
 class ExpertsFeedForward(nnx.Module):

@@ -111,9 +111,9 @@ def generate(
     request = decoding.Request(prompts, mask, choice, ends)
     sizes = decoding.Sizes(max_new_tokens, num_return_sequences, return_log_probs)
     decode = decoding.by_parts if compact else _all_at_once
-    found = decode(*nnx.split(model), request, sizes)
-    tokens = _joined(input_ids, found.tokens, num_return_sequences)
-    return (tokens, found.log_probs) if return_log_probs else tokens
+    decoded = decode(*nnx.split(model), request, sizes)
+    tokens = _joined(input_ids, decoded.tokens, num_return_sequences)
+    return (tokens, decoded.log_probs) if return_log_probs else tokens
 
 
 def stream(

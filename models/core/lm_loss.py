@@ -201,7 +201,7 @@ class LanguageModelLoss:
         weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
         targets = jnp.where(weights != 0, targets, IGNORE_INDEX)
         counts = targets != IGNORE_INDEX
-        found = quantized_log_probs(
+        output = quantized_log_probs(
             hidden,
             head,
             targets,
@@ -213,17 +213,17 @@ class LanguageModelLoss:
             **vocabulary,
         )
         num_tokens = jnp.sum(weights, where=counts)
-        loss = -jnp.sum(weights * found.log_probs, where=counts)
+        loss = -jnp.sum(weights * output.log_probs, where=counts)
         if reduction == "mean":
             loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
         if not return_metrics:
             return loss, None
-        correct = jnp.sum((found.predicted_tokens.astype(targets.dtype) == targets) & counts, dtype=jnp.float32)
+        correct = jnp.sum((output.predicted_tokens.astype(targets.dtype) == targets) & counts, dtype=jnp.float32)
         return loss, LossMetrics(
             accuracy=correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0),
-            predicted_tokens=found.predicted_tokens,
-            max_logit=found.max_logit,
-            log_normalizer=found.log_normalizer,
+            predicted_tokens=output.predicted_tokens,
+            max_logit=output.max_logit,
+            log_normalizer=output.log_normalizer,
             z_loss=jnp.zeros((), jnp.float32),
             num_tokens=jax.lax.stop_gradient(num_tokens),
         )

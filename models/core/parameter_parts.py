@@ -37,8 +37,8 @@ class ParameterParts:
         """How a parameter lies on the mesh."""
         if self.splits_experts and info.expert_axis is not None:
             return self._of_experts(info, shape)
-        if (found := self._of_fsdp(info, shape)) is not None:
-            return found
+        if (of_fsdp := self._of_fsdp(info, shape)) is not None:
+            return of_fsdp
         parts = math.prod(self.sizes[name] for name in self.fsdp)
         axis = _split_axis(info, shape, parts)
         split = "·".join(self.fsdp)

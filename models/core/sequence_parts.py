@@ -92,9 +92,9 @@ class SequenceParts:
                 f"cache is given {where}, on which it cannot lie. Generate on a mesh whose devices split the batch."
             )
         if positions is None or length % self.multiple:
-            found = "positions is not given" if positions is None else f"input_ids has {length} positions"
+            problem = "positions is not given" if positions is None else f"input_ids has {length} positions"
             raise ValueError(
-                f"{found} {where}, each of which has chunks of a row of {self.multiple}·n positions. Pass what "
+                f"{problem} {where}, each of which has chunks of a row of {self.multiple}·n positions. Pass what "
                 "layout.place(batch) makes: it pads rows, puts them in order and attaches positions."
             )
 

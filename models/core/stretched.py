@@ -61,11 +61,11 @@ def stretched(config: Any, length: int, rope_scaling: str | None = None) -> Any:
         scaling = LinearRope(factor=float(times))
     else:
         scaling = ROPE_SCALINGS[rope_scaling](factor=float(times), original_max_position_embeddings=longest)
-    found = dataclasses.replace(config, rope_scaling=scaling)
-    if found.longest_sequence >= length:
-        return found
+    scaled = dataclasses.replace(config, rope_scaling=scaling)
+    if scaled.longest_sequence >= length:
+        return scaled
     # Llama 3.1's factor is half of what its positions are of those in training.
-    return dataclasses.replace(found, max_position_embeddings=longest * times)
+    return dataclasses.replace(scaled, max_position_embeddings=longest * times)
 
 
 def kinds_for(config: Any) -> list[str]:

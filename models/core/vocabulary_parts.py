@@ -45,8 +45,8 @@ def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any
         own = ids - jax.lax.axis_index(parts.axis) * part.shape[0]
         is_own = (own >= 0) & (own < part.shape[0])
         elsewhere = jnp.where((ids >= 0) & (ids < vocab_size), 0.0, jnp.nan).astype(dtype)
-        found = embed(part, jnp.where(is_own, own, -1), dtype)  # an id of -1 has no gradient
-        return summed(jnp.where(is_own[..., None], found, elsewhere[..., None]), parts.axis)
+        rows = embed(part, jnp.where(is_own, own, -1), dtype)  # an id of -1 has no gradient
+        return summed(jnp.where(is_own[..., None], rows, elsewhere[..., None]), parts.axis)
 
     of_table = parts.of_vocabulary(*table.shape)
     table = padded(table.astype(sent_dtype(table.dtype, dtype)), parts.size)

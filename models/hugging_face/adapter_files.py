@@ -116,10 +116,10 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
 def adapted_names(tensors: Iterable[str]) -> set[str]:
     """The names in a checkpoint of the modules that have an A among these tensors."""
     ends = tuple(f".{names['lora_a']}" for names in (ADAPTER_TENSORS, EMBEDDING_TENSORS))
-    found = ((name, end) for name in tensors for end in ends if name.endswith(end))
+    matches = ((name, end) for name in tensors for end in ends if name.endswith(end))
     # Those of experts are named by `lora.expert_files`.
-    found = ((name, end) for name, end in found if not EXPERTS.search(name))
-    return {name.removeprefix(PREFIX).removesuffix(end) for name, end in found}
+    matches = ((name, end) for name, end in matches if not EXPERTS.search(name))
+    return {name.removeprefix(PREFIX).removesuffix(end) for name, end in matches}
 
 
 def tensor_name(name: str, part: str | None = None) -> str:
@@ -141,13 +141,13 @@ def targets_of(tensors: Iterable[str], projections: Iterable[str]) -> list[str]:
 def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a projection's tensors: `names` in a checkpoint, `widths` of input and output."""
     in_width, out_width = widths
-    found = {}
+    result = {}
     for name in names:
         rank, _ = config.of(name)
         parts = {"lora_a": (rank, in_width), "lora_b": (out_width, rank)}
         parts |= {"magnitude": (out_width,)} if config.dora else {}
-        found |= {tensor_name(name, part): shape for part, shape in parts.items()}
-    return found
+        result |= {tensor_name(name, part): shape for part, shape in parts.items()}
+    return result
 
 
 def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -172,12 +172,12 @@ def tensors(ranks: Sequence[tuple[str, int]], arrays: Mapping[str, np.ndarray]) 
 
     A layer of rank 0 has no adapter.
     """
-    found = {}
+    result = {}
     for i, (name, rank) in enumerate(ranks):
         cut = {"lora_a": (..., slice(rank)), "lora_b": (slice(rank),), "magnitude": (...,)}
         own = {part: np.ascontiguousarray(array[i][cut[part]].T) for part, array in arrays.items()}
-        found |= {tensor_name(name, part): array for part, array in own.items()} if rank else {}
-    return found
+        result |= {tensor_name(name, part): array for part, array in own.items()} if rank else {}
+    return result
 
 
 def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -47,8 +47,8 @@ class Targets:
     def _number(self, name: str) -> int | None:
         """The layer's number in a name: the first number, or the one behind the first pattern that occurs."""
         patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
-        found = next((found for each in patterns if (found := re.match(each, name))), None)
-        return None if found is None else int(found[1])
+        match = next((match for each in patterns if (match := re.match(each, name))), None)
+        return None if match is None else int(match[1])
 
 
 def split(names: Sequence[str] | str | None) -> tuple[bool, Sequence[str] | str]:
@@ -105,8 +105,8 @@ def patterns_of(values: Mapping[str, Value]) -> tuple[Value, dict[str, Value]]:
     >>> patterns_of({"0.q_proj": 8, "0.k_proj": 4, "1.q_proj": 8, "1.k_proj": 4, "0.o_proj": 8})
     (8, {'k_proj': 4})
     """
-    found = list(values.values())
-    default = max(found, key=found.count)
+    all_values = list(values.values())
+    default = max(all_values, key=all_values.count)
     ends: dict[str, set[Value]] = {}
     for name, value in values.items():
         ends.setdefault(name.rpartition(".")[2], set()).add(value)

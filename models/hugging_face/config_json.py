@@ -57,10 +57,10 @@ def language_part(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, An
         shared = {name: values[name] for name in _OF_THE_WHOLE if name in values}
         if shared.get("tie_word_embeddings"):  # the whole model's head is what counts, and its files say if it differs
             part = part | {"tie_word_embeddings": True}
-    found = {**shared, **part}
-    if not isinstance(found.get("model_type"), str | None):
-        raise ValueError(f"{path}: model_type={config_fields.short(found['model_type'])} must be a string.")
-    return found
+    fields = {**shared, **part}
+    if not isinstance(fields.get("model_type"), str | None):
+        raise ValueError(f"{path}: model_type={config_fields.short(fields['model_type'])} must be a string.")
+    return fields
 
 
 def dtype_of(values: Mapping[str, Any], path: pathlib.Path) -> str:
@@ -144,21 +144,21 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
 
 def not_in_transformers(config: Any, model_type: str) -> list[str]:
     """Finds what of a written config transformers does not compute or does not read."""
-    found, scaling = [], config.rope_scaling
+    clauses, scaling = [], config.rope_scaling
     if getattr(config, "router_z_loss_coef", 0.0):
-        found.append(f"it leaves out router_z_loss_coef={config.router_z_loss_coef} of the loss")
+        clauses.append(f"it leaves out router_z_loss_coef={config.router_z_loss_coef} of the loss")
     if config.logit_scale != 1.0:
-        found.append(f"it leaves out logit_scale={config.logit_scale}: its logits are larger by 1/logit_scale")
+        clauses.append(f"it leaves out logit_scale={config.logit_scale}: its logits are larger by 1/logit_scale")
     if getattr(scaling, "truncate", True) is False and hasattr(config, "rope_local_base_freq"):
-        found.append("it leaves out truncate=False of rope_scaling in this family")
+        clauses.append("it leaves out truncate=False of rope_scaling in this family")
     if model_type in ("llama", "gemma2", "gemma3_text") and config.hidden_size % config.num_attention_heads:
         heads = f"num_attention_heads={config.num_attention_heads}"
-        found.append(f"it refuses hidden_size={config.hidden_size}, which {heads} does not divide")
+        clauses.append(f"it refuses hidden_size={config.hidden_size}, which {heads} does not divide")
     if model_type == "llama" and config.initializer_range > 1:
-        found.append(f"it refuses initializer_range={config.initializer_range}, which is more than 1")
+        clauses.append(f"it refuses initializer_range={config.initializer_range}, which is more than 1")
     own_width = config.hidden_size // config.num_attention_heads
     if model_type == "phi3" and scaling is not None and config.head_dim != own_width:
-        found.append(f"it refuses rope_scaling beside head_dim={config.head_dim}, which is not D/Q={own_width}")
+        clauses.append(f"it refuses rope_scaling beside head_dim={config.head_dim}, which is not D/Q={own_width}")
     if not float(getattr(config, "query_pre_attn_scalar", 1)).is_integer():
-        found.append(f"it refuses query_pre_attn_scalar={config.query_pre_attn_scalar}, which is no int")
-    return found
+        clauses.append(f"it refuses query_pre_attn_scalar={config.query_pre_attn_scalar}, which is no int")
+    return clauses

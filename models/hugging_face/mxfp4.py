@@ -73,9 +73,9 @@ def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns slices, and an `Mxfp4Tensor` for each such weight.
     """
-    found = dict(tensors)
+    views = dict(tensors)
     for name in tensors:
         weight = name.removesuffix(_BLOCKS)
         if weight != name and weight + _SCALES in tensors:
-            found[weight] = Mxfp4Tensor(weight, found.pop(name), found.pop(weight + _SCALES))
-    return found
+            views[weight] = Mxfp4Tensor(weight, views.pop(name), views.pop(weight + _SCALES))
+    return views

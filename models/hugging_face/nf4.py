@@ -120,15 +120,15 @@ class Nf4Tensor:
 
 def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of a checkpoint, where a quantised weight and what stands beside it are one `Nf4Tensor`."""
-    found = dict(tensors)
+    views = dict(tensors)
     for name in [name for name in tensors if _STATE in name]:
         weight, _, kind = name.partition(_STATE)
         if kind != "nf4" or weight not in tensors:
             raise ValueError(f"from_pretrained: {weight} is bitsandbytes' {kind}, of which only nf4 is read.")
-        parts = {part: found.pop(weight + part) for part in _PARTS if weight + part in found}
+        parts = {part: views.pop(weight + part) for part in _PARTS if weight + part in views}
         parts[""] = tensors[weight]
-        found[weight] = Nf4Tensor(weight, parts, _fields(weight, parts))
-    return found
+        views[weight] = Nf4Tensor(weight, parts, _fields(weight, parts))
+    return views
 
 
 def quantized_shapes(info: ParameterInfo, tensors: Mapping[str, Any]) -> BlockQuantized | None:
@@ -137,14 +137,14 @@ def quantized_shapes(info: ParameterInfo, tensors: Mapping[str, Any]) -> BlockQu
     Returns a `BlockQuantized` of `jax.ShapeDtypeStruct`. `None` where it is read dense: it is no kernel, some of its
     layers are not quantised or differ in how they are, or its blocks do not lie within rows.
     """
-    found = [tensors.get(name) for name in info.tensor_names]
-    if info.kind != "kernel" or not all(isinstance(tensor, Nf4Tensor) for tensor in found):
+    quantized = [tensors.get(name) for name in info.tensor_names]
+    if info.kind != "kernel" or not all(isinstance(tensor, Nf4Tensor) for tensor in quantized):
         return None
-    first, *others = [(tensor.get_shape(), tensor.dtype, tensor.block_size) for tensor in found]
+    first, *others = [(tensor.get_shape(), tensor.dtype, tensor.block_size) for tensor in quantized]
     (width, inner), dtype, block_size = first
     if inner % block_size or any(other != first for other in others):
         return None
-    layers = (len(found),) if info.stacked else ()
+    layers = (len(quantized),) if info.stacked else ()
     return BlockQuantized(
         jax.ShapeDtypeStruct((*layers, inner // 2, width), jnp.uint8),
         jax.ShapeDtypeStruct((*layers, inner // block_size, width), jnp.float32),
@@ -160,9 +160,9 @@ def read(info: ParameterInfo, like: BlockQuantized, tensors: Mapping[str, Any], 
     `sharding`: how the dense kernel would lie; `None` for the default device. An axis that splits its input splits the
     codes' output, so that blocks stay whole.
     """
-    found = [tensors[name] for name in info.tensor_names]
-    codes = _layers(like.codes, (_swapped(tensor.codes()) for tensor in found))
-    scales = _layers(like.scales, (tensor.scales() for tensor in found))
+    quantized = [tensors[name] for name in info.tensor_names]
+    codes = _layers(like.codes, (_swapped(tensor.codes()) for tensor in quantized))
+    scales = _layers(like.scales, (tensor.scales() for tensor in quantized))
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * (like.codes.ndim - len(sharding.spec))]
         if spec[-1] is None:

@@ -48,9 +48,9 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
     if _PART in defaults:  # in this family a part of each head may be rotated
         rope[_PART] = taken.pop(_PART, values[_PART])
         values = {name: value for name, value in values.items() if name != _PART}
-    found, problems = _scaling_of("rope_scaling" if scaling else "rope_parameters", taken, values)
-    rope["rope_scaling"] = found
-    return rope | _our_most(found, values), wrong + problems
+    own_scaling, problems = _scaling_of("rope_scaling" if scaling else "rope_parameters", taken, values)
+    rope["rope_scaling"] = own_scaling
+    return rope | _our_most(own_scaling, values), wrong + problems
 
 
 def write(scaling: RopeScaling | None, most: int) -> dict[str, Any]:
@@ -87,14 +87,14 @@ def _of_types_of_layers(values, parameters, scaling) -> tuple[dict[str, Any], li
         )
     if "type" in scaling and scaling["type"] != taken.get("rope_type"):
         wrong.append("rope_scaling must have its type as rope_type, since transformers reads no type here")
-    found, problems = _scaling_of(f"rope_parameters of {_FULL!r}" if full else "rope_scaling", taken, values)
+    own_scaling, problems = _scaling_of(f"rope_parameters of {_FULL!r}" if full else "rope_scaling", taken, values)
     local_name = f"rope_parameters of {_SLIDING!r}"
     local_found, local_problems = _scaling_of(local_name, local, values)
     if local_found is not None:
         local_problems.append(f"{local_name} must have rope_type='default'")
     bases = taken["rope_theta"], local.get("rope_theta", values["rope_local_base_freq"])
-    rope = {"rope_theta": bases[0], "rope_scaling": found, "rope_local_base_freq": bases[1]}
-    return rope | _our_most(found, values), wrong + problems + local_problems
+    rope = {"rope_theta": bases[0], "rope_scaling": own_scaling, "rope_local_base_freq": bases[1]}
+    return rope | _our_most(own_scaling, values), wrong + problems + local_problems
 
 
 def _our_most(scaling: Any, values: Mapping[str, Any]) -> dict[str, Any]:

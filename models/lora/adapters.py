@@ -103,16 +103,18 @@ def add_lora(
         wrong += adapter_targets.problems(field, value)
     if wrong:
         raise ValueError(f"add_lora: {'; '.join(wrong)}.")
-    found = without_adapters("add_lora", model)
+    candidates = without_adapters("add_lora", model)
     is_whole, named = adapter_targets.split(targets)
     if is_whole:
-        inside = of_all_layers("add_lora", found)
+        inside = of_all_layers("add_lora", candidates)
         more = Targets(named)
-        found = [(path, each) for path, each in found if path in inside or any(map(more.adapts, names(path, each)))]
+        candidates = [
+            (path, each) for path, each in candidates if path in inside or any(map(more.adapts, names(path, each)))
+        ]
         named = [*sorted({str(path[-1]) for path in inside}), *named]
     chosen = Targets(named, exclude, layers)
     if len(named) > 0 or not parameters:
-        check_targets("add_lora", found, chosen, [part.name for part in parts(model)])
+        check_targets("add_lora", candidates, chosen, [part.name for part in parts(model)])
     experts.check_parameters("add_lora", model, parameters)
     if parameters and (dropout or dora):
         raise ValueError(
@@ -133,7 +135,7 @@ def add_lora(
     options = dict(dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
     experts.add("add_lora", model, of_experts, rslora=rslora, key=options["key"])
     add_outside("add_lora", model, own, **options)
-    add_to(found, own, **options)
+    add_to(candidates, own, **options)
     return model
 
 

@@ -46,16 +46,16 @@ def problems_of_patterns(ranks: Any, alphas: Any) -> list[str]:
     )
 
 
-def of_all_layers(caller: str, found: Sequence[Found]) -> set[tuple[Any, ...]]:
+def of_all_layers(caller: str, projections: Sequence[Found]) -> set[tuple[Any, ...]]:
     """The paths of the projections that stacked or numbered layers hold, or else of those with usual names."""
     known = (*adapter_targets.LAYER, *FUSED)
     is_outside = lambda path: path[-1] in adapter_targets.OUTSIDE
-    inside = {path for path, each in found if _is_in_layer(path, each) and not is_outside(path)}
-    inside = inside or {path for path, _ in found if path[-1] in known}
-    if found and not inside:
+    inside = {path for path, each in projections if _is_in_layer(path, each) and not is_outside(path)}
+    inside = inside or {path for path, _ in projections if path[-1] in known}
+    if projections and not inside:
         raise ValueError(
             f"{caller}: targets=None means the projections of all layers, and the model has neither stacked nor "
-            f"numbered layers. Name what is adapted, of {sorted({str(path[-1]) for path, _ in found})}."
+            f"numbered layers. Name what is adapted, of {sorted({str(path[-1]) for path, _ in projections})}."
         )
     return inside
 
@@ -64,9 +64,9 @@ def _is_in_layer(path: tuple[Any, ...], projection: Any) -> bool:
     return projection.kernel.ndim > 2 or any(isinstance(name, int) or str(name).isdigit() for name in path)
 
 
-def check_targets(caller: str, found: Sequence[Found], targets: Targets, outside: Sequence[str]) -> None:
+def check_targets(caller: str, projections: Sequence[Found], targets: Targets, outside: Sequence[str]) -> None:
     """Raises a ValueError unless each of the targets names a projection of the model, or one of the parts outside."""
-    all_names = [*outside, *(name for path, projection in found for name in names(path, projection))]
+    all_names = [*outside, *(name for path, projection in projections for name in names(path, projection))]
     listed = [] if isinstance(targets.names, str) else targets.names
     if unknown := [end for end in listed if not any(Targets([end]).adapts(name) for name in all_names)]:
         raise ValueError(
@@ -84,7 +84,7 @@ def check_targets(caller: str, found: Sequence[Found], targets: Targets, outside
 
 
 def add_to(
-    found: Sequence[Found],
+    projections: Sequence[Found],
     own: Callable[[str], tuple[int, float | int] | None],
     *,
     dropout: float | int,
@@ -94,7 +94,7 @@ def add_to(
 ) -> list[Found]:
     """Adds adapters to those of these projections to which `own` gives rank and alpha, by a layer's name."""
     chosen = []
-    for path, projection in found:
+    for path, projection in projections:
         each = tuple(
             (rank, float(alpha)) for rank, alpha in map(lambda name: own(name) or (0, 0), names(path, projection))
         )

@@ -52,14 +52,14 @@ def parts_to_load(
 ) -> tuple[dict[str, tuple[int, ...]], list["_Stored"]]:
     """The shapes of the tensors that a file must have for experts, and how they become adapters."""
     if any(map(_OF_ONE.search, tensors)):
-        found = [_Stored(weight, config, tuple(tensors)) for weight in weights_of(model)]
-        found = [stored for stored in found if stored.is_there]
+        stored_weights = [_Stored(weight, config, tuple(tensors)) for weight in weights_of(model)]
+        stored_weights = [stored for stored in stored_weights if stored.is_there]
     else:
         is_named = lambda weight: names_parameter(config.parameters, config.in_file(weight.names[0]))
         named = [weight for weight in weights_of(model) if is_named(weight)]
         of_holder = lambda holder: [weight.name for weight in named if weight.holder is holder]
-        found = [_Stored(weight, config, tuple(tensors), of_holder(weight.holder)) for weight in named]
-    return {name: shape for stored in found for name, shape in stored.shapes().items()}, found
+        stored_weights = [_Stored(weight, config, tuple(tensors), of_holder(weight.holder)) for weight in named]
+    return {name: shape for stored in stored_weights for name, shape in stored.shapes().items()}, stored_weights
 
 
 class _Stored:

@@ -63,7 +63,7 @@ class Weight(NamedTuple):
 
 def weights_of(model: nnx.Module) -> list[Weight]:
     """The weights of experts in a model, each layer's gate and up before down."""
-    found = []
+    weights = []
     for path, holder in nnx.iter_graph(model):
         if not isinstance(holder, ExpertWeights):
             continue
@@ -76,8 +76,8 @@ def weights_of(model: nnx.Module) -> list[Weight]:
             # transformers calls Mixtral's block "mlp" since its experts are one parameter.
             blocks = (own[0].partition(".experts.")[0].replace("block_sparse_moe", "mlp") for own in of_each)
             peft = tuple(f"{block}.experts.{name.removesuffix('_proj')}_proj" for block in blocks)
-            found.append(Weight(holder, name, peft, of_each, info.stacked, info.interleaved))
-    return found
+            weights.append(Weight(holder, name, peft, of_each, info.stacked, info.interleaved))
+    return weights
 
 
 def check_parameters(caller: str, model: nnx.Module, parameters: Sequence[str]) -> None:
@@ -138,10 +138,10 @@ def adapted(model: nnx.Module) -> list[Weight]:
 
 def switch(model: nnx.Module, on: bool) -> bool:
     """Lets the adapters of experts count or not, in place. Returns whether there are any."""
-    found = adapted(model)
-    for weight in found:
+    weights = adapted(model)
+    for weight in weights:
         weight.holder.adapters_on = on
-    return bool(found)
+    return bool(weights)
 
 
 def merge(model: nnx.Module) -> None:

@@ -140,8 +140,8 @@ def load_adapters(model: Model, path: str | os.PathLike[str], *, dropout: float 
     dropout = config.dropout if dropout is None else dropout
     check_options("load_adapters", config.rank, config.alpha, dropout)
     adapted = adapter_files.adapted_names(tensors) | {name for name in _all_names(model) if config.adapts(name)}
-    found, shapes = without_adapters("load_adapters", model), {}
-    for path_in_model, projection in found:
+    candidates, shapes = without_adapters("load_adapters", model), {}
+    for path_in_model, projection in candidates:
         own = [name for name in names(path_in_model, projection) if name in adapted]
         shapes |= adapter_files.shapes(own, projection.kernel.shape[-2:], config)
     for part in parts(model):
@@ -156,7 +156,7 @@ def load_adapters(model: Model, path: str | os.PathLike[str], *, dropout: float 
     expert_files.load(model, config, stored, tensors)
     add_outside("load_adapters", model, own, **options, key=key)
     more_files.load(model, config, tensors)
-    for path_in_model, projection in add_to(found, own, **options, key=key):
+    for path_in_model, projection in add_to(candidates, own, **options, key=key):
         for name, variable in trained(projection).items():
             of_layer = variable.shape[kernel_of(path_in_model, projection).stacked :]
             array = adapter_files.stacked(tensors, names(path_in_model, projection), name, of_layer)

@@ -46,11 +46,11 @@ def to_save(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def shapes(model: Any, config: AdapterConfig, adapted: Set[str], tensors: Tensors) -> dict[str, tuple[int, ...]]:
     """The shapes that these tensors must have, by their names in the file."""
-    found = whole.expected(model, config.modules, config.tokens, config.bias, adapted)
+    expected = whole.expected(model, config.modules, config.tokens, config.bias, adapted)
     for part in parts(model):
         if part.name in adapted and tensor_name(f"{part.name}{BASE}") in tensors:
-            found[f"{part.name}{BASE}"] = (model.config.vocab_size, model.config.hidden_size)
-    return {tensor_name(name): shape for name, shape in found.items()}
+            expected[f"{part.name}{BASE}"] = (model.config.vocab_size, model.config.hidden_size)
+    return {tensor_name(name): shape for name, shape in expected.items()}
 
 
 def load(model: Any, config: AdapterConfig, tensors: Tensors) -> None:

@@ -153,7 +153,7 @@ def check_dense(caller: str, part: Part) -> None:
 
 def switch(model: Any, on: bool) -> bool:
     """Switches these parts on or off, in place. Returns whether there are any."""
-    found = [each for part in parts(model) for each in (part.adapter, part.rows) if each is not None]
-    for each in found:
+    adapters = [each for part in parts(model) for each in (part.adapter, part.rows) if each is not None]
+    for each in adapters:
         each.on = on
-    return bool(found)
+    return bool(adapters)

@@ -96,15 +96,15 @@ def wholes(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
 
 def switch(model: nnx.Module, on: bool) -> bool:
     """Lets the trained weights count or their originals, in place. Returns whether there are any."""
-    found = wholes(model)
-    for path, variable in found:
+    variables = wholes(model)
+    for path, variable in variables:
         name = path[-1].removesuffix(KEPT)
         if (path[-1] == name) != on:
             holder, other = holder_of(model, path), name if path[-1] != name else f"{name}{KEPT}"
             original = getattr(holder, other)
             setattr(holder, other, variable)
             setattr(holder, path[-1], original)
-    return bool(found)
+    return bool(variables)
 
 
 def merge(model: nnx.Module) -> None:
@@ -122,10 +122,10 @@ def merge(model: nnx.Module) -> None:
 
 def tensor_names(model: nnx.Module, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
     """The names that PEFT gives a whole weight's tensors: a bias beside an adapter is one of its base layer."""
-    found = parameter(path, shape).tensor_names
+    names = parameter(path, shape).tensor_names
     if path[-1].removesuffix(KEPT) != "bias" or not hasattr(holder_of(model, path), "lora_a"):
-        return found
-    return tuple(name.removesuffix("bias") + "base_layer.bias" for name in found)
+        return names
+    return tuple(name.removesuffix("bias") + "base_layer.bias" for name in names)
 
 
 def holder_of(model: Any, path: tuple[Any, ...]) -> Any:
@@ -173,21 +173,21 @@ def expected(
     """The shapes of the tensors, by names, of all that `train_more` would train beside adapters of these names."""
     _check_modules(model, modules, adapted)
     _check_tokens(model, tokens, modules)
-    found = {}
+    shapes = {}
     for path, variable in _parameters(model):
         if _is_whole(path, variable.shape, modules, bias, adapted):
             info = parameter(path, variable.shape)
             of_base = lambda name, last=path[-1]: last == "bias" and name.removesuffix(".bias") in adapted
             for name in info.tensor_names:
                 name = f"{name.removesuffix('bias')}base_layer.bias" if of_base(name) else name
-                found[name] = info.tensor_shape(variable.shape)
+                shapes[name] = info.tensor_shape(variable.shape)
     width = model.config.hidden_size if parts(model) else 0
     if parts(model) and model.config.tie_word_embeddings and _is_saved("lm_head", modules):
-        found["lm_head.weight"] = (model.config.vocab_size, width)
+        shapes["lm_head.weight"] = (model.config.vocab_size, width)
     for name, own in tokens.items():
         part = next(part for part in parts(model) if f".{part.name}".endswith(f".{name}"))
-        found[f"{part.name}.token_adapter.trainable_tokens_delta"] = (len(own), width)
-    return found
+        shapes[f"{part.name}.token_adapter.trainable_tokens_delta"] = (len(own), width)
+    return shapes
 
 
 def _check_modules(model: Any, modules: Sequence[str], adapted: Set[str]) -> None:

@@ -57,10 +57,10 @@ def forward(
     belong to the keys.
     """
     _, q_length, _, width = q.shape
-    found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
+    bounds = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
     scores = _scores(softcap, scale, width)
     q, k, v = _padded(q, k, v)
-    out, lse = mosaic_gpu_forward.forward(q, k, v, found, scores)
+    out, lse = mosaic_gpu_forward.forward(q, k, v, bounds, scores)
     return out[:, :q_length, :, :width], lse
 
 
@@ -80,11 +80,11 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k, v, the forward's out and lse, and do, the gradient by out → dq, dk, dv in the shapes of q, k and v."""
     (_, q_length, _, width), k_length = q.shape, k.shape[1]
-    found = intervals(k_length, segments, window, q_length=q_length, q_offset=q_offset)
+    bounds = intervals(k_length, segments, window, q_length=q_length, q_offset=q_offset)
     scores = _scores(softcap, scale, width)
     delta = jnp.einsum("btqh,btqh->bqt", out.astype(jnp.float32), do.astype(jnp.float32))
     delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - q_length)))
     q, k, v, do = _padded(q, k, v, do)
-    dq = mosaic_gpu_query_gradient.query_gradient(q, k, v, do, lse, delta, found, scores)
-    dk, dv = mosaic_gpu_key_gradients.key_gradients(q, k, v, do, lse, delta, found, scores)
+    dq = mosaic_gpu_query_gradient.query_gradient(q, k, v, do, lse, delta, bounds, scores)
+    dk, dv = mosaic_gpu_key_gradients.key_gradients(q, k, v, do, lse, delta, bounds, scores)
     return dq[:, :q_length, :, :width], dk[:, :k_length, :, :width], dv[:, :k_length, :, :width]

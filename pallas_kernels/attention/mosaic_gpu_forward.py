@@ -27,7 +27,7 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
 )
 
 
-def forward(q: jax.Array, k: jax.Array, v: jax.Array, found: Intervals, scores: Scores) -> tuple[jax.Array, jax.Array]:
+def forward(q: jax.Array, k: jax.Array, v: jax.Array, bounds: Intervals, scores: Scores) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq in whole tiles).
 
     A query that sees no key gets zeros, and the log-sum-exp `NO_SCORE`.
@@ -35,7 +35,7 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, found: Intervals, scores: 
     batch, length, query_heads, width = q.shape
     blocks = config.FORWARD[width]
     walk = Walk.over(
-        found.of_queries, batch, query_heads, rows=ROWS, columns=blocks.columns, one_each=width > 128
+        bounds.of_queries, batch, query_heads, rows=ROWS, columns=blocks.columns, one_each=width > 128
     )  # fmt: skip
 
     def body(*refs):

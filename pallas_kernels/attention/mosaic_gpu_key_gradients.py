@@ -53,7 +53,7 @@ def key_gradients(
     do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    found: Intervals,
+    bounds: Intervals,
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv in the shape of k, by tiles of keys. Registers hold the sums over the query heads of a group."""
@@ -63,7 +63,7 @@ def key_gradients(
     blocks = config.KEY_GRADIENTS_IN_TURNS[width] if takes_turns else config.KEY_GRADIENTS[width]
     rows = ROWS if tasks == (_Task(), _Task()) else WARPGROUP_ROWS
     walk = Walk.over(
-        found.of_keys, batch, kv_heads, rows=rows, columns=blocks.columns, one_each=rows == WARPGROUP_ROWS
+        bounds.of_keys, batch, kv_heads, rows=rows, columns=blocks.columns, one_each=rows == WARPGROUP_ROWS
     )  # fmt: skip
     consumers = 1 if takes_turns else NUM_CONSUMERS
 

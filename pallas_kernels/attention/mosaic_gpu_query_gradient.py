@@ -34,14 +34,14 @@ def query_gradient(
     do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    found: Intervals,
+    bounds: Intervals,
     scores: Scores,
 ) -> jax.Array:
     """dq like q, tile by tile of queries: dq = scale · Σ over keys of ds · k, with ds = p · (do·vᵀ − delta)."""
     batch, _, query_heads, width = q.shape
     blocks = config.QUERY_GRADIENT[width]
     walk = Walk.over(
-        found.of_queries, batch, query_heads, rows=ROWS, columns=blocks.columns, one_each=width > 128
+        bounds.of_queries, batch, query_heads, rows=ROWS, columns=blocks.columns, one_each=width > 128
     )  # fmt: skip
 
     def body(*refs):

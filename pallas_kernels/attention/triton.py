@@ -249,11 +249,11 @@ def forward(
     belong to the keys.
     """
     batch, q_length, query_heads, width = q.shape
-    found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
+    bounds = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
     q, k, v = _wider(q, k, v)
     log_sums = out_like(q, (batch, query_heads, round_up(q_length, _ROWS)), jnp.float32)
     out, lse = _launch(
-        _forward_kernel, found.of_queries, q, k, v,
+        _forward_kernel, bounds.of_queries, q, k, v,
         rows_like=q, columns_like=k, group=query_heads // k.shape[2],
         scores=Scores(softcap, width**-0.5 if scale is None else scale), blocks=config.TRITON_FORWARD[q.shape[3]],
         out_shape=[out_like(q, q.shape, q.dtype), log_sums], interpret=interpret, name="causal_attention_forward",
@@ -278,7 +278,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k, v, the forward's out and lse, and do, the gradient by out → dq, dk, dv in the shapes of q, k and v."""
     _, q_length, query_heads, width = q.shape
-    found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
+    bounds = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
     delta = jnp.einsum("btqh,btqh->bqt", out.astype(jnp.float32), do.astype(jnp.float32))
     delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - q_length)))
     q, k, v, do = _wider(q, k, v, do)
@@ -286,12 +286,12 @@ def backward(
     options: dict[str, Any] = dict(scores=scores, group=query_heads // k.shape[2], interpret=interpret)
     like_q, like_k = (out_like(x, x.shape, x.dtype) for x in (q, k))
     (dq,) = _launch(
-        _query_gradient_kernel, found.of_queries, q, k, v, do, lse, delta, rows_like=q, columns_like=k,
+        _query_gradient_kernel, bounds.of_queries, q, k, v, do, lse, delta, rows_like=q, columns_like=k,
         blocks=config.TRITON_QUERY_GRADIENT[q.shape[3]], out_shape=[like_q], name="causal_attention_query_gradient",
         **options,
     )  # fmt: skip
     dk, dv = _launch(
-        _key_gradients_kernel, found.of_keys, q, k, v, do, lse, delta, rows_like=k, columns_like=q,
+        _key_gradients_kernel, bounds.of_keys, q, k, v, do, lse, delta, rows_like=k, columns_like=q,
         blocks=config.TRITON_KEY_GRADIENTS[q.shape[3]], out_shape=[like_k] * 2, name="causal_attention_key_gradients",
         **options,
     )  # fmt: skip

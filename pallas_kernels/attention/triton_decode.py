@@ -161,7 +161,7 @@ def attend(
         kv_heads=kv_heads, num_slots=num_slots, slots=blocks.slots, splits=splits,
         scores=Scores(softcap, width**-0.5 if scale is None else scale),
     )  # fmt: skip
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         kernel,
         grid=(batch * kv_heads, splits),
         in_specs=[_whole(x, *sizes) for x, sizes in zip(inputs, last, strict=True) if x is not None],
@@ -171,4 +171,4 @@ def attend(
         interpret=interpret,
         name="decode_attention",
     )(*[x for x in inputs if x is not None])
-    return (found[0] if splits == 1 else _joined(*found).astype(q.dtype)).reshape(q.shape)
+    return (outputs[0] if splits == 1 else _joined(*outputs).astype(q.dtype)).reshape(q.shape)

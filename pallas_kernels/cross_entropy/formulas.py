@@ -378,10 +378,10 @@ def tangent(
     dz = slope(u, options) * jnp.where(labels[:, None] == NO_LABEL, 0.0, logits_tangent.astype(jnp.float32))
     p = jnp.exp(transform(u, options) - log_normalizer[:, None])
     is_target = column_indices(u.shape[1]) == labels[:, None]
-    found = [jnp.sum(p * dz, axis=1), jnp.sum(jnp.where(is_target, dz, 0.0), axis=1)]
+    tangents = [jnp.sum(p * dz, axis=1), jnp.sum(jnp.where(is_target, dz, 0.0), axis=1)]
     if options.logit_sum:
-        found.append(jnp.sum(dz if class_weights is None else dz * class_weights[None, :], axis=1))
-    return found
+        tangents.append(jnp.sum(dz if class_weights is None else dz * class_weights[None, :], axis=1))
+    return tangents
 
 
 def without_rows(labels: jax.Array, logits: jax.Array, log_normalizer: jax.Array) -> tuple[jax.Array, jax.Array]:

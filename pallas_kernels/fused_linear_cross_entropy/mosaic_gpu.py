@@ -152,7 +152,9 @@ def gradients_in_forward(
         stats, (dhidden, dweight, dbias) = carry
         chunk, chunk_terms = formulas.take_tokens(inputs, terms, start, size)
         parts = parts_of(chunk, options)
-        chunk_stats, dus = _logit_gradients(parts, options, lambda found: row_cotangents(found, chunk_terms, constants))
+        chunk_stats, dus = _logit_gradients(
+            parts, options, lambda statistics: row_cotangents(statistics, chunk_terms, constants)
+        )
         if needs.weight:
             is_last = jnp.asarray(start + size == total, jnp.int32)
             which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)[None]  # else 0
@@ -194,14 +196,14 @@ def _logit_gradients(
         state, exponentials = partial_statistics(part, options, keep=True)
         states.append(state)
         kept.append(exponentials)
-    found = merged(states, options)
-    cotangents = cotangents_of(found)
-    lse = formulas.live_normalizer(found.log_normalizer, cotangents)
+    statistics = merged(states, options)
+    cotangents = cotangents_of(statistics)
+    lse = formulas.live_normalizer(statistics.log_normalizer, cotangents)
     dus = [
         kernels.make_logit_gradients(part, e, state.maximum, lse, cotangents, options)
         for part, e, state in zip(parts, kept, states, strict=True)
     ]
-    return found, dus
+    return statistics, dus
 
 
 def _hidden_gradient(parts: list[Part], dus: list[jax.Array], options: LinearOptions, dtype: Any) -> jax.Array:

@@ -81,10 +81,10 @@ def parts_of(inputs: Inputs, options: LinearOptions) -> list[Part]:
 
     From jaxlib 0.11 on, XLA makes no copy of the slice where a kernel or a product reads it.
     """
-    found = [
+    operands = [
         part_of(inputs, start, size, options) for start, size in spans(inputs.weight.shape[options.vocab_dim], options)
     ]
-    return [found[0]._replace(is_slice=len(found) > 1), *found[1:]]
+    return [operands[0]._replace(is_slice=len(operands) > 1), *operands[1:]]
 
 
 def part_of(inputs: Inputs, start: Any, size: int, options: LinearOptions) -> Part:

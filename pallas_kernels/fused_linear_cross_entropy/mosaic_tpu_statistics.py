@@ -86,7 +86,7 @@ def statistics(
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
     num_maxima = round_up(cdiv(v, tiles.v_block_size) * shared.maximum_lanes(tiles.v_block_size, whole_d), shared.LANES)
     kept = [out_like(hidden, (n, v), hidden.dtype), out_like(hidden, (n, num_maxima), jnp.float32)] if keep else []
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(_statistics_kernel, v=v, d=d, options=options, has=tuple(present), num_fields=len(fields)),
         grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
         in_specs=shared.operand_specs(tiles, options, row_width=1, num_vectors=len(vectors)),
@@ -101,7 +101,7 @@ def statistics(
         **shared.launch_options(interpret),
         name="fused_linear_cross_entropy_statistics",
     )(hidden, weight.astype(hidden.dtype), rows, *vectors)
-    parts = [part.reshape(1, n) for part in found[len(kept) :]]
+    parts = [part.reshape(1, n) for part in outputs[len(kept) :]]
     merged = row_formulas.online_merge(jax.tree.unflatten(jax.tree.structure(state), parts), options.logit)
-    exponentials, maxima = found[: len(kept)] or (None, None)
+    exponentials, maxima = outputs[: len(kept)] or (None, None)
     return merged, exponentials, maxima

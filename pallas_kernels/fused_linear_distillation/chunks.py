@@ -91,9 +91,9 @@ def by_tokens(
         return losses, statistics, x, lambda: gradient_of(raw, of_teacher, y, known, scales, 0, options, dtype)
 
     def body(carry, first, own):
-        found, (dhidden, dweight, dbias, all_du) = carry
+        rows, (dhidden, dweight, dbias, all_du) = carry
         losses, statistics, x, gradient = chunk(first, own)
-        found = jax.tree.map(lambda whole, part: put(whole, part, first), found, (losses, statistics))
+        rows = jax.tree.map(lambda whole, part: put(whole, part, first), rows, (losses, statistics))
         if any(needs):
             du, entries = gradient()
             if needs.bias:
@@ -102,7 +102,7 @@ def by_tokens(
             du = du.astype(x.dtype)
             if is_whole:
                 all_du = formulas.with_entries(put(all_du, du, first), entries, first)
-                return found, (dhidden, dweight, dbias, all_du)
+                return rows, (dhidden, dweight, dbias, all_du)
             du = formulas.with_entries(du, entries)
             if needs.hidden:
                 dhidden = put(dhidden, product(du, weight, 1, vocab_dim, options.student, x.dtype), first)
@@ -110,11 +110,11 @@ def by_tokens(
                 dweight = backend.add_to_sum(dweight, du, x, options.student, first == 0, first + size == n)
             elif needs.weight:
                 dweight = weight_gradient(du, x, options.student, student.weight.dtype)
-        return found, (dhidden, dweight, dbias, all_du)
+        return rows, (dhidden, dweight, dbias, all_du)
 
     of_chunk = jax.eval_shape(lambda: chunk(0, size)[:2])
-    found = jax.tree.map(lambda x: full_like(student.hidden, (n, *x.shape[1:]), 0, x.dtype), of_chunk)
-    start = found, _before_first_chunk(student, vocab_dim, needs, is_whole, is_summed, backend)
+    rows = jax.tree.map(lambda x: full_like(student.hidden, (n, *x.shape[1:]), 0, x.dtype), of_chunk)
+    start = rows, _before_first_chunk(student, vocab_dim, needs, is_whole, is_summed, backend)
     (losses, statistics), (dhidden, dweight, dbias, du) = over_tokens(n, size, body, start)
     if is_whole:
         x = live_rows(student.hidden, scale)

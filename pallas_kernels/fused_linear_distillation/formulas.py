@@ -128,8 +128,8 @@ def reduced(
 
 def _sums(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sums of both over rows, in one pass: as two sums, XLA would write in float32 what both have in common."""
-    found = jnp.sum(jax.lax.complex(a, b), axis=1)
-    return jnp.real(found), jnp.imag(found)
+    sums = jnp.sum(jax.lax.complex(a, b), axis=1)
+    return jnp.real(sums), jnp.imag(sums)
 
 
 def logit_gradient(

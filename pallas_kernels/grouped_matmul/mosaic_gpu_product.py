@@ -36,9 +36,9 @@ def product(
     (m, k), num_groups, n = x.shape, w.shape[0], w.shape[1 if transpose_w else 2]
     tiles = config.HOPPER_PRODUCT
     column_tiles, steps = cdiv(n, tiles.columns), k // tiles.depth
-    found = formulas.tiles(group_sizes, m, ROWS, multiple=8)
+    row_tiles = formulas.tiles(group_sizes, m, ROWS, multiple=8)
     (x,) = whole_rows(x)
-    blocks = num_blocks(found.group.shape[0] * column_tiles)
+    blocks = num_blocks(row_tiles.group.shape[0] * column_tiles)
     ring_scratch = Ring.scratch(tiles, Factors(x, w, (1, 1 if transpose_w else 0)))
     rows_stage = plgpu.SMEM((NUM_CONSUMERS, _HALF, config.STAGED_COLUMNS), x.dtype)
     scratch = [*ring_scratch, staging(x.dtype, config.STAGED_PIECES), rows_stage]
@@ -96,7 +96,7 @@ def product(
         _fill(listed.ends[num_groups - 1], fill_ref[0], m, column_tiles, tiles.columns, blocks, store)
 
     (y,) = _hopper.launch(
-        body, x, w, fill[None], *found,
+        body, x, w, fill[None], *row_tiles,
         num_blocks=blocks,
         out_types=[out_like(x, (x.shape[0], n), x.dtype)],
         scratch=scratch,

@@ -50,12 +50,12 @@ def product(
 
     def visit(i, y):
         start, inside = place(i)
-        found = jax.lax.dot_general(
+        products = jax.lax.dot_general(
             _tile(x, start, rows), w[visits.group[i]], (((1,), (1 if transpose_w else 0,)), ((), ())),
             precision=precision, preferred_element_type=promoted(x.dtype, jnp.float32),
         )  # fmt: skip
-        found = jnp.where(inside, found.astype(x.dtype), _tile(y, start, rows))
-        return jax.lax.dynamic_update_slice_in_dim(y, found, start, axis=0)
+        products = jnp.where(inside, products.astype(x.dtype), _tile(y, start, rows))
+        return jax.lax.dynamic_update_slice_in_dim(y, products, start, axis=0)
 
     y = full_like(x, (m, n), 0, x.dtype) + fill.astype(x.dtype)
     return jax.lax.fori_loop(0, visits.total, visit, y)
@@ -73,12 +73,12 @@ def weight_gradient(
         total, gradient = sums
         start, inside = place(i)
         own_a, own_b = (jnp.where(inside, _tile(x, start, rows), jnp.zeros((), x.dtype)) for x in (a, b))
-        found = jax.lax.dot_general(
+        products = jax.lax.dot_general(
             own_a, own_b, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=accumulator
         )
         group = visits.group[i]
         is_first = visits.tile[i] == visits.begin[i] // rows
-        total = jnp.where(is_first, found, total + found)
+        total = jnp.where(is_first, products, total + products)
         gradient = jax.lax.dynamic_update_slice_in_dim(gradient, total.astype(dtype)[None], group, axis=0)
         return total, gradient
 

@@ -136,7 +136,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path, capsys, file):
 
 @pytest.mark.parametrize("package", ["tokenizers", "orbax.checkpoint", "tqdm"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(package, source, monkeypatch, capsys):
-    for name in ("_run", "_course", "_training_rows", "_tokenizer"):
+    for name in ("_run", "_training_inputs", "_training_rows", "_tokenizer"):
         monkeypatch.delitem(sys.modules, f"liger_jax.commands.{name}", raising=False)
         monkeypatch.delattr(commands, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)

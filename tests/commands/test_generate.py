@@ -11,7 +11,7 @@ import tokenizers
 from flax import nnx
 
 from liger_jax.commands import _cache, main
-from liger_jax.commands._speaker import _Words
+from liger_jax.commands._text_generator import _Words
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import add_lora, load_adapters, save_adapters
 from tests.commands import _tiny

@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax import losses
-from liger_jax.commands import UserError, _ending, _prompt_rows, _rollouts, _sources, main
+from liger_jax.commands import UserError, _finish, _prompt_rows, _rollouts, _sources, main
 from liger_jax.commands._adapters import PIECES, STEP
 from liger_jax.commands._completions_file import CompletionsFile
 from liger_jax.commands._grpo_settings import GrpoSettings
@@ -131,7 +131,7 @@ def test_adapters_stay_near_the_reference_that_they_are_off_for(source, tmp_path
 def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys, unchecked_types):
     log = [{"loss": 0.0, "reward": reward} for reward in (0.125, 0.5, 0.75)]
     run: Any = types.SimpleNamespace(task=TASK, out=tmp_path)
-    _ending.tell(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
+    _finish.print_result(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
     assert capsys.readouterr().out.startswith("3 steps; reward 0.125 → 0.750; model in ")
 
 

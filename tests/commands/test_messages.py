@@ -219,11 +219,11 @@ def test_what_a_template_leaves_out_is_said_once_with_its_rows(folder, tmp_path,
     capsys.readouterr()
     tokenizer, *_ = trained(folder, users + "{% endfor %}", found)
     assert capsys.readouterr().out.splitlines() == [f"the chat template {each}" for each in expected]
-    assert tokenizer.told() == {}
+    assert tokenizer.notices() == {}
     tokenizer.prompt(Document("here", messages=[system, USER], tools=TOOLS))
-    assert {*tokenizer.told()} == {"prints no system message", "prints no tools"}
+    assert {*tokenizer.notices()} == {"prints no system message", "prints no tools"}
     tokenizer, *_ = trained(folder, "{% for t in tools %}{{ t.function.name }}{% endfor %}" + TURNS, found[2:3])
-    assert capsys.readouterr().out == "" and tokenizer.told() == {}  # it fails without tools
+    assert capsys.readouterr().out == "" and tokenizer.notices() == {}  # it fails without tools
     short = (
         "{% for m in messages %}[{{ m.role }}] {{ m.content[:4] if m.role == 'system' else m.content }}<e>{% endfor %}"
     )
@@ -253,7 +253,7 @@ def test_what_a_tokenizer_adds_is_there_once(folder, tmp_path):
     for text in ("<e>ab", "ab"):
         own = plain.encode("ab", add_special_tokens=False).ids
         assert tokenizer.prompt(Document("here", text)).tolist() == [begin, *own]
-    assert list(tokenizer.told().values()) == [
+    assert list(tokenizer.notices().values()) == [
         "4 texts begin with '<e>', which the tokenizer adds as well: it is there once",
         "3 texts end with '</s>', which the tokenizer adds as well: it is there once",
     ]

@@ -56,7 +56,7 @@ def test_what_is_mistyped_is_told_in_one_sentence(arguments, meant, capsys):
         ("--per_device_train_batch_size 2", "It is --batch, the whole step's rows over all devices"),
         ("--resume_from_checkpoint x", "Repeat the same command"),
         ("--torch_dtype bfloat16", "--torch_dtype. Weights have --param-dtype, and the computation has --dtype."),
-        ("--deepspeed x.json", "--deepspeed. There is no DeepSpeed here. Devices are told by --mesh, such as"),
+        ("--deepspeed x.json", "--deepspeed. There is no DeepSpeed here. Devices are given by --mesh, such as"),
         ("--modules_to_save lm_head", "No command has it: in Python add_lora takes patterns"),
         ("--adam_beta2 0.95", "No command changes it: beta1 is 0.9, beta2 0.999 and epsilon 1e-8."),
         ("--loss_type dft", "finetune has cross-entropy, distill has --divergence,"),
@@ -108,8 +108,8 @@ def test_names_of_other_trainers_lead_to_options_that_there_are():
     add_arguments(parser)
     elsewhere = {"--seq", "--device", "--max-new-tokens", "--search", "--cpo-alpha", "--reward"}  # of other commands
     ours = {*parser._option_string_actions} | elsewhere
-    told = {name: (option,) for name, (option, _) in _other_words._TOLD.items()}
-    told |= {name: (_other_words._TRAINS,) for name in _other_words._TOLD_BY_TRAINERS}
+    told = {name: (option,) for name, (option, _) in _other_words._HINTS.items()}
+    told |= {name: (_other_words._TRAINS,) for name in _other_words._HINTS_OF_TRAINERS}
     for name, meant in (_parser._ELSEWHERE | told).items():
         assert ours.issuperset(meant) and name not in ours
 

@@ -151,9 +151,9 @@ def check_tokens(
         raise ValueError(f"{op}: hard_weight={hard_weight} must be in [0, 1]; 0.0 leaves the labels' loss out.")
     if hard_weight and labels is None:
         raise ValueError(f"{op}: hard_weight={hard_weight} weighs the cross-entropy of labels, and none are given.")
-    found, where = _loss.as_arrays(jnp.zeros(shape, jnp.int32) if labels is None else labels, where)
-    _loss.check_tokens(op, found, where, None, None, shape, vocab_size)
-    return None if labels is None else found, where
+    labels_or_zeros, where = _loss.as_arrays(jnp.zeros(shape, jnp.int32) if labels is None else labels, where)
+    _loss.check_tokens(op, labels_or_zeros, where, None, None, shape, vocab_size)
+    return None if labels is None else labels_or_zeros, where
 
 
 def check_vocabulary(

@@ -71,11 +71,11 @@ def quantized_log_probs(
     starts = jnp.arange(slices, dtype=jnp.int32) * size
     full = head[: (slices - 1) * size]
     stacked = jax.tree.map(lambda leaf: leaf.reshape(slices - 1, size, *leaf.shape[1:]), full)
-    found = jax.lax.map(lambda part: statistics_of(*part, x), (stacked, starts[:-1]))
+    statistics = jax.lax.map(lambda part: statistics_of(*part, x), (stacked, starts[:-1]))
     last = statistics_of(head[(slices - 1) * size :], starts[-1], x)
-    found = jax.tree.map(lambda parts, part: jnp.concatenate([parts, part[None]]), found, last)
+    statistics = jax.tree.map(lambda parts, part: jnp.concatenate([parts, part[None]]), statistics, last)
     merge = functools.partial(_vocab_shards.merged_over, axis=_SLICES, shard_size=size)
-    merged = jax.tree.map(lambda leaf: leaf[0], jax.vmap(merge, axis_name=_SLICES)(found))
+    merged = jax.tree.map(lambda leaf: leaf[0], jax.vmap(merge, axis_name=_SLICES)(statistics))
     if vocab_axis is not None:
         merged = _vocab_shards.merged_over(merged, vocab_axis, vocab_size)
     return token_log_probs(formulas.where(terms.counts, merged), terms, labels.shape)

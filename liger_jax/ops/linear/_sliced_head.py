@@ -34,11 +34,11 @@ def statistics(
     slices = _Slices(inputs, split, options.vocab_dim, entries)
     n, logit = inputs.hidden.shape[0], options.logit
 
-    def body(found, start, size):
+    def body(statistics, start, size):
         own = run(slices.take(start, size))
         if own.predicted_token is not None:
             own = own._replace(predicted_token=slices.entry_of(own.predicted_token, start, size))
-        return jax.tree.map(lambda all_, x: put(all_, x[None], start // slices.size), found, own)
+        return jax.tree.map(lambda all_, x: put(all_, x[None], start // slices.size), statistics, own)
 
     kinds = jax.eval_shape(lambda: run(slices.take(0, slices.size)))
     number = cdiv(slices.entries_of_a_part, slices.size)

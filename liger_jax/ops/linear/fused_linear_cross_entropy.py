@@ -32,9 +32,9 @@ def _cross_entropy_of_shards(axis: str, devices: int, shard_size: int) -> RowLos
 
     def cotangents(statistics, *others):
         whole = _vocab_shards.merged_over(statistics, axis, shard_size)
-        found = formulas.row_cotangents(whole, *others)
+        rows = formulas.row_cotangents(whole, *others)
         share = _vocab_shards.share_of_rows(statistics, whole)
-        return found._replace(log_normalizer=share * found.log_normalizer)
+        return rows._replace(log_normalizer=share * rows.log_normalizer)
 
     return RowLoss(losses, cotangents, is_shared=True, copies=devices)
 

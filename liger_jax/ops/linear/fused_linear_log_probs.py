@@ -180,7 +180,7 @@ def token_log_probs(statistics: formulas.Statistics, terms: _loss.TokenTerms, sh
     log_probs = terms.coefficients.target * (statistics.target_logit - statistics.log_normalizer)
     constants = jax.lax.stop_gradient(statistics._replace(entropy=None))
     predicted = constants.predicted_token
-    found = TokenLogProbs(
+    output = TokenLogProbs(
         log_probs=log_probs,
         log_normalizer=constants.log_normalizer,
         max_logit=constants.max_logit,
@@ -188,4 +188,4 @@ def token_log_probs(statistics: formulas.Statistics, terms: _loss.TokenTerms, sh
         entropy=statistics.entropy,
         log_sum_of_squares=constants.log_sum_of_squares,
     )
-    return jax.tree.map(lambda x: x.reshape(shape), found)
+    return jax.tree.map(lambda x: x.reshape(shape), output)

@@ -256,7 +256,7 @@ class _TokenLoss:
         log_probs = statistics.target_logit - statistics.log_normalizer
         return (log_probs, statistics.entropy) if self.entropy else (log_probs,)
 
-    def unscaled(self, found: tuple[jax.Array, ...], terms: Any, constants: Any) -> jax.Array:
+    def unscaled(self, numbers: tuple[jax.Array, ...], terms: Any, constants: Any) -> jax.Array:
         """The tokens' losses (N,) before the division."""
         factor, per_token = terms
         if not factor.size:
@@ -269,7 +269,7 @@ class _TokenLoss:
             own = jax.lax.stop_gradient(x[first])
             return jnp.where(counts, x, jnp.where(counts[first], own, jnp.ones((), x.dtype)))
 
-        tokens = [where_it_counts(x) for x in (*found, *per_token)]
+        tokens = [where_it_counts(x) for x in (*numbers, *per_token)]
         closed_over = constants[1:]
         axes = (0,) * len(tokens) + (None,) * len(closed_over)
         losses = jax.vmap(self.function, in_axes=axes, axis_size=factor.size)(*tokens, *closed_over)
@@ -279,7 +279,7 @@ class _TokenLoss:
         return self.unscaled(self.found(statistics), terms, constants) / constants[0]
 
     def _cotangents(self, statistics: Statistics, terms: Any, constants: Any) -> Cotangents:
-        total = lambda found: jnp.sum(self.unscaled(found, terms, constants) / constants[0])
+        total = lambda numbers: jnp.sum(self.unscaled(numbers, terms, constants) / constants[0])
         g, *of_entropy = jax.grad(total)(self.found(statistics))
         cotangents = Cotangents(log_normalizer=-g, target_logit=g, logit_sum=None)
         if self.entropy:
@@ -350,9 +350,9 @@ def _local(
         loss = jnp.sum(token_loss.row_loss.losses(statistics, of_rows, constants))
     loss = jax.lax.psum(loss, options.token_axes) if options.token_axes else loss
 
-    found, of_rows, constants = jax.lax.stop_gradient((token_loss.found(statistics), of_rows, constants))
-    losses = token_loss.unscaled(found, of_rows, constants)
-    log_probs, *entropies = (jnp.where(terms.counts, x, 0.0).reshape(shape) for x in found)
+    numbers, of_rows, constants = jax.lax.stop_gradient((token_loss.found(statistics), of_rows, constants))
+    losses = token_loss.unscaled(numbers, of_rows, constants)
+    log_probs, *entropies = (jnp.where(terms.counts, x, 0.0).reshape(shape) for x in numbers)
     log_probs = terms.coefficients.target.reshape(shape) * log_probs
     entropies = entropies[0] if entropies else None
     return loss, TokenLosses(losses=losses.reshape(shape), log_probs=log_probs, entropy=entropies)

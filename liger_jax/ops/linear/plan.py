@@ -194,8 +194,8 @@ def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], b
         return max(least, min(total, round_up(cdiv(total, parts), min(_TILE, least))))
 
     numbers = range(cdiv(total, preferred), total + 1)
-    found = bisect.bisect_left(numbers, True, key=lambda parts: fits(size_of(parts)))
-    return size_of(numbers[min(found, len(numbers) - 1)])
+    index = bisect.bisect_left(numbers, True, key=lambda parts: fits(size_of(parts)))
+    return size_of(numbers[min(index, len(numbers) - 1)])
 
 
 # --- beside a model's layers ------------------------------------------------------------------------------------------

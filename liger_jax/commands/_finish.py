@@ -10,7 +10,7 @@ from liger_jax.training import Checkpoints
 from liger_jax.training.loop import figure
 
 
-def best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
+def best_state(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
     """Takes the state with the least held-out loss of a run that ended early, and says so.
 
     `checkpoints`: those of the run, of which one was scored at least.
@@ -21,16 +21,16 @@ def best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
     return checkpoints.read(step, like)[0], step
 
 
-def leave(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
+def record_result(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
     """Writes down that the result is there, and removes what an earlier run has left."""
     checkpoints.finish(target.name, _output.record(settings, target, early))
     _output.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
 
 
-def tell(run: Run, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints) -> None:
+def print_result(run: Run, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints) -> None:
     """Says how a run has ended, by its task's figure, and where its result is."""
-    name = run.task.told
+    name = run.task.main_figure
     first, last = log[0][name], log[done - 1][name]
     print(f"{done} step{'s' if done > 1 else ''}; {name} {figure(first)} → {figure(last)}; {target.name} in {target}")
     best = checkpoints.best

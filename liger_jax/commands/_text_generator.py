@@ -29,19 +29,19 @@ _LEAST_SLOTS = 64  # of a prompt; from there on each program takes prompts of up
 _UNFINISHED = "\ufffd"  # stands for a character of which not all tokens are there
 
 
-class Speaker:
+class TextGenerator:
     """A model with its tokenizer."""
 
     def __init__(self, options: Generation):
         self._options, self._texts = options, 0
-        self._told: set[str] = set()  # what was said of earlier turns
+        self._printed: set[str] = set()  # what was said of earlier turns
         with user_errors():
-            found = _result(options.model)
-            adapters = found if isinstance(found, Source) and _has(found, _ADAPTER_CONFIG) else None
+            result = _result(options.model)
+            adapters = result if isinstance(result, Source) and _has(result, _ADAPTER_CONFIG) else None
             if options.base is not None and adapters is None:
                 raise UserError(f"--base is for adapters, and {options.model} has no {_ADAPTER_CONFIG}.")
             with of_option("--model"):
-                source = find(found if adapters is None else _base(adapters, options.base))
+                source = find(result if adapters is None else _base(adapters, options.base))
             dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
             stops = list(source.stops)
             what = str(source.folder if adapters is None else f"{source.folder} with the adapters of {adapters.folder}")
@@ -64,13 +64,13 @@ class Speaker:
                 "is written. liger-jax generate goes on with texts."
             )
 
-    def say(self, document: Document) -> Iterator[str]:
+    def generate(self, document: Document) -> Iterator[str]:
         """Goes on with a text or a conversation."""
         prompt = self.tokenizer.prompt(document)
-        told = self.tokenizer.told()
-        for about in told.keys() - self._told:
-            print(told[about], file=sys.stderr)
-        self._told |= told.keys()
+        notices = self.tokenizer.notices()
+        for about in notices.keys() - self._printed:
+            print(notices[about], file=sys.stderr)
+        self._printed |= notices.keys()
         longest, asked = self._model.config.longest_sequence, self._options.max_new_tokens
         new = min(MOST_NEW_TOKENS, longest - len(prompt)) if asked is None else asked
         if new < 1 or len(prompt) + new > longest:
@@ -120,7 +120,10 @@ class _Words:
     def __init__(self, text: Callable[[list[int]], str], prompt: np.ndarray):
         self._text = text
         self._tokens = prompt[-8:].tolist()
-        self._begin, self._told = 0, len(self._tokens)  # from where on tokens are decoded, and up to where told
+        self._begin, self._shown = (
+            0,
+            len(self._tokens),
+        )  # from where on tokens are decoded, and up to where they are shown
 
     def of(self, token: int) -> str:
         """The text that a token adds, which is empty within a character."""
@@ -132,12 +135,12 @@ class _Words:
         return self._tell()
 
     def _new(self) -> str:
-        before = self._text(self._tokens[self._begin : self._told])
+        before = self._text(self._tokens[self._begin : self._shown])
         return self._text(self._tokens[self._begin :])[len(before) :]
 
     def _tell(self) -> str:
         text = self._new()
-        self._begin, self._told = self._told, len(self._tokens)
+        self._begin, self._shown = self._shown, len(self._tokens)
         return text
 
 

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax.commands import _adapters, _run_model
-from liger_jax.commands._course import Course
 from liger_jax.commands._decided_run import Run
 from liger_jax.commands._errors import user_errors
+from liger_jax.commands._training_inputs import TrainingInputs
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.training import disk
 from liger_jax.training.errors import memory_errors
 from liger_jax.training.waiting import beside, telling
 
 
-def read(run: Run) -> Any:
+def read_model(run: Run) -> Any:
     """Reads the weights of a run's model."""
     settings, devices = run.settings, run.devices
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
@@ -26,8 +26,8 @@ def read(run: Run) -> Any:
     return AutoModelForCausalLM.from_pretrained(run.source, mesh=devices.mesh, kernels=devices.kernels, **options)
 
 
-def begun(
-    run: Run, course: Course, reading: Future[Any], made_of: Mapping[str, str]
+def initial_state(
+    run: Run, inputs: TrainingInputs, reading: Future[Any], made_of: Mapping[str, str]
 ) -> tuple[Any, tuple[Any, Any], Any, Any]:
     """Makes a run's first state (graph, (parameters, optimizer's state), frozen variables, what the model keeps for its
     files). A step overwrites the state in place: nothing else may hold it.
@@ -41,9 +41,9 @@ def begun(
                 model.teacher = reading.result()
     if settings.result_of is None:
         with memory_errors("before the first step."):
-            task.before(settings, course.data, model, made_of)
+            task.before(settings, inputs.data, model, made_of)
     graph, params, frozen = nnx.split(model, _run_model.trained(settings), ...)
-    return graph, devices.started(params, course.optimizer), devices.placed(frozen), model.kept
+    return graph, devices.started(params, inputs.optimizer), devices.placed(frozen), model.kept
 
 
 def _with_adapters(run: Run, reading: Future[Any]) -> Any:

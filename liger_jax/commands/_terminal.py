@@ -10,7 +10,7 @@ from liger_jax.commands import _file_rows, _files, _json, _prompt_lines
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError, in_one_line, is_text
 from liger_jax.commands._generation import Generation
-from liger_jax.commands._speaker import Speaker
+from liger_jax.commands._text_generator import TextGenerator
 
 _NEW = "/new"
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -34,13 +34,13 @@ def generate(options: Generation, prompt: str | None, file: str | None, chat: bo
     documents = [Document("--prompt", prompt or "")] if file is None else list(_prompts(Path(file)))
     if chat:
         documents = [_as_conversation(document, options.system) for document in documents]
-    speaker = Speaker(options)
+    generator = TextGenerator(options)
     if any(document.messages is not None for document in documents):
-        speaker.check_template()
+        generator.check_template()
     for document in documents:
         if len(documents) > 1:
             print(f"── {document.where}")
-        _said(speaker.say(document))
+        _printed(generator.generate(document))
     return 0
 
 
@@ -56,8 +56,8 @@ def chat(options: Generation) -> int:
     Raises:
         UserError: the model cannot be used, or has no chat template.
     """
-    speaker = Speaker(options)
-    speaker.check_template()
+    generator = TextGenerator(options)
+    generator.check_template()
     beginning = _system(options.system)
     messages = list(beginning)
     for line in _lines():
@@ -66,7 +66,7 @@ def chat(options: Generation) -> int:
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            answer = _said(speaker.say(Document("The conversation", messages=asked)), stoppable=True)
+            answer = _printed(generator.generate(Document("The conversation", messages=asked)), stoppable=True)
         except UserError as error:
             print(f"{in_one_line(error)} {_NEW} begins another conversation.", file=sys.stderr)
             continue
@@ -115,7 +115,7 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _said(parts: Iterator[str], stoppable: bool = False) -> str:
+def _printed(parts: Iterator[str], stoppable: bool = False) -> str:
     """Prints the parts of a text as they come, and returns the whole. Ctrl-C may end it."""
     said: list[str] = []
     try:

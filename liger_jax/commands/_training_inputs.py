@@ -17,7 +17,7 @@ RunRows = _training_rows.TrainingRows | PromptRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class TrainingInputs:
     """What a run's steps train on."""
 
     tokenizer: Any  # what its rows were encoded by
@@ -29,7 +29,7 @@ class Course:
     batch_of: Callable[[int], Any]  # the same on the devices, in whole parts
 
 
-def course_of(run: Run) -> Course:
+def training_inputs(run: Run) -> TrainingInputs:
     """Makes a run's rows, prints what they are, and decides what its steps do with them."""
     settings, task, devices = run.settings, run.task, run.devices
     parts = _training_rows.parts_of(settings)
@@ -47,10 +47,10 @@ def course_of(run: Run) -> Course:
     rows_of = data.batches(settings, devices.own_rows(settings.batch))
     filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
     batch_of = lambda step: devices.place(filled(step))
-    if settings.lora_dropout and task.played is None:
+    if settings.lora_dropout and task.rollouts is None:
         pieces_of = data.pieces(settings)
         batch_of = lambda step: devices.place(_adapters.numbered(filled(step), pieces_of(step), step))
-    return Course(tokenizer, data, steps, rate, optimizer, rows_of, batch_of)
+    return TrainingInputs(tokenizer, data, steps, rate, optimizer, rows_of, batch_of)
 
 
 def _steps(settings: Settings, data: RunRows) -> int:
