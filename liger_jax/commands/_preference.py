@@ -9,15 +9,17 @@ import jax.numpy as jnp
 
 from liger_jax import losses
 from liger_jax.commands._errors import UserError, in_options
+from liger_jax.commands._loss_options import CPO, FREE, LossOptions, flag
 from liger_jax.losses import DPOOutput
 from liger_jax.losses.preference import DPO_TYPES, READERS, SORTING_TYPES
 from liger_jax.losses.unpaired import KTO_TYPES
 
-_CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss` calls them
-FREE = ("orpo", *_CPO, "simpo")  # they need no reference
 _FAR = 1e9  # beyond every log-probability, so that what is no pair is sorted behind all pairs
 # Which losses read an option, where their functions do not say it themselves.
-_READ_BY = {"cpo_alpha": tuple(_CPO), "gamma": ("simpo",), "loss_weights": DPO_TYPES, "ld_alpha": DPO_TYPES}
+_READ_BY = {
+    "cpo_alpha": tuple(CPO), "gamma": ("simpo",), "loss_weights": DPO_TYPES, "ld_alpha": DPO_TYPES,
+    "desirable_weight": KTO_TYPES, "undesirable_weight": KTO_TYPES,
+}  # fmt: skip
 
 
 class Pairs(NamedTuple):
@@ -34,20 +36,8 @@ class Pairs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Preference:
-    """A loss of pairs with its options, which are those of its function; `None` for the function's own default."""
-
-    # A type of `dpo_loss`, or several with commas between them; "orpo", "cpo", "cpo_hinge", "cpo_ipo" or "simpo".
-    loss_type: str = "sigmoid"
-    loss_weights: tuple[float, ...] | None = None  # a factor for each of several types
-    beta: float = 0.1  # how strongly the reference binds, or the scale of log-probabilities
-    label_smoothing: float | None = None  # the share of pairs whose answers may be the wrong way round
-    f_divergence: str | None = None  # between policy and reference
-    f_alpha: float | None = None  # α of "alpha_divergence"
-    discopop_tau: float | None = None  # of "discopop"
-    cpo_alpha: float | None = None  # weight of the likelihood of chosen, for the CPO losses
-    gamma: float | None = None  # the margin of "simpo"
-    ld_alpha: float | None = None  # weight of the tokens beyond the shorter response of a pair
+class Preference(LossOptions):
+    """A loss of pairs with its options."""
 
     def __post_init__(self):
         for name in self._types:
@@ -58,7 +48,7 @@ class Preference:
                 raise UserError(f"--loss={self.loss_type}: {name!r} must be one of {known}; DPO's also go together.")
         for option, readers in _READ_BY.items():
             if getattr(self, option) is not None and not set(self._types) <= set(readers):
-                raise UserError(f"--{option.replace('_', '-')} goes with --loss {', '.join(readers)}. Leave it out.")
+                raise UserError(f"{flag(option)} goes with --loss {', '.join(readers)}. Leave it out.")
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             raise UserError(f"--ld-alpha={self.ld_alpha} must be in [0, 1]; 1 weighs all tokens alike.")
         if self.sorts and len(self._types) > 1:
@@ -78,8 +68,7 @@ class Preference:
     @property
     def _options(self) -> dict[str, str]:
         """The options of the command line by the fields' names."""
-        names = {field.name: field.name.replace("_", "-") for field in dataclasses.fields(self)}
-        return {name: f"--{option}" for name, option in (names | {"loss_type": "loss"}).items()}
+        return {field.name: flag(field.name) for field in dataclasses.fields(self)}
 
     @property
     def _types(self) -> tuple[str, ...]:
@@ -112,10 +101,10 @@ class Preference:
             return losses.orpo_loss(chosen, rejected, pairs.nll, **self._given("beta"))
         if self.loss_type == "simpo":
             return losses.simpo_loss(chosen, rejected, **self._given("beta", "gamma", "label_smoothing"))
-        if self.loss_type in _CPO:
+        if self.loss_type in CPO:
             nll = None if self.cpo_alpha == 0 else pairs.nll
             options = self._given("beta", "label_smoothing", "cpo_alpha")
-            return losses.cpo_loss(chosen, rejected, nll, loss_type=_CPO[self.loss_type], **options)
+            return losses.cpo_loss(chosen, rejected, nll, loss_type=CPO[self.loss_type], **options)
         return self._dpo(pairs, counts, tokens_per_pair)
 
     def _dpo(self, pairs: Pairs, counts: list[jax.Array], tokens_per_pair: Any) -> DPOOutput:

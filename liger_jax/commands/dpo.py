@@ -15,7 +15,8 @@ import argparse
 from typing import Any
 
 from liger_jax.commands._arguments import add_row_arguments, add_training_arguments
-from liger_jax.commands._pair_settings import PairSettings, add_loss_arguments
+from liger_jax.commands._loss_options import add_loss_arguments
+from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._training_command import trained
 
