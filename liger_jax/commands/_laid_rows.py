@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 
 from liger_jax.commands._token_cache import Tokens
-from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.training.packing import first_fit
+from liger_jax.training import packing
 from liger_jax.training.rows import parts
-
-_FILLED = {"labels": IGNORE_INDEX, "pieces": -1}  # what stands at empty places, where it is not 0
 
 
 class Column:
@@ -40,33 +37,28 @@ class LaidRows(Mapping[str, Any]):
         self.tokens, self.length, self._together = tokens, length, tokens.together
         self._shared = packed or self._together > 1 or tokens.meta["in_segments"]
         self.beside: dict[str, Any] = {}
-        sizes, laid, row, begins, self.counts = tokens.sizes(), [], [], [], []
+        sizes, laid, rows, begins, self.counts = tokens.sizes(), [], [], [], []
         for some in pieces:
             bundles = some.reshape(-1, self._together)
             if packed and self._together > 1:  # the largest first, which leaves less empty
                 bundles = bundles[np.argsort(-sizes[bundles].sum(axis=1), kind="stable")]
-            inside = sizes[bundles]
-            if packed:
-                rows, places = first_fit(inside.sum(axis=1).tolist(), length)
-            else:
-                rows, places = range(len(bundles)), [0] * len(bundles)
+            own, places = packing.places(sizes[bundles].tolist(), length, packed)
             laid.append(bundles.ravel())
-            row.append(np.repeat(np.asarray(rows, np.int64) + sum(self.counts), self._together))
-            begins.append((np.asarray(places, np.int64)[:, None] + np.cumsum(inside, axis=1) - inside).ravel())
-            self.counts.append(max(rows, default=-1) + 1)
-        self.pieces, rows, self._begins = np.concatenate(laid), np.concatenate(row), np.concatenate(begins)
-        self._order = np.argsort(rows, kind="stable")  # places in `pieces`, by row
-        self._ends = np.searchsorted(rows[self._order], np.arange(self.num_rows), side="right")
+            rows.append(np.array(own, np.int64) + sum(self.counts))
+            begins.append(np.array(places, np.int64))
+            self.counts.append(max(own, default=-1) + 1)
+        self.pieces = np.concatenate(laid)
+        self._rows = packing.Rows(np.concatenate(rows), np.concatenate(begins), length)
 
     @property
     def num_rows(self) -> int:
         """The number of rows."""
-        return sum(self.counts)
+        return self._rows.num_rows
 
     @property
     def most_in_a_row(self) -> int:
         """The most pieces that a row has."""
-        return int(np.diff(self._ends, prepend=0).max())
+        return int(self._rows.counts.max())
 
     def __getitem__(self, name: str) -> Any:
         if name in self.beside:
@@ -76,8 +68,7 @@ class LaidRows(Mapping[str, Any]):
         return Column(functools.partial(self.made, name), (self.num_rows, self.length))
 
     def __iter__(self) -> Iterator[str]:
-        of_tokens = ("segment_ids", "positions") if self._shared else ("token_mask",)
-        yield from ("input_ids", "labels", *of_tokens, *self.beside)
+        yield from (*packing.columns(self._shared), *self.beside)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -87,16 +78,7 @@ class LaidRows(Mapping[str, Any]):
 
         `name`: a model's argument, or "pieces" for the place in `pieces` of what stands at each place, -1 for none.
         """
-        column = np.full((len(rows), self.length), _FILLED.get(name, 0), np.int32)
-        for out, row in zip(column, rows.tolist(), strict=True):
-            first = int(self._ends[row - 1]) if row else 0
-            for number, place in enumerate(self._order[first : self._ends[row]].tolist(), 1):
-                tokens, labels = self.tokens.arrays(int(self.pieces[place]))
-                size, begin = len(tokens), self._begins[place]
-                values: Any = {"input_ids": tokens, "labels": labels, "segment_ids": number, "token_mask": 1}
-                values["pieces"] = place
-                out[begin : begin + size] = np.arange(size) if name == "positions" else values[name]
-        return column
+        return self._rows.column(name, rows, lambda place: self.tokens.arrays(int(self.pieces[place])))
 
 
 class RowParts:

@@ -18,7 +18,7 @@ from liger_jax.commands._pieces import Piece, nothing_to_train_on
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.training import digests, pack, pad
-from liger_jax.training.packing import WINDOW
+from liger_jax.training.packing import FirstFit
 from liger_jax.training.rows import Rows
 
 _AT_ONCE = 64  # rows that are encoded together
@@ -72,20 +72,15 @@ class Stream:
         """The next rows with the pieces of their tokens, and the place behind them."""
         length, count, packed = self._settings.length, self._settings.batch, self._settings.pack
         chosen: list[Piece] = []
-        room: list[int] = []  # what the rows have left
+        row_of = FirstFit(length, packed)
         for place, piece in self._pieces:
-            size = len(piece.tokens)
-            first = max(0, len(room) - WINDOW)
-            row = next((i for i in range(first, len(room)) if packed and room[i] >= size), len(room))
+            row, _ = row_of(len(piece.tokens))
             if row == count:
                 self._pieces = itertools.chain([(place, piece)], self._pieces)
                 lay = pack if packed else pad
                 rows = lay([each.tokens for each in chosen], length, labels=[each.labels for each in chosen])
                 numbers = [np.full(len(each.tokens), i, np.int32) for i, each in enumerate(chosen)]
                 return (rows, lay(numbers, length)["input_ids"]), place
-            if row == len(room):
-                room.append(length)
-            room[row] -= size
             chosen.append(piece)
         raise nothing_to_train_on()
 

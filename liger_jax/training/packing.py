@@ -1,6 +1,6 @@
 """Documents of any length in rows of one length: packed, so that few places stay empty, or padded. No token is lost."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,14 +182,7 @@ def pad(
         [[1, 1, 1, 0], [1, 1, 0, 0]]
     """
     segments = _cut("pad", documents, length, labels)
-    shape = len(segments), length
-    batch = {"input_ids": np.full(shape, pad_id, np.int32), "labels": np.full(shape, IGNORE_INDEX, np.int32)}
-    batch["token_mask"] = np.zeros(shape, np.int32)
-    for row, (tokens, targets) in enumerate(segments):
-        batch["input_ids"][row, : len(tokens)] = tokens
-        batch["labels"][row, : len(targets)] = targets
-        batch["token_mask"][row, : len(tokens)] = 1
-    return batch
+    return _laid([[segment] for segment in segments], length, pad_id, packed=False)[0]
 
 
 def share_of_padding(batch: Mapping[str, np.ndarray]) -> float:
@@ -281,49 +274,96 @@ def _packed_bundles(
     return batch, segments[np.argsort(owners, kind="stable")]
 
 
-def _laid(bundles: list[Bundle], length: int, pad_id: int) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
-    """Each bundle's segments side by side in the first row with room, and the row and segment of each, from 0."""
-    rows, begins = first_fit([sum(len(tokens) for tokens, _ in bundle) for bundle in bundles], length)
-    shape = max(rows) + 1, length
+def _laid(
+    bundles: list[Bundle], length: int, pad_id: int, packed: bool = True
+) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
+    """The model's arguments, and the row and number in the row of each segment, from 0."""
+    rows = Rows(*places([[len(tokens) for tokens, _ in bundle] for bundle in bundles], length, packed), length)
+    segments = [segment for bundle in bundles for segment in bundle]
     batch = {
-        "input_ids": np.full(shape, pad_id, np.int32),
-        "labels": np.full(shape, IGNORE_INDEX, np.int32),
-        "segment_ids": np.zeros(shape, np.int32),
-        "positions": np.zeros(shape, np.int32),
+        name: rows.column(name, np.arange(rows.num_rows), segments.__getitem__, pad_id) for name in columns(packed)
     }
-    counts, segments = [0] * shape[0], []
-    for bundle, row, begin in zip(bundles, rows, begins, strict=True):
-        for tokens, targets in bundle:
-            segments.append((row, counts[row]))
-            counts[row] += 1
-            places = row, slice(begin, begin + len(tokens))
-            batch["input_ids"][places] = tokens
-            batch["labels"][places] = targets
-            batch["segment_ids"][places] = counts[row]
-            batch["positions"][places] = np.arange(len(tokens))
-            begin += len(tokens)
-    return batch, np.array(segments, np.int32).reshape(-1, 2)
+    return batch, rows.segments
 
 
-def first_fit(sizes: Sequence[int], length: int) -> tuple[list[int], list[int]]:
-    """Where `pack` lays segments: each into the first row with room for it.
+def columns(in_segments: bool) -> tuple[str, ...]:
+    """The model's arguments that rows are made of."""
+    return ("input_ids", "labels", *(("segment_ids", "positions") if in_segments else ("token_mask",)))
 
-    Returns the row of each segment, and the place in the row at which it begins.
 
-    >>> first_fit([3, 2, 1], length=4)
-    ([0, 1, 0], [0, 0, 3])
+class FirstFit:
+    """Rows of `length` tokens that pieces go into: each into the first row with room, or if not `packed` into its own.
+
+    >>> place = FirstFit(4)
+    >>> [place(size) for size in (3, 2, 1)]
+    [(0, 0), (1, 0), (0, 3)]
     """
-    room = np.zeros(len(sizes), np.int64)  # what the opened rows have left
-    opened, rows, begins = 0, [], []
-    for size in sizes:
-        first = max(0, opened - WINDOW)
-        fits = np.flatnonzero(room[first:opened] >= size)
-        if fits.size:
-            row = first + int(fits[0])
-        else:
-            row, opened = opened, opened + 1
-            room[row] = length
-        rows.append(row)
-        begins.append(length - int(room[row]))
-        room[row] -= size
+
+    def __init__(self, length: int, packed: bool = True):
+        self._length, self._packed, self._opened = length, packed, 0
+        self._room = np.zeros(WINDOW, np.int64)  # what the opened rows have left
+
+    def __call__(self, size: int) -> tuple[int, int]:
+        """The row of a piece of `size` tokens, and the place in the row at which it begins."""
+        first = max(0, self._opened - WINDOW)
+        fits = np.flatnonzero(self._room[first : self._opened] >= size) if self._packed else ()
+        row = first + int(fits[0]) if len(fits) else self._opened
+        if row == self._opened:
+            self._room = np.pad(self._room, (0, row)) if row == len(self._room) else self._room
+            self._opened, self._room[row] = row + 1, self._length
+        begin = self._length - int(self._room[row])
+        self._room[row] -= size
+        return row, begin
+
+
+def places(bundles: Iterable[Sequence[int]], length: int, packed: bool = True) -> tuple[list[int], list[int]]:
+    """The row of each piece, and where it begins there; `bundles` are the sizes of pieces that stand side by side."""
+    place, rows, begins = FirstFit(length, packed), [], []
+    for sizes in bundles:
+        row, begin = place(sum(sizes))
+        for size in sizes:
+            rows.append(row)
+            begins.append(begin)
+            begin += size
     return rows, begins
+
+
+class Rows:
+    """Pieces in rows, by the row of each and the place at which it begins there."""
+
+    def __init__(self, rows: Any, begins: Any, length: int):
+        rows, self.begins, self.length = np.asarray(rows, np.int64), np.asarray(begins, np.int64), length
+        self.num_rows = int(rows.max(initial=-1)) + 1
+        self._order = np.argsort(rows, kind="stable")  # of the pieces, by row
+        self._ends = np.searchsorted(rows[self._order], np.arange(self.num_rows), side="right")
+
+    @property
+    def counts(self) -> np.ndarray:
+        """(rows,): the number of pieces in each."""
+        return np.diff(self._ends, prepend=0)
+
+    @property
+    def segments(self) -> np.ndarray:
+        """(pieces, 2) int32: the row of each piece, and its number in the row, both from 0."""
+        found = np.empty((len(self._order), 2), np.int32)
+        found[self._order, 0] = np.repeat(np.arange(self.num_rows), self.counts)
+        found[self._order, 1] = np.arange(len(self._order)) - np.repeat(self._ends - self.counts, self.counts)
+        return found
+
+    def column(
+        self, name: str, rows: np.ndarray, read: Callable[[int], tuple[np.ndarray, np.ndarray]], pad_id: int = 0
+    ) -> np.ndarray:
+        """(rows, length) int32 of some rows: a model's argument, or "pieces" for the number of the piece at each place,
+        -1 for none. `read` gives a piece's tokens and labels.
+        """
+        empty = {"input_ids": pad_id, "labels": IGNORE_INDEX, "pieces": -1}.get(name, 0)
+        column = np.full((len(rows), self.length), empty, np.int32)
+        for out, row in zip(column, rows.tolist(), strict=True):
+            first = int(self._ends[row - 1]) if row else 0
+            for number, piece in enumerate(self._order[first : self._ends[row]].tolist(), 1):
+                tokens, labels = read(piece)
+                values: Any = {"input_ids": tokens, "labels": labels, "segment_ids": number, "token_mask": 1}
+                values |= {"pieces": piece, "positions": np.arange(len(tokens))}
+                begin = self.begins[piece]
+                out[begin : begin + len(tokens)] = values[name]
+        return column
