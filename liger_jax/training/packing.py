@@ -306,8 +306,8 @@ class FirstFit:
     def __call__(self, size: int) -> tuple[int, int]:
         """The row of a piece of `size` tokens, and the place in the row at which it begins."""
         first = max(0, self._opened - WINDOW)
-        fits = np.flatnonzero(self._room[first : self._opened] >= size) if self._packed else ()
-        row = first + int(fits[0]) if len(fits) else self._opened
+        fits = np.flatnonzero(self._room[first : self._opened] >= size) if self._packed else np.zeros(0, int)
+        row = first + int(fits[0]) if fits.size else self._opened
         if row == self._opened:
             self._room = np.pad(self._room, (0, row)) if row == len(self._room) else self._room
             self._opened, self._room[row] = row + 1, self._length
