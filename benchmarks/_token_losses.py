@@ -1,8 +1,8 @@
 """Training steps of losses of log-probabilities, in JAX and torch: times, memory, and errors against float64.
 
 A loss here is a function of (hidden, weight, labels), of N tokens in a row. Its step is the loss with the gradients by
-hidden and by the weight. `exact_log_probs` makes the log-probabilities in float64 from the same bfloat16 values, and
-`Truth` has the loss and 512 random rows of dW.
+hidden and by the weight. `make_exact` makes log-probabilities and entropies in float64 from the same bfloat16 values,
+and `Truth` has the loss and 512 random rows of dW.
 """
 
 import concurrent.futures
@@ -44,23 +44,29 @@ def make_data(n: int, d: int, v: int) -> Data:
     return Data(hidden, weight, jax.random.randint(keys[2], (n,), 0, v))
 
 
-class ExactLogProbs(NamedTuple):
-    """The log-normalisers and the labels' log-probabilities in float64, each (N,)."""
+class Exact(NamedTuple):
+    """The log-normalisers, the labels' log-probabilities and the entropies in float64, each (N,)."""
 
     log_normalizers: np.ndarray
     log_probs: np.ndarray
+    entropies: np.ndarray
 
 
-def exact_log_probs(data: Data) -> ExactLogProbs:
+def make_exact(data: Data) -> Exact:
     """Computed in slices of the vocabulary with 256 MiB of logits each."""
     n, slice_size = len(data.hidden), max(1, 2**25 // len(data.hidden))
     with jax.enable_x64(True):
-        part = jax.jit(lambda h, w: jax.nn.logsumexp(h @ w.astype(jnp.float64).T, axis=1))
-        hidden, lse = data.hidden.astype(jnp.float64), jnp.full((n,), -jnp.inf)
-        for start in range(0, len(data.weight), slice_size):
-            lse = jnp.logaddexp(lse, part(hidden, data.weight[start : start + slice_size]))
+        logits = lambda h, w: h @ w.astype(jnp.float64).T
+        normalizer = jax.jit(lambda h, w: jax.nn.logsumexp(logits(h, w), axis=1))
+        mean_logit = jax.jit(lambda h, w, lse: jnp.sum(jnp.exp((z := logits(h, w)) - lse[:, None]) * z, axis=1))
+        hidden, lse, mean = data.hidden.astype(jnp.float64), jnp.full((n,), -jnp.inf), jnp.zeros(n)
+        slices = [data.weight[start : start + slice_size] for start in range(0, len(data.weight), slice_size)]
+        for rows in slices:
+            lse = jnp.logaddexp(lse, normalizer(hidden, rows))
+        for rows in slices:
+            mean += mean_logit(hidden, rows, lse)
         target = jnp.einsum("nd,nd->n", hidden, data.weight[data.labels].astype(jnp.float64))
-        return ExactLogProbs(np.asarray(lse), np.asarray(target - lse))
+        return Exact(np.asarray(lse), np.asarray(target - lse), np.asarray(lse - mean))
 
 
 class Truth(NamedTuple):
@@ -71,22 +77,24 @@ class Truth(NamedTuple):
     weight_gradient: np.ndarray
 
 
-def make_truth(data: Data, exact: ExactLogProbs, loss_of: Callable[[jax.Array], jax.Array]) -> Truth:
-    """The truth of a loss that is a function of the log-probabilities (N,)."""
+def make_truth(data: Data, exact: Exact, loss_of: Callable[[jax.Array, jax.Array], jax.Array]) -> Truth:
+    """The truth of a loss that is a function of the log-probabilities and the entropies, each (N,)."""
     v = len(data.weight)
     rows = np.sort(np.random.default_rng(0).choice(v, min(512, v), replace=False))
     with jax.enable_x64(True):
         hidden = data.hidden.astype(jnp.float64)
-        loss, factors = jax.jit(jax.value_and_grad(loss_of))(exact.log_probs)
-        softmax = jnp.exp(hidden @ data.weight[rows].astype(jnp.float64).T - exact.log_normalizers[:, None])
-        gradient = (factors[:, None] * ((data.labels[:, None] == rows) - softmax)).T @ hidden
-        return Truth(float(loss), rows, np.asarray(gradient))
+        loss, factors = jax.jit(jax.value_and_grad(loss_of, (0, 1)))(exact.log_probs, exact.entropies)
+        a, b = (factor[:, None] for factor in factors)
+        log_p = hidden @ data.weight[rows].astype(jnp.float64).T - exact.log_normalizers[:, None]
+        of_log_probs = a * ((data.labels[:, None] == rows) - jnp.exp(log_p))
+        of_entropies = -b * jnp.exp(log_p) * (log_p + exact.entropies[:, None])
+        return Truth(float(loss), rows, np.asarray((of_log_probs + of_entropies).T @ hidden))
 
 
-def plain_log_probs(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    """Unfused: all logits, rounded to bfloat16."""
+def plain_log_probs(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Unfused log-probabilities and entropies: all logits, rounded to bfloat16."""
     log_p = jax.nn.log_softmax((hidden @ weight.T).astype(jnp.float32), axis=1)
-    return jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
+    return jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ python -m benchmarks.token_chunks
 """
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks._measure import extra_mib, heading, kernel_ms, save, table
 from benchmarks._shapes import SHAPES
-from benchmarks.implementations import normal
 from liger_jax import fused_linear_cross_entropy
 
 MEASURED = {name: SHAPES[name] for name in ("llama-3-8b-head", "qwen2-0.5b-head", "small")}
@@ -18,6 +18,7 @@ VOCAB_SLICES = (1024, 2048, 4096, 8192)
 
 def rows():
     for name, (n, d, v) in MEASURED.items():
+        normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         hidden, weight = normal(0, n, d), normal(1, v, d) * d**-0.5
         labels = jax.random.randint(jax.random.key(3), (n,), 0, v)
         product_ms = kernel_ms(lambda h, w: h @ w.T, hidden, weight)
