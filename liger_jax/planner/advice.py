@@ -188,10 +188,10 @@ def _on(run: Run, devices: Target) -> Run | None:
     data, others = 1, groups // run.expert
     while others % data == 0:
         mesh = run.mesh | {"data": data, "fsdp": others // data}
-        changed = dataclasses.replace(run, target=devices, mesh=mesh, batch=batch, micro_batches=parts)
+        candidate = dataclasses.replace(run, target=devices, mesh=mesh, batch=batch, micro_batches=parts)
         try:
-            estimate(changed)
-            return changed
+            estimate(candidate)
+            return candidate
         except ValueError:  # this number of devices does not divide a matrix
             data *= 2
     return None
