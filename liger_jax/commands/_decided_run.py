@@ -85,7 +85,7 @@ def _as_stored(settings: Settings, source: Source) -> Settings:
 def precision(settings: Settings, stored: str) -> dict[str, str]:
     """The dtypes that a run computes in."""
     return dict(
-        dtype=settings.dtype or ("float32" if jax.default_backend() == "cpu" else defaults.DTYPE),
+        dtype=settings.dtype or defaults.dtype(),
         param_dtype=settings.param_dtype or defaults.param_dtype(settings.lora, stored),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from liger_jax.commands import _files, _formats, _json
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages
+from liger_jax.models.core.config_fields import MOST
 
 MOST_AT_ONCE = 2**25  # characters of a file that are held in memory; of a longer one there are parts
 _ROWS_AT_ONCE = 256  # of a columnar table
@@ -103,7 +104,7 @@ def _lines(path: Path, head: str, file: io.TextIOWrapper) -> Iterator[str]:
 
 def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Found]:
     """The rows of a table whose first row names the columns."""
-    csv.field_size_limit(2**31 - 1)  # a document may be long
+    csv.field_size_limit(MOST)  # a document may be long
     table = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         names = next(table)

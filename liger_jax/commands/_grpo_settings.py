@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._settings import ADAPTER_CONFIG, LEAST_FLOAT, MOST_FLOAT, Settings
+from liger_jax.commands._settings import LEAST_FLOAT, MOST_FLOAT, Settings
 from liger_jax.losses import policy_loss
+from liger_jax.models.hugging_face.checkpoint import ADAPTERS
 
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
 LEVELS = ("token", "sequence")
@@ -98,7 +99,7 @@ class GrpoSettings(Settings):
             raise UserError(
                 f"--importance-max={self.importance_max} is for --importance-sampling: pass that, or leave it out."
             )
-        if self.beta and self.lora is None and not (Path(self.model) / ADAPTER_CONFIG).is_file():
+        if self.beta and self.lora is None and not (Path(self.model) / ADAPTERS.config).is_file():
             raise UserError(
                 f"--beta={self.beta} needs a reference, which is the model with its adapters off: pass --lora, such as "
                 "--lora 16, or leave --beta out."

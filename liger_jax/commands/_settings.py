@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_jax.commands._errors import UserError, is_text, user_errors
+from liger_jax.models.core.config_fields import MOST
+from liger_jax.models.hugging_face.checkpoint import ADAPTERS
 from liger_jax.planner import defaults
 from liger_jax.training.meshes import parse_mesh
 
@@ -17,8 +19,6 @@ SAVE_DTYPES = (*DTYPES, "float16")
 OPTIMIZERS = ("adamw", "adamw8bit")
 LOGS = ("csv", "tensorboard", "wandb")
 SCHEDULES = ("cosine", "linear", "constant")
-ADAPTER_CONFIG = "adapter_config.json"  # a folder with it holds adapters, whose training goes on
-MOST = 2**31 - 1  # JAX counts in int32
 LEAST_FLOAT, MOST_FLOAT = 1.1754944e-38, 3.4e38  # of float32: devices take a smaller number for 0
 _BOUNDS = dict(
     length=(2, MOST), batch=(1, MOST), micro_batches=(1, MOST), steps=(1, MOST), lora=(1, 2**16), every=(1, MOST),
@@ -203,7 +203,7 @@ class Settings:
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained: new ones, or those of a folder."""
-        return self.lora is not None or (Path(self.model) / ADAPTER_CONFIG).is_file()
+        return self.lora is not None or (Path(self.model) / ADAPTERS.config).is_file()
 
     @property
     def num_parts(self) -> int:

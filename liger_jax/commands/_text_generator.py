@@ -18,13 +18,15 @@ from liger_jax.commands._generation import MOST_NEW_TOKENS, Generation
 from liger_jax.commands._output import ADAPTERS, CHECKPOINTS, MODEL
 from liger_jax.commands._tokenizer import FILE, Tokenizer
 from liger_jax.models import AutoModelForCausalLM, stream
+from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.checkpoint import CONFIG
 from liger_jax.models.hugging_face.config_json import loads
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.lora import load_adapters
+from liger_jax.planner import defaults
 from liger_jax.training.waiting import telling
 
-_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_CONFIG = checkpoint.ADAPTERS.config
 _LEAST_SLOTS = 64  # of a prompt; from there on each program takes prompts of up to twice as many tokens
 _UNFINISHED = "\ufffd"  # stands for a character of which not all tokens are there
 
@@ -42,7 +44,7 @@ class TextGenerator:
                 raise UserError(f"--base is for adapters, and {options.model} has no {_ADAPTER_CONFIG}.")
             with of_option("--model"):
                 source = find(result if adapters is None else _base(adapters, options.base))
-            dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+            dtype = jnp.dtype(options.dtype or defaults.dtype())
             stops = list(source.stops)
             what = str(source.folder if adapters is None else f"{source.folder} with the adapters of {adapters.folder}")
             with contextlib.redirect_stdout(sys.stderr), telling(f"reading {what}"):

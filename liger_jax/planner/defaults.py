@@ -1,10 +1,17 @@
 """What a training run is where nobody says otherwise: `liger-jax finetune` and `liger-jax plan` both read it here."""
 
+import jax
+
 BATCH, MICRO_BATCHES, LENGTH = 8, 1, 2048
 RANK = 16  # of adapters
 OPTIMIZER = "adamw"
 REMAT = "full"
 DTYPE = "bfloat16"  # of the computation on an accelerator
+
+
+def dtype() -> str:
+    """The dtype of the computation on this machine: float32 on a CPU, whose bfloat16 is emulated."""
+    return "float32" if jax.default_backend() == "cpu" else DTYPE
 
 
 def param_dtype(lora: int | None, stored: str) -> str:

@@ -28,6 +28,13 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 
 
+def fixed_fields(model_type: str, **others: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """Fields of config.json that a family's config does not have: the values that its model supports, the first one
+    of which is written.
+    """
+    return {"model_type": (model_type,), "hidden_act": ("silu", "swish"), "is_causal": (None, True), **others}
+
+
 def short(value: Any) -> str:
     """A value as text for a message; long values are cut."""
     return _short.repr(value)

@@ -4,6 +4,8 @@ All have embeddings times √D, norms that scale by 1 + w, and GeGLU. Gemma 2 an
 softcaps of scores and logits; Gemma 3 has norms of queries and keys, and two bases of the rotary embedding.
 """
 
+from typing import Any
+
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -11,8 +13,10 @@ from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.feed_forward import Aux
 from liger_jax.models.gemma.config import Gemma2Config, Gemma3TextConfig, GemmaConfig
-from liger_jax.models.gemma.params import GEMMA, GEMMA2, GEMMA3
 from liger_jax.models.llama.modeling import LlamaLayer
+
+_GELU = "gelu_pytorch_tanh"
+_ALL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False), "is_causal": (None, True)}
 
 
 class GemmaForCausalLM(CausalLM):
@@ -28,7 +32,8 @@ class GemmaForCausalLM(CausalLM):
 
     layer = LlamaLayer
     config_type = GemmaConfig
-    config_fixed = GEMMA
+    # The first checkpoints say "gelu", and mean the tanh form.
+    config_fixed = {"model_type": ("gemma",), "hidden_act": (_GELU, "gelu"), "hidden_activation": (_GELU, None), **_ALL}
 
 
 class Gemma2Layer(nnx.Module):
@@ -63,7 +68,7 @@ class Gemma2ForCausalLM(CausalLM):
 
     layer = Gemma2Layer
     config_type = Gemma2Config
-    config_fixed = GEMMA2
+    config_fixed = {"model_type": ("gemma2",), "hidden_activation": (_GELU,), **_ALL}
 
 
 class Gemma3ForCausalLM(CausalLM):
@@ -79,4 +84,7 @@ class Gemma3ForCausalLM(CausalLM):
 
     layer = Gemma2Layer
     config_type = Gemma3TextConfig
-    config_fixed = GEMMA3
+    # Hugging Face reads the softcap and does not apply it.
+    config_fixed = {
+        "model_type": ("gemma3_text",), "hidden_activation": (_GELU,), "attn_logit_softcapping": (None,), **_ALL
+    }  # fmt: skip

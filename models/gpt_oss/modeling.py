@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.core.experts import EXPERTS, Experts, misfits
-from liger_jax.models.gpt_oss.params import FIXED
 from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
 from liger_jax.ops import RopeScaling, YarnRope
 
@@ -98,4 +98,4 @@ class GptOssForCausalLM(LlamaForCausalLM):
     """
 
     config_type = GptOssConfig
-    config_fixed = FIXED
+    config_fixed = fixed_fields("gpt_oss", swiglu_limit=(7.0,))

@@ -6,9 +6,9 @@ from jaxtyping import Array, Float
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.config import LlamaConfig
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.core.experts import fed
 from liger_jax.models.core.feed_forward import Aux
-from liger_jax.models.llama.params import FIXED
 
 
 class LlamaLayer(nnx.Module):
@@ -43,4 +43,4 @@ class LlamaForCausalLM(CausalLM):
 
     layer = LlamaLayer
     config_type = LlamaConfig
-    config_fixed = FIXED
+    config_fixed = fixed_fields("llama")

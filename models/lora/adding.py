@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
 
+from liger_jax.models.core.config_fields import MOST
 from liger_jax.models.core.parameters import FUSED
 from liger_jax.models.hugging_face import adapter_targets
 from liger_jax.models.hugging_face.adapter_targets import Targets
@@ -24,7 +25,7 @@ from liger_jax.models.lora.vocabulary import EmbeddingAdapter, HeadAdapter, key_
 from liger_jax.models.lora.whole import whole_like
 
 Found = tuple[tuple[Any, ...], Any]  # a projection with its path
-_MOST_RANK, _MOST_ALPHA = 2**31 - 1, float(np.finfo(np.float32).max)
+_MOST_ALPHA = float(np.finfo(np.float32).max)
 
 
 def check_options(caller: str, rank: int, alpha: float | int, dropout: float | int) -> None:
@@ -39,7 +40,7 @@ def check_options(caller: str, rank: int, alpha: float | int, dropout: float | i
 
 def problems_of_patterns(ranks: Any, alphas: Any) -> list[str]:
     """Clauses for wrong entries of `rank_pattern` and `alpha_pattern`."""
-    is_rank = lambda value: type(value) is int and 1 <= value <= _MOST_RANK
+    is_rank = lambda value: type(value) is int and 1 <= value <= MOST
     is_alpha = lambda value: type(value) in (int, float) and 0 < value <= _MOST_ALPHA
     return adapter_targets.problems_of_pattern("rank_pattern", ranks, is_rank, "an int of at least 1") + (
         adapter_targets.problems_of_pattern("alpha_pattern", alphas, is_alpha, "a finite float32 above 0")

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
-from liger_jax.models.mistral.params import FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,4 +47,4 @@ class MistralForCausalLM(LlamaForCausalLM):
     """
 
     config_type = MistralConfig
-    config_fixed = FIXED
+    config_fixed = fixed_fields("mistral")

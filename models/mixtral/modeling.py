@@ -8,10 +8,10 @@ from jaxtyping import Array, Float
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.core.experts import EXPERTS, Experts, fed, misfits
 from liger_jax.models.core.feed_forward import Aux
 from liger_jax.models.mistral import MistralConfig
-from liger_jax.models.mixtral.params import FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,4 +87,4 @@ class MixtralForCausalLM(CausalLM):
 
     layer = MixtralLayer
     config_type = MixtralConfig
-    config_fixed = FIXED
+    config_fixed = fixed_fields("mixtral", router_jitter_noise=(0.0, None))

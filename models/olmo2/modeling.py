@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.core.feed_forward import Aux
 from liger_jax.models.llama import LlamaConfig
-from liger_jax.models.olmo2.params import FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,4 +60,4 @@ class Olmo2ForCausalLM(CausalLM):
 
     layer = Olmo2Layer
     config_type = Olmo2Config
-    config_fixed = FIXED
+    config_fixed = fixed_fields("olmo2")

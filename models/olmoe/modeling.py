@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.core.experts import EXPERTS, Experts, misfits
 from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
-from liger_jax.models.olmoe.params import FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,4 +75,4 @@ class OlmoeForCausalLM(LlamaForCausalLM):
     """
 
     config_type = OlmoeConfig
-    config_fixed = FIXED
+    config_fixed = fixed_fields("olmoe", clip_qkv=(None,))

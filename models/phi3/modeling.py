@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
-from liger_jax.models.phi3.params import FIXED
 from liger_jax.ops import LongRope
 
 
@@ -65,4 +65,4 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     """
 
     config_type = Phi3Config
-    config_fixed = FIXED
+    config_fixed = fixed_fields("phi3", resid_pdrop=(0.0,), embd_pdrop=(0.0,))

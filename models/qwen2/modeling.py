@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
-from liger_jax.models.qwen2.params import FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,4 +55,4 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     """
 
     config_type = Qwen2Config
-    config_fixed = FIXED
+    config_fixed = fixed_fields("qwen2")

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import ClassVar
 
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.qwen2 import Qwen2Config
-from liger_jax.models.qwen3.params import FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,4 +37,4 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     """
 
     config_type = Qwen3Config
-    config_fixed = FIXED
+    config_fixed = fixed_fields("qwen3")

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.core.experts import EXPERTS, Experts, misfits
 from liger_jax.models.core.feed_forward import DENSE
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.qwen3 import Qwen3Config
-from liger_jax.models.qwen3_moe.params import FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,4 +102,4 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
             )
         super().__init__(config, scan_layers=scan_layers, **options)
 
-    config_fixed = FIXED
+    config_fixed = fixed_fields("qwen3_moe")

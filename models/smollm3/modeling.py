@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
-from liger_jax.models.smollm3.params import FIXED
 from liger_jax.ops import RopeScaling
 
 _WITHOUT_ROPE = "_without_rope"  # end of the name of an attention that does not rotate
@@ -104,4 +104,4 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     """
 
     config_type = SmolLM3Config
-    config_fixed = FIXED
+    config_fixed = fixed_fields("smollm3")

@@ -29,12 +29,11 @@ from liger_jax.models import (
     Qwen2ForCausalLM,
 )
 from liger_jax.models.hugging_face import config_json, saving, source, weights
-from liger_jax.models.llama.params import FIXED
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first
 
-read_llama = functools.partial(config_json.read, config_type=LlamaConfig, fixed=FIXED)
+read_llama = functools.partial(config_json.read, config_type=LlamaConfig, fixed=LlamaForCausalLM.config_fixed)
 ROPES = [
     None,
     LinearRope(2.0),
@@ -94,7 +93,9 @@ def test_parameters_and_computation_get_the_dtypes_asked_for(tmp_path, rng):
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: type(rope).__name__)
 def test_config_is_read_back(rope):
     config = dataclasses.replace(CONFIG, rope_scaling=rope)
-    values = json.loads(json.dumps(config_json.write(config, FIXED, "LlamaForCausalLM", "float32")))
+    values = json.loads(
+        json.dumps(config_json.write(config, LlamaForCausalLM.config_fixed, "LlamaForCausalLM", "float32"))
+    )
     assert read_llama(values) == config
 
 

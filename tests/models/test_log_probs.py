@@ -12,9 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.losses import policy_token_loss
-from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, KernelOptions, LlamaConfig
+from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, KernelOptions, LlamaConfig, LlamaForCausalLM
 from liger_jax.models.hugging_face import config_json
-from liger_jax.models.llama.params import FIXED
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first
 
@@ -115,10 +114,10 @@ def test_logit_scale_reaches_logits_losses_and_log_probs(fused, tokens):
 
 
 def test_config_json_has_it_under_cohere_s_name_and_granite_s():
-    read = functools.partial(config_json.read, config_type=LlamaConfig, fixed=FIXED)
+    read = functools.partial(config_json.read, config_type=LlamaConfig, fixed=LlamaForCausalLM.config_fixed)
     assert read({"logit_scale": 0.0625}).logit_scale == 0.0625
     assert read({"logits_scaling": 8}).logit_scale == 0.125
-    write = lambda config: config_json.write(config, FIXED, "LlamaForCausalLM", "float32")
+    write = lambda config: config_json.write(config, LlamaForCausalLM.config_fixed, "LlamaForCausalLM", "float32")
     assert "logit_scale" not in write(LlamaConfig())
     assert read(write(LlamaConfig(logit_scale=0.5))).logit_scale == 0.5
     with pytest.raises(ValueError, match="logits_scaling=0 must be a finite float32 above 0"):
