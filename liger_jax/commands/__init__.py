@@ -13,7 +13,6 @@ from liger_jax.commands._errors import training_errors as training_errors
 from liger_jax.commands._errors import user_errors as user_errors
 from liger_jax.commands._errors import writable_folder as writable_folder
 from liger_jax.commands._files import read_texts as read_texts
-from liger_jax.commands._hub import retries_reported_once
 from liger_jax.commands._parser import Parser
 from liger_jax.training import processes, waiting
 from liger_jax.training.listening import OutputError, output_needed
@@ -42,7 +41,11 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
         with output_needed():
             args = _parsers()[0].parse_args(argv)
             name, args.owns_process = f" {args.command}", owns_process
-            with compiled_programs_kept(args.cache is not False), _warnings.in_one_line(), retries_reported_once():
+            with (
+                compiled_programs_kept(args.cache is not False),
+                _warnings.in_one_line(),
+                _warnings.retries_reported_once(),
+            ):
                 return args.run(args)
     except OutputError as error:
         if error.is_unread:  # who reads it, such as `head`, has enough

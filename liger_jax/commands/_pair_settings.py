@@ -5,10 +5,8 @@ from typing import Any
 
 from liger_jax.commands import _pair_rows, _unpaired_rows
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._loss_options import LossOptions, of_settings
-from liger_jax.commands._preference import Preference
+from liger_jax.commands._preference import LossOptions, Preference, Unpaired, of_settings
 from liger_jax.commands._settings import Settings
-from liger_jax.commands._unpaired import Unpaired
 from liger_jax.losses.unpaired import KTO_TYPES
 
 _NO_OPTIONS = ("format", "column", "stream")  # the fields of pairs have one name each

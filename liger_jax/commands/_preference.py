@@ -1,5 +1,6 @@
-"""The losses of pairs by the names of `--loss`, from the log-probabilities of whole responses."""
+"""The losses of pairs and of single answers by the names of `--loss`, and their options."""
 
+import argparse
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 
 from liger_jax import losses
 from liger_jax.commands._errors import UserError, in_options
-from liger_jax.commands._loss_options import CPO, FREE, LossOptions, flag
-from liger_jax.losses import DPOOutput
+from liger_jax.losses import DPOOutput, KTOOutput
 from liger_jax.losses.preference import DPO_TYPES, READERS, SORTING_TYPES
 from liger_jax.losses.unpaired import KTO_TYPES
+
+CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss` calls them
+FREE = ("orpo", *CPO, "simpo")  # they need no reference
+
 
 _FAR = 1e9  # beyond every log-probability, so that what is no pair is sorted behind all pairs
 # Which losses read an option, where their functions do not say it themselves.
@@ -20,6 +24,62 @@ _READ_BY = {
     "cpo_alpha": tuple(CPO), "gamma": ("simpo",), "loss_weights": DPO_TYPES, "ld_alpha": DPO_TYPES,
     "desirable_weight": KTO_TYPES, "undesirable_weight": KTO_TYPES,
 }  # fmt: skip
+_WEIGHTS = ("desirable_weight", "undesirable_weight")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them, as in 1,0.5.") from error
+
+
+def _option(help: str, default: Any = None, **argument: Any) -> Any:
+    return dataclasses.field(default=default, metadata=dict(type=float, help=help) | argument)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """The options of a loss, which are those of its function in `losses`; `None` for the function's own default."""
+
+    # In a file of options the name is another one than that of plan's --loss.
+    loss_type: str = _option(
+        f"{', '.join((*DPO_TYPES, *FREE, *KTO_TYPES))}; or several of DPO's with commas (default: sigmoid)",
+        "sigmoid", type=str,
+    )  # fmt: skip
+    loss_weights: tuple[float, ...] | None = _option(
+        "a factor for each of several losses, with commas", type=_numbers, metavar="NUMBERS"
+    )
+    beta: float = _option(
+        "how strongly the reference binds; without one a scale, for simpo 2 to 10 (default: 0.1)", 0.1
+    )
+    label_smoothing: float | None = _option("the share of pairs that may be the wrong way round (default: 0)")
+    f_divergence: str | None = _option(
+        "reverse_kl, forward_kl, js_divergence or alpha_divergence (default: reverse_kl)", type=str
+    )
+    f_alpha: float | None = _option("of alpha_divergence (default: 0.5)")
+    discopop_tau: float | None = _option("of discopop (default: 0.05)")
+    cpo_alpha: float | None = _option("weight of the likelihood of chosen, for cpo (default: 1)")
+    gamma: float | None = _option("the margin of simpo (default: 0.5)")
+    ld_alpha: float | None = _option("weight of the tokens by which a response is longer than the other (default: 1)")
+    desirable_weight: float | None = _option("weight of good answers, for kto (default: 1)")
+    undesirable_weight: float | None = _option("weight of bad answers, for kto (default: 1)")
+
+
+def flag(name: str) -> str:
+    """An option's flag."""
+    return "--loss" if name == "loss_type" else f"--{name.replace('_', '-')}"
+
+
+def add_loss_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds an argument for each of the options."""
+    for field in dataclasses.fields(LossOptions):
+        command.add_argument(flag(field.name), dest=field.name, **field.metadata)
+
+
+def of_settings(settings: Any) -> dict[str, Any]:
+    """The options of a run by name."""
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(LossOptions)}
 
 
 class Pairs(NamedTuple):
@@ -128,3 +188,37 @@ class Preference(LossOptions):
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unpaired(LossOptions):
+    """A loss of single answers with its options."""
+
+    needs_reference = True
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value is not None and name not in ("loss_type", "beta", *_WEIGHTS):
+                raise UserError(f"{flag(name)} does not go with --loss {self.loss_type}. Leave it out.")
+        if not 0 < self.beta < math.inf:
+            raise UserError(f"--loss={self.loss_type}: --beta={self.beta} must be a finite number > 0.")
+        for name in _WEIGHTS:
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+                raise UserError(f"{flag(name)}={value} must be a finite number, at least 0.")
+
+    @property
+    def sorts(self) -> bool:
+        """Whether the loss is no sum over answers: KTO's baseline is of the whole batch."""
+        return self.needs_others
+
+    @property
+    def needs_others(self) -> bool:
+        """Whether the loss reads answers to other prompts, for its baseline."""
+        return self.loss_type == "kto"
+
+    def losses(self, log_probs: jax.Array, references: jax.Array, desirable: jax.Array, kl: jax.Array) -> KTOOutput:
+        """The losses of answers."""
+        weights = {name: getattr(self, name) for name in _WEIGHTS}
+        options: dict[str, Any] = {name: value for name, value in weights.items() if value is not None}
+        options |= {"kl": kl} if self.needs_others else {}
+        return losses.kto_loss(log_probs, references, desirable, beta=self.beta, loss_type=self.loss_type, **options)

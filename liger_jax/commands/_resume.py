@@ -1,12 +1,13 @@
 """What a training run goes on from: its checkpoints, and whether its result is there already."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from liger_jax.commands import _adapters, _longer, _output
+from liger_jax.commands import _adapters, _output
 from liger_jax.commands._decided_run import Run
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._grpo_settings import REWARD_CALL
@@ -16,6 +17,8 @@ from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.training import Checkpoints, disk, identity
 from liger_jax.training.waiting import telling
+
+GROWING = ("steps", "epochs")  # settings that may be larger when a run goes on
 
 
 def made_of(run: Run, inputs: TrainingInputs) -> dict[str, str]:
@@ -30,7 +33,7 @@ def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
     spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, run.source)]
     earlier = sorted(set.intersection(*spared))
     folder = Path(settings.out) / _output.CHECKPOINTS
-    options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep, growing=_longer.GROWING)
+    options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep, growing=GROWING)
     checkpoints = Checkpoints(folder, settings.of_the_run() | dict(made_of), **options)
     before = checkpoints.latest_settings
     if "reward" in before and REWARD_CALL not in before:
@@ -88,7 +91,7 @@ def restored(checkpoints: Checkpoints, state: Any, inputs: TrainingInputs) -> tu
         print(f"resumed at step {checkpoints.latest_step}")
     of_steps = start[1]["steps"]
     last = of_steps[-1].get("learning_rate") if of_steps else None
-    for line in _longer.lines(before, len(of_steps), last, inputs.steps, inputs.rate, inputs.data.num_in_epoch):
+    for line in longer_run(before, len(of_steps), last, inputs.steps, inputs.rate, inputs.data.num_in_epoch):
         print(line)
     return start
 
@@ -96,3 +99,33 @@ def restored(checkpoints: Checkpoints, state: Any, inputs: TrainingInputs) -> tu
 def shapes(state: Any) -> Any:
     """What a checkpoint is read by, once a state's arrays are to go: two states need not fit."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def longer_run(
+    before: Mapping[str, Any], done: int, last_rate: float | None, steps: int, rate: Callable[[int], Any], rows: int
+) -> list[str]:
+    """What a run says that goes on for longer than it was to.
+
+    >>> (line,) = longer_run({"steps": 10, "epochs": None, "batch": 2}, 10, 0.1, 20, lambda step: 0.5, 100)
+    >>> print(line[:93])
+    goes on from step 10 to 20, where it was to end at 10: the learning rate follows the schedule
+    """
+    if not done or before.get("steps", steps) >= steps:
+        return []
+    after = "" if last_rate is None else f" after {last_rate:.1e}"
+    lines = [
+        f"goes on from step {done} to {steps}, where it was to end at {before['steps']}: the learning rate follows the "
+        f"schedule of {steps} steps from here on, with {float(rate(done)):.1e}{after}"
+    ]
+    if skipped := _skipped(before, done, rows):
+        lines.append(f"{skipped} rows of the epoch that was cut off within a batch are left out, once")
+    return lines
+
+
+def _skipped(before: Mapping[str, Any], done: int, rows: int) -> int:
+    """Rows that the last step left out, since the run was to end in the middle of an epoch; the next step is full."""
+    epochs, batch = before.get("epochs"), before.get("batch", 1)
+    if epochs is None or done < before["steps"]:
+        return 0
+    rest = max(1, round(epochs * rows)) % rows
+    return min(math.ceil(rest / batch) * batch, rows) - rest

@@ -7,6 +7,8 @@ from typing import Any
 from liger_jax.commands._teacher import Teacher
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.commands._training_rows import TrainingRows, prepared
+from liger_jax.training import loss_and_accuracy, score_sums, scored_tokens
+from liger_jax.training.evaluation import mean_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,3 +55,15 @@ class Task:
     def columns(self) -> tuple[str, ...]:
         """The columns of the run's table."""
         return ("step", "loss", *self.figures, "learning_rate", "tokens_per_second", "memory_gib", *self.scored)
+
+
+# That each token is predicted from those before it.
+TEXT = Task(
+    loss=lambda settings, data: loss_and_accuracy,
+    normalizer=lambda settings, data: scored_tokens,
+    sums=lambda graph, settings, data: score_sums(graph),
+    scores=mean_scores,
+    figures=("token_accuracy",),
+    scored=("eval_loss", "eval_perplexity", "eval_token_accuracy"),
+    shown=("loss", "token_accuracy", "tokens_per_second", "memory_gib"),
+)

@@ -2,10 +2,9 @@
 
 import argparse
 import contextlib
+import importlib
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any
 
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages, user_errors
 from liger_jax.commands._settings import Settings, settings_of
@@ -13,10 +12,8 @@ from liger_jax.training import processes, signals
 from liger_jax.training.listening import listened_or_not
 
 
-def trained(
-    name: str, args: argparse.Namespace, task: Callable[[], Any], settings_type: type[Settings] = Settings
-) -> int:
-    """Trains, and prints a user's error as one sentence.
+def trained(name: str, args: argparse.Namespace, task: str, settings_type: type[Settings] = Settings) -> int:
+    """Trains for a task, such as "_pair_task.of_run", and prints a user's error as one sentence.
 
     Returns the exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
     """
@@ -56,7 +53,8 @@ def _trained(name, args, task, settings_type) -> int:
                 processes.check_same("options", settings.of_all_processes())
         if processes.is_first():
             print("".join(f"{line}\n" for line in lines), end="")
-        return _run.train(settings, task())
+        module, name_there = task.split(".")
+        return _run.train(settings, getattr(importlib.import_module(f"liger_jax.commands.{module}"), name_there))
     except UserError as error:
         print(f"liger-jax {name}:", in_one_line(error, args.options), file=sys.stderr)
         return 2

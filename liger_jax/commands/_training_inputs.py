@@ -6,14 +6,28 @@ from typing import Any
 
 import jax
 
-from liger_jax.commands import _adapters, _recipe, _token_cache, _training_rows
+from liger_jax.commands import _adapters, _token_cache, _training_rows
 from liger_jax.commands._decided_run import Run
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._prompt_rows import PromptRows
 from liger_jax.commands._settings import MOST, Settings
-from liger_jax.training import processes, rows
+from liger_jax.training import (
+    constant_schedule_with_warmup,
+    cosine_schedule_with_warmup,
+    linear_schedule_with_warmup,
+    optimizer_named,
+    processes,
+    rows,
+)
 
 RunRows = _training_rows.TrainingRows | PromptRows
+
+
+_SCHEDULES = {
+    "cosine": cosine_schedule_with_warmup,
+    "linear": linear_schedule_with_warmup,
+    "constant": constant_schedule_with_warmup,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +55,9 @@ def training_inputs(run: Run) -> TrainingInputs:
     print(data.summary)
     task.add_columns(settings, data)
     steps = _steps(settings, data)
-    rate = _recipe.schedule(settings, steps)
+    rate = schedule_of(settings, steps)
     updates = task.updates(settings)
-    optimizer = _recipe.optimizer(settings, rate if updates == 1 else lambda count: rate(count // updates))
+    optimizer = optimizer_of(settings, rate if updates == 1 else lambda count: rate(count // updates))
     rows_of = data.batches(settings, devices.own_rows(settings.batch))
     filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
     batch_of = lambda step: devices.place(filled(step))
@@ -60,3 +74,24 @@ def _steps(settings: Settings, data: RunRows) -> int:
     if number * epochs > MOST:
         raise UserError(f"--epochs={epochs} of {number:,} rows are more than {MOST:,} rows. Pass fewer.")
     return rows.num_steps(number, settings.batch, epochs)
+
+
+def schedule_of(settings: Settings, steps: int) -> Any:
+    """The learning rate of each step."""
+    share = settings.warmup
+    if share >= 1:
+        if share > steps:
+            raise UserError(f"--warmup={share:g} steps are more than the {steps} of the run. Pass fewer, or a share.")
+        share = (share - 0.5) / steps  # schedules round up: this is so many steps whatever a division leaves
+    return _SCHEDULES[settings.schedule](settings.peak_rate, steps, warm_up=share)
+
+
+def optimizer_of(settings: Settings, rate: Any) -> Any:
+    """The optimizer."""
+    return optimizer_named(
+        settings.optimizer,
+        rate,
+        weight_decay=settings.weight_decay,
+        max_norm=settings.clip or None,
+        seed=settings.seed,
+    )

@@ -11,10 +11,10 @@ from flax import nnx
 from liger_jax import losses
 from liger_jax.commands import _references
 from liger_jax.commands._pair_settings import PairSettings
+from liger_jax.commands._preference import Unpaired
 from liger_jax.commands._responses import responses, sides
 from liger_jax.commands._task import Task
 from liger_jax.commands._training_rows import TrainingRows
-from liger_jax.commands._unpaired import Unpaired
 from liger_jax.commands._unpaired_tokenizer import UnpairedTokenizer, UnpairedWithOthers
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX

@@ -1,8 +1,12 @@
-"""Warnings as a command prints them: one line each, without the line of code that gave it."""
+"""What libraries say beside a command: warnings in one line each, and tries to reach the hub once."""
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
+
+_LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
+_TRIES = ("thrown while requesting", "Retrying", "Rate limited")  # what each try is told by
 
 
 @contextlib.contextmanager
@@ -19,3 +23,35 @@ def in_one_line() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = before
+
+
+class _Once(logging.Filter):
+    """Lets the first warning of tries through."""
+
+    def __init__(self):
+        super().__init__()
+        self._reported = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if not any(words in text for words in _TRIES):
+            return True
+        if self._reported:
+            return False
+        self._reported = True
+        record.msg, record.args = f"{text.rstrip('. ')}. It is tried again for some seconds, and not told again.", ()
+        return True
+
+
+@contextlib.contextmanager
+def retries_reported_once() -> Iterator[None]:
+    """A context in which all tries to reach the hub are one warning."""
+    once = _Once()
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(once)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(once)

@@ -12,7 +12,6 @@ options, and transformers loads OUT/model or OUT/adapters.
 """
 
 import argparse
-from typing import Any
 
 from liger_jax.commands._arguments import add_data_arguments, add_training_arguments
 from liger_jax.commands._distill_settings import DistillSettings, add_teacher_arguments
@@ -34,10 +33,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and prints a user's error as one sentence."""
-    return trained("distill", args, _task, DistillSettings)
-
-
-def _task() -> Any:
-    from liger_jax.commands import _distill_task
-
-    return _distill_task.of_run
+    return trained("distill", args, "_distill_task.of_run", DistillSettings)

@@ -12,11 +12,10 @@ options, and transformers loads OUT/model or OUT/adapters.
 """
 
 import argparse
-from typing import Any
 
 from liger_jax.commands._arguments import add_row_arguments, add_training_arguments
-from liger_jax.commands._loss_options import add_loss_arguments
 from liger_jax.commands._pair_settings import PairSettings
+from liger_jax.commands._preference import add_loss_arguments
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._training_command import trained
 
@@ -34,10 +33,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and prints a user's error as one sentence."""
-    return trained("dpo", args, _task, PairSettings)
-
-
-def _task() -> Any:
-    from liger_jax.commands import _pair_task
-
-    return _pair_task.of_run
+    return trained("dpo", args, "_pair_task.of_run", PairSettings)

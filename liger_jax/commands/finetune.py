@@ -12,7 +12,6 @@ loads OUT/model or OUT/adapters.
 """
 
 import argparse
-from typing import Any
 
 from liger_jax.commands._arguments import add_data_arguments, add_training_arguments
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
@@ -34,10 +33,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tunes, and prints a user's error as one sentence."""
-    return trained("finetune", args, _task)
-
-
-def _task() -> Any:
-    from liger_jax.commands import _text_task
-
-    return _text_task.TASK
+    return trained("finetune", args, "_task.TEXT")

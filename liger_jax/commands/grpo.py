@@ -10,7 +10,6 @@ each a list over the whole batch, and returns a number for each completion.
 """
 
 import argparse
-from typing import Any
 
 from liger_jax.commands._arguments import add_rope_argument, add_training_arguments
 from liger_jax.commands._grpo_settings import ADVANTAGES, CORRECTIONS, LEVELS, LOSS_TYPES, GrpoSettings
@@ -55,10 +54,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and prints a user's error as one sentence."""
-    return trained("grpo", args, _task, GrpoSettings)
-
-
-def _task() -> Any:
-    from liger_jax.commands import _grpo_task
-
-    return _grpo_task.TASK
+    return trained("grpo", args, "_grpo_task.TASK", GrpoSettings)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,14 +15,19 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from liger_jax.models import quantized
+from liger_jax.models.core.config_fields import short
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.stretched import stretched
-from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
+from liger_jax.models.hugging_face import checkpoint, config_json, saving, weights
 from liger_jax.models.hugging_face.names import no_attribute, refusing_foreign_names
 from liger_jax.models.hugging_face.source import Source, find, tokenizer_files
+from liger_jax.models.hugging_face.weights import EMBEDDING
 
 Model = TypeVar("Model", bound="Pretrained")
+
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 class Pretrained(nnx.Module):
@@ -107,7 +113,7 @@ class Pretrained(nnx.Module):
         folder = source.folder
         config, stored_dtype, kept = _described(cls, source)
         config = config if length is None else stretched(config, length, rope_scaling)
-        config_in_files.check(config, weights.shapes(folder), folder)
+        _check_shapes(config, weights.shapes(folder), folder)
         if config.tie_word_embeddings and weights.has_a_head_of_its_own(folder):
             warnings.warn(
                 f"from_pretrained: config.json of {folder} says tie_word_embeddings, and the files hold a head that "
@@ -212,3 +218,20 @@ def _described(model_class: Any, source: Source) -> tuple[Any, str, checkpoint.K
     config: Any = config_json.read(source.config, model_class.config_type, model_class.config_fixed, source.path)
     own = config_json.write(config, model_class.config_fixed, model_class.__name__, source.dtype)
     return config, source.dtype, source.kept(own)
+
+
+def _check_shapes(config: Any, shapes: Mapping[str, tuple[int, ...]], folder: pathlib.Path) -> None:
+    """Raises an error if a config does not belong to these tensors.
+
+    `weights.read` compares all other names and shapes with the model's own.
+    """
+    wrong, count = [], config.num_hidden_layers
+    layers = sorted({int(match[1]) for match in map(_LAYER.match, shapes) if match})
+    if layers != list(range(count)):
+        wrong.append(f"num_hidden_layers={count}, and the tensors are of {len(layers)} layers: {short(layers)}")
+    if EMBEDDING in shapes and shapes[EMBEDDING][:1] != (config.vocab_size,):
+        wrong.append(f"vocab_size={config.vocab_size}, and {EMBEDDING} has the shape {shapes[EMBEDDING]}")
+    if wrong:
+        raise ValueError(
+            f"from_pretrained: config.json of {folder} says {'; '.join(wrong)}. Does it belong to these weights?"
+        )

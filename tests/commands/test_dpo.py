@@ -253,7 +253,7 @@ def test_pairs_whose_scores_say_the_opposite_are_counted(source, tmp_path, capsy
 def test_what_a_sample_says_can_be_seen(tokens, told, source):
     tokenizer = PairTokenizer(source, 320, [])
     ids = [number for text in tokens for number in tokenizer._tokenizer.encode(text).ids]
-    assert _samples._told(tokenizer, ids) == told
+    assert _samples._decoded(tokenizer, ids) == told
 
 
 @pytest.mark.parametrize("asked", ["one two three four", [{"role": "user", "content": "one two three four"}]])

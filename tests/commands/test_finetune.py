@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import UserError, _log, _recipe, _run_loop, main
+from liger_jax.commands import UserError, _log, _run_loop, _training_inputs, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
@@ -275,7 +275,7 @@ def test_the_optimizer_is_the_one_that_is_asked_for(source, tmp_path, capsys, mo
     def asked(name, rate, **options):
         raise UserError(f"asked for {name}")
 
-    monkeypatch.setattr(_recipe, "optimizer_named", asked)
+    monkeypatch.setattr(_training_inputs, "optimizer_named", asked)
     assert chat(source, tmp_path, "--optimizer", "adamw8bit") == 2
     assert "asked for adamw8bit" in capsys.readouterr().err
 

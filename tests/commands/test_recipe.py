@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import pytest
 
-from liger_jax.commands import UserError, _recipe
+from liger_jax.commands import UserError, _training_inputs
 from liger_jax.commands._settings import Settings
 
 
 def rates(steps, **options):
-    rate = _recipe.schedule(Settings("model", "data", learning_rate=2.0, **options), steps)
+    rate = _training_inputs.schedule_of(Settings("model", "data", learning_rate=2.0, **options), steps)
     return [round(float(rate(step)), 4) for step in range(steps)]
 
 
@@ -29,7 +29,7 @@ def test_warmup_is_a_share_of_the_steps_or_their_number(steps):
 
 def test_weight_decay_and_clip_reach_the_optimizer():
     def update(scale, **options):
-        optimizer = _recipe.optimizer(Settings("model", "data", **options), 1.0)
+        optimizer = _training_inputs.optimizer_of(Settings("model", "data", **options), 1.0)
         params = {"kernel": jnp.ones((2, 2))}
         grads = {"kernel": jnp.full((2, 2), scale)}
         state = optimizer.init(params)

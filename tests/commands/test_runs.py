@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import _longer, main
+from liger_jax.commands import _resume, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face import source
 from liger_jax.training import cosine_schedule_with_warmup, lock
@@ -122,7 +122,7 @@ def test_more_steps_or_epochs_go_on_from_a_finished_run(command, finished, capsy
 
 def test_a_run_of_part_of_an_epoch_says_which_rows_its_longer_run_leaves_out():
     before = {"steps": 3, "epochs": 1.3, "batch": 8}
-    lines = functools.partial(_longer.lines, before, steps=4, last_rate=0.1, rate=lambda step: 0.2, rows=10)
+    lines = functools.partial(_resume.longer_run, before, steps=4, last_rate=0.1, rate=lambda step: 0.2, rows=10)
     assert lines(done=3)[1:] == ["5 rows of the epoch that was cut off within a batch are left out, once"]
     assert lines(done=2)[1:] == [] and lines(done=0) == [] and lines(done=3, steps=3) == []
 

@@ -10,7 +10,7 @@ import pytest
 from liger_jax.commands import _data, _references, _training_rows, _unpaired_rows, _unpaired_task, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
-from liger_jax.commands._unpaired import Unpaired
+from liger_jax.commands._preference import Unpaired
 from liger_jax.commands._unpaired_rows import document
 from liger_jax.commands._unpaired_tokenizer import UnpairedTokenizer, UnpairedWithOthers, _others
 from tests.commands import _tiny
