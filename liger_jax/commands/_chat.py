@@ -201,7 +201,7 @@ def _forms(messages: Sequence[Any]) -> Iterator[tuple[list[Any], bool]]:
 
     An answer that only calls tools has no content, an empty one or `None`. A call's arguments are an object or JSON.
     """
-    calls = [_function(call) for message in messages for call in message.get("tool_calls") or ()]
+    calls = [call.get("function") or call for message in messages for call in message.get("tool_calls") or ()]
     is_bare = any(message.get("tool_calls") and message.get("content") is None for message in messages)
     others = {str: _jinja.parsed_arguments, dict: lambda value: json.dumps(value, ensure_ascii=False)}
     kinds = [kind for kind in others if any(isinstance(call.get("arguments"), kind) for call in calls)]
@@ -226,7 +226,3 @@ def _changed(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str,
     if "function" in call:
         return {**call, "function": _changed(call["function"], change)}
     return {**call, "arguments": change(call["arguments"])} if "arguments" in call else dict(call)
-
-
-def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    return call.get("function") or call

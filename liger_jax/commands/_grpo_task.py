@@ -1,7 +1,7 @@
 """What `liger-jax grpo` trains for: that completions which are better than their group become likelier."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -76,23 +76,12 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
     return loss
 
 
-def _denominators(batch: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The loss's, and the number of tokens."""
-    return batch["denominator"], batch["num_tokens"]
-
-
-def _prompt_loss(totals: Sequence[float]) -> dict[str, float]:
-    """The mean loss of prompts, which says whether the parameters are finite."""
-    loss, _, tokens = totals
-    return {"eval_loss": loss / max(tokens, 1.0)}
-
-
 TASK = Task(
     prepared=_prompt_rows.prepared,
     loss=policy_loss,
-    normalizer=lambda settings, data: _denominators,
+    normalizer=lambda settings, data: lambda batch: (batch["denominator"], batch["num_tokens"]),
     sums=lambda graph, settings, data: score_sums(graph),
-    scores=_prompt_loss,
+    scores=lambda totals: {"eval_loss": totals[0] / max(totals[2], 1.0)},  # which says whether parameters are finite
     figures=(
         "reward", "reward_std", "frac_reward_zero_std", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", DIFFERENCE,
         "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",

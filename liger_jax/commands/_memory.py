@@ -87,7 +87,7 @@ def fitted(
 def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
     """The run with what was left to it: the first choice that fits every process's devices and host, else as it is."""
     counts, remats = [run.micro_batches], [run.remat]
-    if settings.may_be_parted:
+    if settings.micro_batches is None and not settings.takes_whole_batches:
         counts = [n for n in range(1, run.batch + 1) if run.batch % (n * run.batch_devices) == 0]
     if settings.remat is None and run.target.platform != "cpu":
         config = run.model.config
@@ -114,8 +114,8 @@ def gib(size: int) -> str:
 
 def _cure(run: Run, needed: int, frozen: str, beside: int, whole: bool) -> str:
     """A sentence that says what makes the run fit; with `whole`, other than more micro-batches."""
-    larger = _with_more_of_the_device(run, needed)
-    if larger is not None:
+    known = devices.target(run.target.name) if run.target.name in devices.GPUS else None
+    if known is not None and (larger := known.fraction_for(needed)) is not None:
         return f"Let JAX take more of the device: XLA_PYTHON_CLIENT_MEM_FRACTION={larger}."
     ladder = list(advice.changes(run, frozen=frozen, whole=whole))
     fitting = advice.cheapest(run, ladder)
@@ -134,10 +134,3 @@ def _near(needed: int, capacity: int) -> str:
         " An estimate may be off by more than what is missing: liger-jax plan --level compiled asks the compiler, and "
         "--risk-memory begins nevertheless."
     )
-
-
-def _with_more_of_the_device(run: Run, needed: int) -> float | None:
-    """The share of a known GPU's memory with which the run fits; `None` if no share is enough, or on other devices."""
-    if run.target.name not in devices.GPUS:
-        return None
-    return devices.target(run.target.name).fraction_for(needed)

@@ -175,7 +175,9 @@ class Rewards:
             print(f"liger-jax grpo: {self._too_long(names, when)} It catches every interruption.", file=sys.stderr)
 
         def moved(folder: str) -> None:
-            self._tell(f"the reward {names} has left the current folder for {folder}; {self._stays}")
+            self._tell(
+                f"the reward {names} has left the current folder for {folder}; the run goes back to {self._home}"
+            )
 
         with self._failures(rewards, when, lines), folder_kept(self._home, moved), limited(self._seconds + later, last):
             yield
@@ -209,10 +211,6 @@ class Rewards:
             f"The reward {names} has not come to an end {when} within --reward-timeout={self._seconds:g} seconds. Mend "
             "it, or pass a longer one."
         )
-
-    @property
-    def _stays(self) -> str:
-        return f"the run goes back to {self._home}"
 
     def _tell(self, line: str) -> None:
         if line not in self._printed:

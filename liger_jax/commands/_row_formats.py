@@ -87,10 +87,6 @@ def _of_text(where: str, values: Row) -> Document:
     return Document(where, values["text"])
 
 
-def _of_messages(where: str, values: Row) -> Document:
-    return conversation(where, values, values["messages"])
-
-
 def _of_sharegpt(where: str, values: Row) -> Document:
     names = [name for name in CONVERSATIONS if name in values]
     if len(names) > 1:
@@ -259,7 +255,10 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 FORMATS: dict[str, tuple[Callable[[Row], bool], Callable[[str, Row], Document]]] = {  # whether a row is, and what it is
-    "messages": (lambda row: "messages" in row, _of_messages),
+    "messages": (
+        lambda row: "messages" in row,
+        lambda where, values: conversation(where, values, values["messages"]),
+    ),
     "sharegpt": (
         lambda row: any(not isinstance(parsed(row.get(name, "")), str) for name in CONVERSATIONS),
         _of_sharegpt,

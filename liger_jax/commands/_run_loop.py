@@ -63,7 +63,9 @@ def loop(
     samples = _samples.Samples(held, inputs.tokenizer, longest, unit)
     batch_of = inputs.batch_of
     return Loop(
-        step=_loop_step(rollouts, graph, step, frozen),
+        step=lambda state, batch: (
+            step(state, batch, frozen) if rollouts is None else rollouts.step(graph, step, state, batch, frozen)
+        ),
         batch_of=batch_of if rollouts is None else lambda step: {**batch_of(step), "number": np.int32(step)},
         steps=inputs.steps,
         checkpoints=checkpoints,
@@ -91,10 +93,3 @@ def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
         if not done or loop.checkpoints is None or loop.checkpoints.latest_step != done:
             raise
         raise UserError(f"{error} Step {done} is saved, and the same command goes on from there.") from error
-
-
-def _loop_step(rollouts: Any, graph: Any, step: Any, frozen: Any) -> Any:
-    """A step of the loop, from the compiled one."""
-    if rollouts is None:
-        return lambda state, batch: step(state, batch, frozen)
-    return lambda state, batch: rollouts.step(graph, step, state, batch, frozen)

@@ -216,11 +216,6 @@ class Settings:
         return False
 
     @property
-    def may_be_parted(self) -> bool:
-        """Whether the run may choose the number of micro-batches."""
-        return self.micro_batches is None and not self.takes_whole_batches
-
-    @property
     def peak_rate(self) -> float:
         """The peak of the learning rate."""
         return self.learning_rate or (1e-5 if self.lora is None else 2e-4)

@@ -134,11 +134,6 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
     return settings, _training_rows.tokenizer(checkpoint, _long_rows.stretched_for(settings, model), kind)
 
 
-def _command(settings: Settings) -> str:
-    """The name of the command that the run is of."""
-    return "dpo" if isinstance(settings, PairSettings) else "finetune"
-
-
 def _laid(
     settings: Settings, tokenizer: Tokenizer, place: Path, refused: dict[str, UserError] | None
 ) -> tuple[_training_rows.TrainingRows | None, int]:
@@ -153,7 +148,7 @@ def _laid(
     if len(train) == train.together and settings.share_held_out:
         settings = dataclasses.replace(settings, eval_share=0.0)
         print(
-            f"The data is one {train.kind}, so that nothing can be held out. {_command(settings)} needs --eval-share 0."
+            f"The data is one {train.kind}, so that nothing can be held out. {settings.command} needs --eval-share 0."
         )
     data = _training_rows.lay(settings, train, scored)
     print(data.summary, f"scored: {train.num_scored(data.rows.pieces):,} of the tokens to train on", sep="\n")

@@ -58,7 +58,7 @@ class Traced(str):
 
     def __new__(cls, parts: Iterable[Part] | str):
         if isinstance(parts, str):  # Jinja's sandbox makes the result of `format` so
-            parts = _of_nobody(parts)
+            parts = (Part(parts, Origin(NOBODY, "", at=None)),)
         parts = list(parts)
         return cls._of("".join(part.text for part in parts), parts)
 
@@ -215,10 +215,6 @@ def traced(value: Any, origin: Origin) -> Any:
 def parts_of(text: str) -> Sequence[Part]:
     """What a string consists of."""
     return _parts(text)
-
-
-def _of_nobody(text: str) -> tuple[Part, ...]:
-    return (Part(text, Origin(NOBODY, "", at=None)),)
 
 
 def _parts(text: Any) -> Sequence[Part]:

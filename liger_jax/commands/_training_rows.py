@@ -165,7 +165,8 @@ def tokens_of(
     if not tokens.meta["count"] and not refused:
         raise _data.no_text([part.name for part in parts], flag)
     if not len(tokens) and not refused:
-        raise _nothing_left(tokens.meta)
+        only_empty = [*tokens.meta["unused"]] == [NO_TOKEN]
+        raise nothing_to_train_on(() if only_empty else _unused(tokens.meta))
     encoder.add_marks(tokens.marks)
     for line in (*filter(None, [_data.unread(frozenset(tokens.meta["unread"]))]), *tokens.meta["notes"]):
         print(line)
@@ -223,11 +224,6 @@ def _unused(meta: Mapping[str, Any]) -> list[str]:
         first = ", ".join(meta["first_unused"][what])
         lines.append(f"{have} {what}, and no row: {first}{', …' if unused > 3 else ''}")
     return lines
-
-
-def _nothing_left(meta: Mapping[str, Any]) -> UserError:
-    """The error for data all of which is left out."""
-    return nothing_to_train_on(() if [*meta["unused"]] == [NO_TOKEN] else _unused(meta))
 
 
 def _key(settings: Settings, encoder: Tokenizer, parts: Sequence[_sources.Part], loaded: Mapping[str, Any]) -> str:

@@ -69,15 +69,11 @@ def num_tokens(batch: Any) -> int:
     if not isinstance(batch, Mapping):
         return batch.size
     name = next((name for name in MASKS if name in batch), "labels")
-    count = _num_up_to_labels if name == "labels" else _num_not_zero
+    count = _num_up_to_labels if name == "labels" else lambda mask, xp: xp.count_nonzero(mask)
     values = batch[name]
     if isinstance(values, jax.Array) and not values.is_fully_addressable:  # other processes have a part of it
         return int(jax.jit(count, static_argnums=1)(values, jnp))
     return int(count(np.asarray(values), np))
-
-
-def _num_not_zero(mask, xp):
-    return xp.count_nonzero(mask)
 
 
 def _num_up_to_labels(labels, xp):

@@ -118,7 +118,7 @@ class LlamaConfig:
         return scaling.original_max_position_embeddings if isinstance(scaling, LongRope) else None
 
     def type_of_layer(self, i: int) -> str:
-        """The type of a layer, if the config has no `layer_types`.
+        """The type of a layer, if the config has no `layer_types`: all layers slide, or none.
 
         Args:
             i: the layer's number.
@@ -126,7 +126,7 @@ class LlamaConfig:
         Returns:
             The type, "full_attention" or "sliding_attention".
         """
-        return "full_attention"
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
 
     def attention_of(self, i: int) -> str:
         """The kind of a layer's attention. Layers of one kind have the same window and the same rotary embedding.

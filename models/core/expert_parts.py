@@ -42,7 +42,7 @@ def own_experts(parts: Any, x: jax.Array, info: ParameterInfo, config: Any) -> j
 
     Returns the parameter of this device's experts and columns. The bias of a sum over devices is this device's share.
     """
-    experts, is_down = config.experts, _is_of_down(info)
+    experts, is_down = config.experts, any(name.startswith("down") for name in info.name.split("."))
     other = _other_axis(parts, info, experts.count, experts.width if is_down else config.hidden_size)
     if other is not None and parts.others:
         x = jax.lax.all_gather(x, parts.others, axis=other, tiled=True)
@@ -71,7 +71,3 @@ def _other_axis(parts: Any, info: ParameterInfo, count: int, in_width: int) -> i
     if info.kind == "experts":
         return info.out_axis if in_width % (parts.size * parts.others_size) else info.in_axis
     return None if info.kind in ("experts_lora_a", "experts_lora_b") else info.out_axis  # blocks of codes stay whole
-
-
-def _is_of_down(info: ParameterInfo) -> bool:
-    return any(part.startswith("down") for part in info.name.split("."))

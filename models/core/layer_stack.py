@@ -182,7 +182,8 @@ class LayerStack:
         graphdefs, groups = {}, {}
         for kind in self.stacked:
             graphdefs[kind], state = nnx.split(layers if len(self.stacked) == 1 else layers[kind])
-            groups[kind] = _in_groups(state, feed_forwards.count(kind))
+            size = feed_forwards.count(kind)
+            groups[kind] = jax.tree.map(lambda leaf, size=size: leaf.reshape(-1, size, *leaf.shape[1:]), state)
         # The scan's loop already separates the recomputation from the forward, so no barriers are needed.
         calls = [
             self._layer_call(
@@ -223,11 +224,6 @@ def _made_by(gathered: Callable[[Any, Any], Any], dropout_words: Any) -> Callabl
 def _made(make_layer: Callable[[str, nnx.Rngs], nnx.Module], feed_forward: str, keys: Any) -> nnx.Module:
     """One layer, with parameters stacked for each of the keys."""
     return nnx.vmap(lambda key: make_layer(feed_forward, nnx.Rngs(key)))(keys)
-
-
-def _in_groups(state: Any, size: int) -> Any:
-    """Arrays (layers, ...) as (groups, size, ...)."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), state)
 
 
 def pattern_length(kinds: Sequence[Any]) -> int:

@@ -29,10 +29,6 @@ class MistralConfig(LlamaConfig):
 
     never: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
-    def type_of_layer(self, i: int) -> str:
-        """All layers slide, or none."""
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
-
 
 class MistralForCausalLM(LlamaForCausalLM):
     """Mistral with a language-model head and its loss; arguments and call are `CausalLM`'s, with a `MistralConfig`.

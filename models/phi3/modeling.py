@@ -42,10 +42,6 @@ class Phi3Config(LlamaConfig):
     rope_defaults: ClassVar[Mapping[str, Any]] = {"original_max_position_embeddings": 4096}
     rope_aliases: ClassVar[Mapping[str, str]] = {"su": "longrope", "yarn": "longrope"}
 
-    def type_of_layer(self, i: int) -> str:
-        """All layers slide, or none."""
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
-
     def _misfits(self) -> Iterator[str]:
         yield from super()._misfits()
         if not isinstance(self.rope_scaling, LongRope | None):
