@@ -1,7 +1,7 @@
 """What the site has beside docs/: files of the repository that pages link to, and the names of the reference.
 
 A link of a page is relative to its file in the repository, so that it works where that is browsed, too. On the site,
-docs/ is the root, and the files in `COPIED` lie there under their own paths: programs as pages that show their text.
+docs/ is the root, and the files in `COPIED` are there under their own paths: programs as pages that show their text.
 """
 
 import importlib

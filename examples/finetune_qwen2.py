@@ -1,4 +1,4 @@
-"""Fine-tunes Qwen2 on text files: `liger-jax finetune` with a model and a folder of its own.
+"""Fine-tunes Qwen2 on text files: `liger-jax finetune` with a model and its own folder.
 
     python -m examples.finetune_qwen2 --data 'books/*.txt'
     python -m examples.finetune_qwen2 --data 'letters/*.txt' --pack --lora 16  # all options of the command

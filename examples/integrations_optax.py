@@ -3,7 +3,7 @@
     python -m examples.integrations_optax
 
 `make_step` takes any optax transformation, and 8-bit AdamW is one like others. A layer's weights are stacked over the
-layers, so that Muon has to be told which two axes are a matrix. `optax.partition` gives each part of a model its own
+layers, so that Muon has to be given which two axes are a matrix. `optax.partition` gives each part of a model its own
 optimizer, and the state of a part that is frozen is empty.
 """
 

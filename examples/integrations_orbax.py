@@ -31,7 +31,7 @@ CONFIG = LlamaConfig(
 
 
 def types_on(mesh, state, optimizer):
-    """The arrays that orbax is to make: shapes, dtypes, and how they lie on a mesh."""
+    """The arrays that orbax is to make: shapes, dtypes, and how they are sharded over a mesh."""
     typed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     return jax.tree.map(typed, state, LAYOUT.shardings(state, mesh, optimizer))
 

@@ -162,11 +162,11 @@ class CausalLM(Pretrained):
             return_metrics: also return accuracy and, for each position, argmax token, largest logit and log-normaliser.
             positions: rotary positions; `None` for 0, 1, 2, …
             segment_ids: attention and loss stay within equal ids of a packed row. Documents count from 1. 0 is padding,
-                which stands behind them and is not scored.
+                which follows them and is not scored.
             attention_mask: 0 where a token is padding; no other token sees it, and its id may be any. Labels decide
                 what is scored, not this mask.
-            token_mask: 0 at padding behind the tokens of a row, which see none of it: attention needs no mask. Routers
-                of a mixture count tokens, and not padding, however it is told; nothing else reads this.
+            token_mask: 0 at padding after the tokens of a row, which see none of it: attention needs no mask. Routers
+                of a mixture count tokens, and not padding, however it is marked; nothing else reads this.
             cache: an `init_cache`, or an earlier call's cache. These tokens follow the tokens in it and see them.
                 Windows and default positions then count tokens only. Padding may be on the left or on the right.
 

@@ -30,8 +30,8 @@ class QuantizedParam(nnx.Variable):
 def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = False) -> Model:
     """Quantises the weights of all projections and experts, in place, one after another.
 
-    Embeddings, norms, biases and routers keep their dtype. Blocks lie along a projection's input, as in bitsandbytes.
-    On a mesh each block lies whole on one device: an axis that splits a dense kernel's input splits the codes' output.
+    Embeddings, norms, biases and routers keep their dtype. Blocks run along a projection's input, as in bitsandbytes.
+    On a mesh each block is whole on one device: an axis that splits a dense kernel's input splits the codes' output.
 
     Args:
         model: a model of `liger_jax.models`, before `add_lora`. Weights that are quantised already stay.

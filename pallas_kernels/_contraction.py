@@ -1,6 +1,6 @@
 """Fused multiply-adds in Pallas-Triton.
 
-When XLA compiles a Triton kernel, each product and each sum is an instruction of its own. Other users of Triton
+When XLA compiles a Triton kernel, each product and each sum is a separate instruction. Other users of Triton
 contract the two into one. Without that a norm's backward issues a third more instructions, and memory waits for them.
 """
 

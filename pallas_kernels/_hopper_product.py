@@ -161,7 +161,7 @@ def _numbers(factors: Factors, epilogue: Epilogue) -> dict[str, jax.Array]:
 
 
 def _read(name: str, ref: Any) -> Any:
-    """A number from device memory. All but the flag are places, which lie at whole pieces."""
+    """A number from device memory. All but the flag are places, which are at whole pieces."""
     return ref[0] if name == "flag" else pl.multiple_of(ref[0], 64)
 
 

@@ -1,4 +1,4 @@
-"""Which devices a test's mesh lies on, and how the workers of a run share the cards."""
+"""Which devices a test's mesh is on, and how the workers of a run share the cards."""
 
 import contextlib
 import os

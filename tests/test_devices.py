@@ -1,4 +1,4 @@
-"""How the workers of a run share the cards, and where a test's mesh lies."""
+"""How the workers of a run share the cards, and where a test's mesh is."""
 
 import os
 

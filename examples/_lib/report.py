@@ -48,7 +48,7 @@ def curves(panels: dict[str, dict[str, tuple[Sequence[float], list[float]]]], ti
     figure = Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
     for axes, (quantity, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for style, (name, (steps, values)) in zip(itertools.cycle(["-", "--", ":"]), lines.items(), strict=False):
-            axes.plot(steps, values, style, linewidth=1.5, label=name)  # curves that lie on each other show
+            axes.plot(steps, values, style, linewidth=1.5, label=name)  # curves that are on each other show
         axes.set(xlabel="step", ylabel=quantity)
         axes.legend()
         axes.grid(alpha=0.3)

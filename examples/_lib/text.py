@@ -30,8 +30,8 @@ class Text:
 
     Attributes:
         train: (tokens,) int32, document after document.
-        ends: (documents,) integers, the place behind each document's last token. A document is a file, or the part of
-            one that lies between two held-out pieces.
+        ends: (documents,) integers, the place after each document's last token. A document is a file, or the part of
+            one that is between two held-out pieces.
         held_out: (tokens,) int32, from other pieces of the text.
         vocab_size: number of entries in the vocabulary.
         source: what the text is, in words.

@@ -86,7 +86,7 @@ def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
     add("--steps", type=int, help="training steps, in the place of --epochs")
     add("--learning-rate", type=float, help=f"the peak (default: {rate})")
     add("--optimizer", choices=OPTIMIZERS, help="adamw8bit holds its moments in 8 bits (default: adamw)")
-    add("--schedule", choices=SCHEDULES, help="of the rate behind its peak (default: cosine, down to a tenth)")
+    add("--schedule", choices=SCHEDULES, help="of the rate after its peak (default: cosine, down to a tenth)")
     add("--warmup", type=float, help="share of the steps in which the rate rises, or their number (default: 0.03)")
     add("--weight-decay", type=float, help="share of a weight that a step of rate 1 takes away (default: 0.01)")
     add("--clip", type=float, help="largest norm of a gradient, 0 for any (default: 1)")

@@ -1,7 +1,7 @@
 """Conversations by a tokenizer's chat template, and which part of the text the assistant wrote.
 
 Some templates mark the assistant's words by `{% generation %}`, and the marks decide. With any other template, an
-answer stands where the template prints its message, behind the prompt.
+answer stands where the template prints its message, after the prompt.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Rendered(NamedTuple):
 
     text: str  # the text
     spans: list[tuple[int, int]]  # where each answer that is trained on begins and ends; none of a prompt
-    behind: str  # what the template prints behind the words of the last of these answers, up to its end
+    behind: str  # what the template prints after the words of the last of these answers, up to its end
     own_words: Set[str]  # what the template itself prints within these answers, as between thoughts and a content
     missing: list[str]  # what the template leaves out beside answers, as `_left_out.of` says it
 
@@ -58,7 +58,7 @@ class ChatTemplate:
         self._environment, self._source = _jinja.Environment(), source
         try:
             self._template, self._has_marks = self._environment.template(source)
-        except Exception as error:  # a template becomes Python, which has limits of its own
+        except Exception as error:  # a template becomes Python, which has its own limits
             raise UserError(f"The tokenizer's chat template cannot be read: {error}.") from error
         self._special_tokens = dict(special_tokens)
         self.notes = Notes()

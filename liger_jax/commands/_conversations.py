@@ -18,7 +18,7 @@ from liger_jax.commands._pieces import failures
 from liger_jax.commands._row_formats import ROLES
 
 _PLAIN = 2 * [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-_MOST_SEEN = 10_000  # texts; a template may print a tool's numbers behind an answer
+_MOST_SEEN = 10_000  # texts; a template may print a tool's numbers after an answer
 
 
 _KNOWN = ("system", "user", "assistant", "tool")
@@ -73,7 +73,7 @@ class Conversations:
         """Notes what ends answers."""
         is_last = messages[-1]["role"] == "assistant" and is_trained(messages[-1])
         earlier, last = (ends[:-1], ends[-1:]) if is_last else (ends, [])
-        # A mark that is no special token may end a tool's call, behind which another call may follow. The answer's own
+        # A mark that is no special token may end a tool's call, after which another call may follow. The answer's own
         # last token ends nothing, unless it is a special one.
         has_calls = any(message.get("tool_calls") for message in messages)
         self.marks["earlier"] |= (self._special if has_calls else self._added) & {*earlier}

@@ -1,4 +1,4 @@
-"""What a run of `liger-jax distill` is told, beside what every training run is."""
+"""The options of `liger-jax distill`, beside those of every training run."""
 
 import argparse
 import dataclasses

@@ -19,7 +19,7 @@ class Document:
     unread: frozenset[str] = frozenset()  # fields that look as if they chose what is trained on, and do not
     prompt: str | None = None  # what stands before the text and is not trained on; `None` where there is no prompt
     path: Path | None = None  # the file of a text that is too long to be held in memory, which then is not in `text`
-    # The other answer, behind the same prompt, where this is the chosen one of a pair.
+    # The other answer, after the same prompt, where this is the chosen one of a pair.
     rejected: "Document | None" = None
     desirable: bool | None = None  # whether it is a good answer, where it has a label that says so
     is_doubted: bool = False  # its row's scores say that the rejected answer is as good as the chosen one, or better

@@ -152,7 +152,7 @@ def training_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals_kept(refused: dict[str, UserError] | None, where: str) -> Iterator[None]:
-    """A context for a file or a line of the data, so that what is behind one that is refused is read as well."""
+    """A context for a file or a line of the data, so that what is after one that is refused is read as well."""
     try:
         yield
     except UserError as error:

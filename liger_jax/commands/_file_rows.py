@@ -23,7 +23,7 @@ Found = tuple[str, Any]  # where a row is, and the row
 def of_file(path: Path) -> Iterator[Found | Document]:
     """The rows of a file, each with where it stands; or its prose.
 
-    A line of JSON lines is a text still: `of_line` reads it, so that the lines behind a wrong one are read, too.
+    A line of JSON lines is a text still: `of_line` reads it, so that the lines after a wrong one are read, too.
 
     Yields pairs of a place in words and a row, an object where the file is right; or one document of prose.
     """
@@ -42,7 +42,7 @@ def of_line(where: str, line: str) -> Any:
     try:
         return _json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}, {why_no_json(error)}. Each line must be an object of its own.") from error
+        raise UserError(f"{where}, {why_no_json(error)}. Each line must be a separate object.") from error
 
 
 class Line(str):
@@ -50,7 +50,7 @@ class Line(str):
 
 
 def why_no_json(error: Exception) -> str:
-    """Why `json.loads` has failed, as a clause behind the place."""
+    """Why `json.loads` has failed, as a clause after the place."""
     if isinstance(error, RecursionError):
         return "is nested too deep"
     return f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else f"cannot be read: {error}"
@@ -136,7 +136,7 @@ def _of_json(path: Path, text: str) -> Iterator[Found]:
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}, line {getattr(error, 'lineno', 1)}, {why_no_json(error)}. The file must be an array of objects, "
-            "or each line an object of its own."
+            "or each line a separate object."
         ) from error
     elements = value if isinstance(value, list) else [value]
     return iter([(f"{path}, element {number}", element) for number, element in enumerate(elements, 1)])
@@ -173,7 +173,7 @@ def _of_long_array(path: Path, text: str, file: io.TextIOWrapper) -> Iterator[Fo
             raise UserError(f"{where}: {text[end]!r} follows it, and must be ',' or ']'.")
         at, wanted = end + 1, _CHUNK
     if (text[end + 1 :] + file.read(_CHUNK)).strip():
-        raise UserError(f"{path}: more follows behind the end of the array. The file must be one array of objects.")
+        raise UserError(f"{path}: more follows the end of the array. The file must be one array of objects.")
 
 
 def _behind_space(text: str, at: int) -> int:

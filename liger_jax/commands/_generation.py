@@ -1,4 +1,4 @@
-"""What `liger-jax generate` and `liger-jax chat` are told alike: which model speaks, and how its tokens are chosen."""
+"""The options that `liger-jax generate` and `liger-jax chat` share: which model runs, and how tokens are chosen."""
 
 import argparse
 import dataclasses

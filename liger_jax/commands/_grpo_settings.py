@@ -1,4 +1,4 @@
-"""What a run of `liger-jax grpo` is told beside what every training run is told."""
+"""The options of `liger-jax grpo`, beside those of every training run."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Rows of pieces that lie in files: each is made when it is asked for, so that all of them need no memory."""
+"""Rows of pieces that are in files: each is made when it is asked for, so that all of them need no memory."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Long rows: positions that the model has not seen, and the host's memory, in which layers' inputs lie."""
+"""Long rows: positions that the model has not seen, and the host's memory, in which layers' inputs are."""
 
 import dataclasses
 import os
@@ -95,12 +95,12 @@ def ways_to_offload(length: int, *, whole: bool) -> list[Remat]:
 
 
 def in_words(remat: Remat) -> str:
-    """What of the layers lies in the host's memory."""
+    """Which of the layers' arrays are stored in the host's memory."""
     return "inputs and attention's results" if remat == "offload_attention" else "inputs"
 
 
 def places(run: Run) -> Iterator[str]:
-    """What of a step lies where, as far as a long row changes it."""
+    """Where a step's arrays are stored, as far as a long row changes that."""
     if run.micro_batches > 1:
         yield f"batch: {run.batch} rows in {run.micro_batches} micro-batches"
     tokens = run.tokens

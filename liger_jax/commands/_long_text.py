@@ -76,7 +76,7 @@ def _tokens(encoding: Any, begin: int, least: int, most: int) -> list[tuple[int,
 
 
 def _first(encoding: Any, place: int) -> int:
-    """The first token that begins at a place or behind it."""
+    """The first token that begins at a place or after it."""
     offsets = encoding.offsets
     low, high = 0, len(offsets)
     while low < high:

@@ -9,7 +9,7 @@ _HINTS = {
     "--beta": ("--search", "plan reads none of the options of dpo's loss, nor that loss: leave them out"),
     "--max-length": (
         _DPO,
-        "--length counts both answers of a pair, each behind its prompt: pass twice as much as for one",
+        "--length counts both answers of a pair, each after its prompt: pass twice as much as for one",
     ),
     "--max-prompt-length": (_DPO, "A pair that is longer than --length is cut at its end"),
     "--max-completion-length": (_DPO, "A pair that is longer than --length is cut at its end"),
@@ -33,7 +33,7 @@ _HINTS = {
         "It is --batch, the whole step's rows over all devices and micro-batches",
     ),
     "--resume-from-checkpoint": ("--fresh", "Repeat the same command: it goes on from its newest checkpoint"),
-    "--reward-weights": ("--reward", "A weight stands behind its function: --reward module:function=0.5"),
+    "--reward-weights": ("--reward", "A weight follows its function: --reward module:function=0.5"),
     "--torch-dtype": ("--param-dtype", "Weights have --param-dtype, and the computation has --dtype"),
     "--group-by-length": ("--pack", "Rows are not grouped by their length; with --pack documents share rows"),
 }

@@ -157,7 +157,7 @@ def clear(settings: Settings, earlier: Sequence[str]) -> None:
 def folder(settings: Settings) -> Path:
     """Where the result goes.
 
-    Returns OUT/model or OUT/adapters; with the step behind it for `--result-of`, which replaces no run's result.
+    Returns OUT/model or OUT/adapters; with the step after it for `--result-of`, which replaces no run's result.
     """
     name = ADAPTERS if _only_adapters(settings) else MODEL
     return Path(settings.out) / (name if settings.result_of is None else f"{name}-{settings.result_of}")

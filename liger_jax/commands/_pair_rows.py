@@ -27,7 +27,7 @@ _SCORES = (  # names that data sets give the numbers by which an answer was chos
 def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
     """What a row holds.
 
-    Returns the chosen answer behind its prompt, and in `rejected` the other one behind the same. Only what follows the
+    Returns the chosen answer after its prompt, and in `rejected` the other one after the same. Only what follows the
     prompt is trained on.
     """
     pair = _row_formats.checked(where, values, lambda values: _pair(where, values))
@@ -49,7 +49,7 @@ def _is_doubted(values: Row) -> bool:
 def answered(where: str, values: Row, prompt: Any, answer: Any) -> Document:
     """A single answer as a conversation.
 
-    Returns the conversation, of which the assistant's messages behind the prompt are trained on; an empty text for an
+    Returns the conversation, of which the assistant's messages after the prompt are trained on; an empty text for an
     empty answer, which is left out.
     """
     answers = _messages("completion", answer)
@@ -123,7 +123,7 @@ def _conversations(where: str, values: Row, prompt: Any, chosen: Any, rejected: 
     pair = []
     for name, answers in zip(SIDES, sides, strict=True):
         if not any(each["role"] == "assistant" for each in answers):
-            raise UserError(f"{name} holds no message of the assistant's behind the prompt, and only those are scored.")
+            raise UserError(f"{name} holds no message of the assistant's after the prompt, and only those are scored.")
         if _is_blank(answers):
             return Document(where, prompt="", rejected=Document(where, prompt=""))
         try:

@@ -1,4 +1,4 @@
-"""What a run of `liger-jax dpo` is told, beside what every training run is."""
+"""The options of `liger-jax dpo`, beside those of every training run."""
 
 import dataclasses
 from typing import Any

@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
                 hint = in_other_words(_name(arg), self._option_string_actions)
                 hint = hint or meant(_name(arg), self._option_string_actions)
                 if not hint and self._subparsers is not None:
-                    hint = " Options stand behind the command, as in: liger-jax plan --help"
+                    hint = " Options follow the command, as in: liger-jax plan --help"
                 self.error(f"unrecognized option: {_name(arg)}.{hint}")
 
     def _take_file(self, args: Sequence[str]) -> None:
@@ -147,7 +147,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**values)
 
     def error(self, message: str) -> NoReturn:
-        """Ends with the message in one sentence, in which a mistyped command is told the one that was meant."""
+        """Ends with the message in one sentence, in which a mistyped command is followed by the one that was meant."""
         if match := re.search(r"argument ([^:]*): invalid choice: '([^']*)' \(choose from (.*)\)", message):
             values = re.findall(r"[\w.-]+", match[3])
             near = value_in_other_words(match[2]) or meant(match[2], values)

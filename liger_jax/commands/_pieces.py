@@ -60,7 +60,7 @@ def places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:
 
 
 def completed(offsets: np.ndarray, prompt_size: int) -> np.ndarray:
-    """Which tokens are a completion's: those that end behind its prompt, and what the tokenizer adds behind them.
+    """Which tokens are a completion's: those that end after its prompt, and what the tokenizer adds after them.
 
     A token that holds the end of the prompt and the begin of the completion is the completion's: without it the
     completion's first characters would not be learnt.

@@ -18,7 +18,7 @@ CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss
 FREE = ("orpo", *CPO, "simpo")  # they need no reference
 
 
-_FAR = 1e9  # beyond every log-probability, so that what is no pair is sorted behind all pairs
+_FAR = 1e9  # beyond every log-probability, so that what is no pair is sorted after all pairs
 # Which losses read an option, where their functions do not say it themselves.
 _READ_BY = {
     "cpo_alpha": tuple(CPO), "gamma": ("simpo",), "loss_weights": DPO_TYPES, "ld_alpha": DPO_TYPES,

@@ -6,7 +6,7 @@ from liger_jax.commands import _messages
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
 
-_ANSWER = {"role": "assistant", "content": "."}  # stands behind messages while they are checked
+_ANSWER = {"role": "assistant", "content": "."}  # follows messages while they are checked
 
 
 def document(where: str, values: Any) -> Document:

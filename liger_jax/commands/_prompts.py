@@ -1,4 +1,4 @@
-"""What a chat template prints before and behind an answer, found by rendering parts of the conversation.
+"""What a chat template prints before and after an answer, found by rendering parts of the conversation.
 
 What is found is kept by the roles of the messages beside the answer: a long conversation is rendered a few times only.
 """
@@ -55,9 +55,9 @@ class Prompts:
         return "".join(without.tail()) if added.strip() else end
 
     def behind(self, i: int, rest: Sequence[str]) -> list[list[str]]:
-        """Finds what stands behind message i if the conversation ends there, and if a question follows.
+        """Finds what comes after message i if the conversation ends there, and if a question follows.
 
-        `rest`: what stands behind it in the conversation. Where the same stands behind an answer with the same fields
+        `rest`: what comes after it in the conversation. Where the same follows an answer with the same fields
         after the same role, the same is found. Returns the template's own words of both, in parts.
         """
         until, fields = self._messages[: i + 1], {name for name, value in self._messages[i].items() if value}
@@ -85,7 +85,7 @@ class Prompts:
         return self._between[role] if lead.startswith(self._between[role]) else ""
 
     def _prompt(self, i: int) -> str:
-        """What the template prints behind message i where the assistant is to speak."""
+        """What the template prints after message i where the assistant is to speak."""
         try:
             return "".join(self._layout(self._messages[: i + 1], prompt=True).tail())
         except UserError:

@@ -1,6 +1,6 @@
 """Log-probabilities of a run's answers under its reference: the model as the run finds it.
 
-Where the adapters are new, a step switches them off. Else the numbers are computed once, before the first step, and lie
+Where the adapters are new, a step switches them off. Else the numbers are computed once, before the first step, and are
 in OUT/references.f32 for the next start.
 """
 

@@ -55,7 +55,7 @@ class Reward:
             if each.kind is each.POSITIONAL_ONLY and each.default is each.empty:
                 raise UserError(
                     f"The reward {self.name} takes {each.name!r} by its place alone, and rewards are called by the "
-                    "names of their parameters. Remove the / behind it."
+                    "names of their parameters. Remove the / after it."
                 )
         if not self.takes_all and not {"completions", "completion_ids"} & self.named.keys():
             raise UserError(f"The reward {self.name} must have a parameter completions or completion_ids, a list.")
@@ -97,7 +97,7 @@ def found(text: str, home: str | None, seconds: float, tell: Callable[[str], Non
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise UserError(f"--reward={text}: what stands behind {path}= must be a number, such as {path}=0.5.")
+        raise UserError(f"--reward={text}: what comes after {path}= must be a number, such as {path}=0.5.")
     if module.endswith(".py") or "/" in module:
         dotted = module.removesuffix(".py").strip("./").replace("/", ".")
         raise UserError(f"--reward={text} must name a module, and {module} is a file. Pass --reward {dotted}:{name}.")

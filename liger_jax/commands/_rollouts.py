@@ -38,7 +38,7 @@ class Completion(NamedTuple):
 
 
 class Rollouts:
-    """The steps of a run, each with completions of its own."""
+    """The steps of a run, each with its own completions."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Rollouts:
     def _sequences(
         self, lines: Sequence[Line], completions: Sequence[Completion]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Each completion behind its prompt, and its labels, which the prompt has none of."""
+        """Each completion after its prompt, and its labels, which the prompt has none of."""
         sequences, labels = [], []
         for number, (tokens, _, is_cut, _) in enumerate(completions):
             prompt = lines[number // self._settings.group].tokens

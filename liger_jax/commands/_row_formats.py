@@ -165,7 +165,7 @@ def message(value: Any) -> Any:
 
 
 def _with_system(system: Any, messages: list[Row]) -> list[Row]:
-    """The messages behind the system message that stands beside them, if one does."""
+    """The messages after the system message that stands beside them, if one does."""
     if system is None or isinstance(system, str) and not system.strip():
         return messages
     if not isinstance(system, str):

@@ -1,4 +1,4 @@
-"""What a training run is told, and what is refused of it: one dataclass, whose fields are the options."""
+"""The options of a training run, and their checks: one dataclass, whose fields are the options."""
 
 import argparse
 import dataclasses
@@ -61,7 +61,7 @@ class Settings:
     dora: bool = False  # train the lengths of the weights' columns, too
     adapters: str | None = None  # the folder of adapters that training goes on from, if `--model` was one
     quantize: str | None = None  # how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are
-    pack: bool = False  # documents share rows, whose segments do not see each other; else each has rows of its own
+    pack: bool = False  # documents share rows, whose segments do not see each other; else each has its own rows
     length: int = defaults.LENGTH  # tokens in a row
     # How the rotary embedding reaches rows that are longer than the model's positions, a name of `ROPE_SCALINGS`;
     # `None` to refuse them.
@@ -73,7 +73,7 @@ class Settings:
     steps: int | None = None  # training steps; `None` for what `epochs` says
     learning_rate: float | None = None  # the peak; `None` for 2e-4 with adapters and 1e-5 without
     optimizer: str = defaults.OPTIMIZER  # "adamw", or "adamw8bit", whose moments have 8 bits
-    schedule: str = "cosine"  # how the rate goes on behind the peak, a name of `SCHEDULES`
+    schedule: str = "cosine"  # how the rate goes on after the peak, a name of `SCHEDULES`
     warmup: float = 0.03  # the share of the steps in which the rate rises, or from 1 on their number
     weight_decay: float = 0.01  # the share of each weight that a step of rate 1 takes away
     clip: float = 1.0  # a gradient with a larger norm is scaled down to it; 0 to leave all as they are

@@ -209,7 +209,7 @@ def _counts(row: tuple[np.ndarray, ...]) -> str:
 
 
 def _in_order(where: str) -> list[Any]:
-    """Sorts line 10 behind line 9."""
+    """Sorts line 10 after line 9."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", where))]
 
 

@@ -66,7 +66,7 @@ def _part_of(text: str, flag: str) -> tuple[str, float]:
         longer = number + ("0" if "." in number else ".0")  # the same number, which no file is called by
         raise UserError(f"{flag}={text}: both {name} and {text} are there. Write {name}={longer} or {text}=1.")
     if weight is None:
-        raise UserError(f"{flag}={text}: what stands behind {name}= must be a number above 0, such as {name}=2.")
+        raise UserError(f"{flag}={text}: what comes after {name}= must be a number above 0, such as {name}=2.")
     return name, weight
 
 
@@ -83,7 +83,7 @@ def _part(text: str, flag: str) -> Part:
 def weight(text: str) -> float:
     """How often the rows of an argument of `--data` are in an epoch.
 
-    Returns what stands behind its last "=", where that is a weight; else 1.
+    Returns what comes after its last "=", where that is a weight; else 1.
     """
     return _part_of(text, "--data")[1]
 

@@ -69,7 +69,7 @@ class Stream:
         return self._done[step]
 
     def _batch(self) -> tuple[tuple[Rows, np.ndarray], Place]:
-        """The next rows with the pieces of their tokens, and the place behind them."""
+        """The next rows with the pieces of their tokens, and the place after them."""
         length, count, packed = self._settings.length, self._settings.batch, self._settings.pack
         chosen: list[Piece] = []
         row_of = FirstFit(length, packed)

@@ -30,7 +30,7 @@ class Teacher:
     source: Source  # its folder
     architecture: Architecture  # what it is
     quantize: str | None  # how its projections are held, "nf4" or "int8"; `None` for as they are
-    vocab_size: int  # the entries that student and teacher have in common. Heads may have padding behind them.
+    vocab_size: int  # the entries that student and teacher have in common. Heads may have padding after them.
     stays: bool  # whether it is beside the student in each step; else it is there before the first one alone
 
     def new(self, dtype: str, layout: Layout | None) -> Any:

@@ -106,7 +106,7 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def leftovers_removed(out: Path) -> Iterator[None]:
-    """A context for a run, before and behind which unfinished tokens are removed, or such as it did not keep."""
+    """A context for a run, before and after which unfinished tokens are removed, or such as it did not keep."""
     remove = lambda: [shutil.rmtree(path, ignore_errors=True) for path in (out / FOLDER).glob(f"*{NEW}")]
     remove()
     try:

@@ -33,7 +33,7 @@ class Tokenizer:
 
     together = 1  # how many pieces, one after the other, share a row and are held out together
     kind = "piece"  # what they are together, in a word
-    in_segments = False  # whether rows say where their pieces lie, even where each has a row of its own
+    in_segments = False  # whether rows say where their pieces are, even where each has its own row
 
     def __init__(self, source: Source | str | Path, vocab_size: int, stops: Sequence[int]):
         source = find(source, weights=False)
@@ -113,7 +113,7 @@ class Tokenizer:
         for kind, cut in self._cut.items():
             if cut:
                 notes.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
-        with contextlib.suppress(UserError):  # a template that is damaged is told to whoever needs it
+        with contextlib.suppress(UserError):  # a damaged template is reported where it is needed
             if self._has_joined and self.has_template:
                 notes.append(
                     "prompts that are texts are joined to their answers as they stand, without the tokenizer's chat "
@@ -161,14 +161,14 @@ class Tokenizer:
         return any("strftime_now" in source for source in self._chat_templates().values())
 
     def prompt(self, document: Document) -> np.ndarray:
-        """The tokens behind which a model goes on with a text, or answers a conversation."""
+        """The tokens after which a model goes on with a text, or answers a conversation."""
         is_text = document.messages is None
         text = document.text if is_text else self._conversations.prompt(document)
         with failures():
             encoded = self._tokenizer.encode(text, add_special_tokens=is_text)
         ids = encoded.ids[self._once.of(encoded, to_go_on=is_text)]
         if not ids:
-            raise UserError(f"{document.where} has no tokens, and a model goes on behind at least one.")
+            raise UserError(f"{document.where} has no tokens, and a model goes on after at least one.")
         return self._checked(ids, document)
 
     def text(self, tokens: Sequence[int], special: bool = True) -> str:

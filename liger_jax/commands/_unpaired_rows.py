@@ -16,7 +16,7 @@ FORM, FORM_WITH_OTHERS = "unpaired", "unpaired with others"  # what the settings
 def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
     """What a row holds.
 
-    Returns the completion behind its prompt, and in `desirable` its label. Only what follows the prompt is trained on.
+    Returns the completion after its prompt, and in `desirable` its label. Only what follows the prompt is trained on.
     """
     return _row_formats.checked(where, values, lambda values: _labelled(where, values))
 

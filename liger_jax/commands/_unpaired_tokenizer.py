@@ -101,10 +101,10 @@ def _others(asked: Sequence[Hashable]) -> list[int | None]:
     """The number of an answer to another prompt, for each answer.
 
     Neighbours often answer one prompt, first well and then badly. An answer gets that of the next prompt which has the
-    same place among its neighbours: the one behind it would be of its own prompt, and the next prompt's first answer
+    same place among its neighbours: the one after it would be of its own prompt, and the next prompt's first answer
     would always be a good one.
 
-    Returns numbers of `asked`, where behind the last comes the first; `None` where all answer one prompt.
+    Returns numbers of `asked`, where after the last comes the first; `None` where all answer one prompt.
 
     >>> _others(["a", "a", "b", "b", "c"])
     [2, 3, 4, 4, 0]

@@ -39,7 +39,8 @@ class _Once(logging.Filter):
         if self._reported:
             return False
         self._reported = True
-        record.msg, record.args = f"{text.rstrip('. ')}. It is tried again for some seconds, and not told again.", ()
+        again = "It is tried again for some seconds; further tries are not reported."
+        record.msg, record.args = f"{text.rstrip('. ')}. {again}", ()
         return True
 
 

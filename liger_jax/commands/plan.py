@@ -109,7 +109,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dora", action="store_true", help="adapters train the lengths of the weights' columns, too")
     command.add_argument("--quantize", choices=KINDS, help="hold the frozen weights of layers in fewer bits")
     command.add_argument("--packed", "--pack", action="store_true", help="rows hold several documents, each by itself")
-    command.add_argument("--state-memory", choices=STATE_MEMORIES, help="where the moments lie (default: device)")
+    command.add_argument("--state-memory", choices=STATE_MEMORIES, help="where the moments are (default: device)")
     longer = "for rows beyond the model's positions: how its rotary embedding reaches them"
     command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
     command.add_argument("--host-memory", help="such as 128GiB: of the host, for what is kept there")

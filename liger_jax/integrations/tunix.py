@@ -214,7 +214,7 @@ def with_fused_log_probs(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     else:
         raise ValueError(
             f"loss_fn is {getattr(loss_fn, '__name__', loss_fn)}; it must be one of tunix's dpo_loss_fn, grpo_loss_fn "
-            "and ppo_policy_loss_fn. In a loss of your own take hidden_and_head and fused_linear_log_probs."
+            "and ppo_policy_loss_fn. In your own loss take hidden_and_head and fused_linear_log_probs."
         )
     copy = types.FunctionType(loss_fn.__code__, {**names, **changed}, argdefs=loss_fn.__defaults__)
     copy.__kwdefaults__ = loss_fn.__kwdefaults__

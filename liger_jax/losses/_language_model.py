@@ -46,7 +46,7 @@ def causal_lm_loss(
         head: (V, D), any float dtype; or (D, V) with `weight_layout="dv"`.
         labels: token ids in [0, V), unshifted; -100 is not scored, nor is the last position of a sequence.
         segment_ids: ids of a packed row's documents, whose last positions are not scored either. They count from 1,
-            and are 0 at padding, which stands behind them and is not scored.
+            and are 0 at padding, which follows them and is not scored.
         **options: as `fused_linear_cross_entropy` takes them, such as `bias`, `weight_layout`, `logit_softcap`,
             `token_weights`, `reduction`, `return_metrics` and `mode`; `ignore_index` is -100.
 
@@ -94,8 +94,8 @@ def _check_whole_rows(labels: jax.Array) -> None:
     split = names(spec_of(labels)[-1]) if is_explicit(labels) else ()
     if split:
         raise ValueError(
-            f"causal_lm_loss: labels lie on the mesh as {spec_of(labels)}, which splits the positions over {split}, "
-            "and the label of a part's last position lies on another device. Move labels and segment_ids by "
+            f"causal_lm_loss: labels are sharded over the mesh as {spec_of(labels)}, which splits the positions over "
+            f"{split}, and the label of a part's last position is on another device. Move labels and segment_ids by "
             "jax.sharding.reshard so that rows are whole; or take shifted_labels before you place them, and then "
             "fused_linear_cross_entropy."
         )
@@ -117,7 +117,7 @@ def shifted_labels(
 
     Args:
         labels: integer labels, unshifted, in any integer dtype.
-        segment_ids: ids of a packed row's documents, which count from 1; 0 is padding, which stands behind them.
+        segment_ids: ids of a packed row's documents, which count from 1; 0 is padding, which follows them.
 
     Returns:
         The label that each position is scored against, in at least 32 bits. Under jit a row in which an id is negative

@@ -95,7 +95,7 @@ def policy_loss(
 
     A row is a sequence. With `segment_ids` it is packed, and each of its segments is one: the table's B counts
     segments, and numbers of sequences are (B, num_segments), as `place_segments` lays them. The loss is that of the
-    same sequences in rows of their own.
+    same sequences in their own rows.
 
     Where `old_log_probs` is NaN or infinite, or more than 80 below `log_probs`, the sampler has not scored the token.
     Such a token counts like a fresh sample's: ρ = 1.
@@ -119,7 +119,7 @@ def policy_loss(
             factor that is not finite counts as 1.
         entropy: entropies of the policy at the tokens; with `entropy_coef` only.
         loss_type: a type of the table.
-        importance_level: "token" or "sequence"; "vespo" and "gmpo", with weights of their own, need "token".
+        importance_level: "token" or "sequence"; "vespo" and "gmpo", with their own weights, need "token".
         epsilon_low: in [0, 1), 0.2 if None; for the types that clip. For "gmpo" of the log-ratio, ≥ 0, 0.4 if None.
         epsilon_high: ≥ 0, as epsilon_low if None. "cispo" clips the ratio itself at it: its paper's 5.0 is far above
             this default, TRL's.

@@ -84,7 +84,7 @@ def checked_policy_weights(
     _checks.check_counts(op, "mask", num_tokens, "leave such a batch out")
     weights = mask.astype(jnp.float32)
     num_sequences = jnp.asarray(float(mask.shape[0]), jnp.float32)
-    num_tokens = num_tokens.astype(jnp.float32)  # 0 is told as it is: a device's share of a sum over devices
+    num_tokens = num_tokens.astype(jnp.float32)  # 0 is reported as it is: a device's share of a sum over devices
     if sequences.ids is not None:
         fits = sequences.fits()
         weights = weights * fits

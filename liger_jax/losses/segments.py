@@ -25,7 +25,7 @@ def take_segments(values: Float[Array, "R S"], places: Integer[ArrayLike, "P 2"]
 
     Raises:
         TypeError: a dtype is wrong.
-        ValueError: a shape is wrong; or a place lies outside of `values`, outside of jit.
+        ValueError: a shape is wrong; or a place is outside of `values`, outside of jit.
 
     Example:
         >>> sums = jnp.array([[-1.0, -2.0, -3.0, 0.0], [-5.0, -6.0, 0.0, 0.0]])
@@ -55,11 +55,11 @@ def place_segments(
         shape: the numbers of rows and of segments in a row.
 
     Returns:
-        float32, 0 where a row has no such segment. If any place lies outside of `shape`, all of it is NaN, under jit.
+        float32, 0 where a row has no such segment. If any place is outside of `shape`, all of it is NaN, under jit.
 
     Raises:
         TypeError: a dtype is wrong.
-        ValueError: a shape is wrong; or a place lies outside of `shape`, outside of jit.
+        ValueError: a shape is wrong; or a place is outside of `shape`, outside of jit.
 
     Example:
         >>> place_segments(jnp.array([1.0, -1.0]), jnp.array([[1, 0], [0, 1]]), (2, 2)).tolist()

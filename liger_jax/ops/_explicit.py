@@ -1,5 +1,5 @@
-"""Ops on meshes with Explicit axes: the inputs' types say how they lie there, and each device computes on its own part.
-The linear losses do the same with concrete arrays on Auto axes.
+"""Ops on meshes with Explicit axes: the inputs' types say how they are sharded there, and each device computes on its
+own part. The linear losses do the same with concrete arrays on Auto axes.
 
 After its checks, a public op calls itself inside a `jax.shard_map` that these functions make. Devices exchange
 parameters and their gradients, and for a loss a few numbers.
@@ -18,12 +18,12 @@ from liger_jax.ops.layout import Names, full_spec, is_explicit, mesh_of, names, 
 
 
 def spec_of_explicit(x: jax.Array) -> P | None:
-    """`spec_of` where `x` lies on an Explicit mesh, else None."""
+    """`spec_of` where `x` is sharded over an Explicit mesh, else None."""
     return spec_of(x) if is_explicit(x) else None
 
 
 def row_spec(x: jax.Array) -> P | None:
-    """How rows lie on an Explicit mesh; None on another mesh, or where the rows themselves are split."""
+    """How rows are sharded over an Explicit mesh; None on another mesh, or where the rows themselves are split."""
     if x.ndim == 0 or not is_explicit(x):
         return None
     spec = spec_of(x)
@@ -35,8 +35,9 @@ def norm_spec(op: str, x: jax.Array) -> P | None:
     spec = row_spec(x)
     if spec is None and x.ndim and is_explicit(x):
         raise ValueError(
-            f"{op}: x lies on the mesh as {spec_of(x)}, which splits its last axis over {names(spec_of(x)[-1])}, but "
-            "each device must have whole rows. Move it by jax.sharding.reshard, or call this inside jax.shard_map."
+            f"{op}: x is sharded over the mesh as {spec_of(x)}, which splits its last axis over "
+            f"{names(spec_of(x)[-1])}, but each device must have whole rows. Move it by jax.sharding.reshard, or call "
+            "this inside jax.shard_map."
         )
     return spec
 
@@ -44,7 +45,7 @@ def norm_spec(op: str, x: jax.Array) -> P | None:
 def on_rows(
     op: str, function: Callable[..., Any], spec: P, rows: tuple[Any, ...], whole: tuple[Any, ...] = (), results: int = 1
 ) -> Any:
-    """`on_parts` for rows. The results lie as the rows do, and each device has the parameters whole."""
+    """`on_parts` for rows. The results are sharded as the rows are, and each device has the parameters whole."""
     specs = *[spec] * len(rows), *[P()] * len(whole)
     return on_parts(op, function, (*rows, *whole), specs, spec if results == 1 else (spec,) * results)
 
@@ -52,9 +53,9 @@ def on_rows(
 def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], specs: tuple[P, ...], out: Any) -> Any:
     """`function(*arrays)` on every device's parts of them.
 
-    `arrays`: the first of them is seen to lie on a mesh (`layout.mesh_of`); `None` entries are passed on. `specs`: how
-    each array has to lie on the mesh. An array that every device has whole is cut into parts. A vector that is split is
-    gathered.
+    `arrays`: the first of them is seen to be sharded over a mesh (`layout.mesh_of`); `None` entries are passed on.
+    `specs`: how each array has to be sharded over the mesh. An array that every device has whole is cut into parts. A
+    vector that is split is gathered.
     """
     mesh: Any = mesh_of(arrays[0])
     placed = [x if x is None else _placed(op, x, spec, mesh) for x, spec in zip(arrays, specs, strict=True)]
@@ -82,20 +83,20 @@ def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
     is_cut = all(there in (None, here) for there, here in zip(current, wanted, strict=True))
     if x.ndim > 1 and not is_cut:
         raise ValueError(
-            f"{op}: an array of shape {x.shape} lies on the mesh as {current}, but beside the others must lie as "
-            f"{wanted}. Move it by jax.sharding.reshard."
+            f"{op}: an array of shape {x.shape} is sharded over the mesh as {current}, but beside the others must be "
+            f"sharded as {wanted}. Move it by jax.sharding.reshard."
         )
     move = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else jax.device_put
     return move(x, NamedSharding(mesh, wanted))
 
 
 def token_spec(op: str, rows: jax.Array) -> tuple[P, Names]:
-    """How the tokens of a loss lie on the mesh, and the axes that split them."""
+    """How the tokens of a loss are sharded over the mesh, and the axes that split them."""
     spec = spec_of(rows) if rows.ndim else P(None)
     if spec[-1] is not None:
         raise ValueError(
-            f"{op}: the first argument lies on the mesh as {spec_of(rows)}, but each device must have its last axis "
-            "whole. Move it by jax.sharding.reshard."
+            f"{op}: the first argument is sharded over the mesh as {spec_of(rows)}, but each device must have its last "
+            "axis whole. Move it by jax.sharding.reshard."
         )
     return P(*spec[:-1]), names(spec[:-1])
 
@@ -109,7 +110,7 @@ def loss_on_parts(
     reduction: str,
     return_metrics: bool,
 ) -> Any:
-    """`on_parts` for the loss, and the metrics if asked for, of tokens that lie as `tokens` says.
+    """`on_parts` for the loss, and the metrics if asked for, of tokens that are sharded as `tokens` says.
 
     Each device has the sums over all tokens.
     """

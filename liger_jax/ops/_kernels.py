@@ -112,7 +112,7 @@ class Kernels:
         """Chooses the implementation that runs the op on `inputs`.
 
         Args:
-            implementation: None, one name, or several names to try in order. ":interpret" behind a Pallas kernel's
+            implementation: None, one name, or several names to try in order. ":interpret" after a Pallas kernel's
                 name runs it in the Pallas interpreter, on any platform.
             *inputs: the op's array arguments, or their types.
             place: where the op is meant to run; None for `place_of(*inputs)`.

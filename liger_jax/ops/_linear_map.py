@@ -1,4 +1,4 @@
-"""Linear maps with a transpose of our own: an op whose tangents are plain JAX, and whose gradients are kernels.
+"""Linear maps with our own transpose: an op whose tangents are plain JAX, and whose gradients are kernels.
 
 An op's `jax.custom_jvp` rule returns `linear_map(…)` as its tangent. Forward mode evaluates the map. `jax.grad`
 transposes it, keeps the residuals and nothing else, and so costs what a `jax.custom_vjp` does.

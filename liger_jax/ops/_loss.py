@@ -163,7 +163,7 @@ def check_label_range(
     wrong = wrong if where is None else wrong & np.asarray(where)
     if wrong.any():
         raise ValueError(
-            f"{op}: labels hold {values[wrong].flat[0]}, but must lie in [0, {vocab_size}) or be "
+            f"{op}: labels hold {values[wrong].flat[0]}, but must be in [0, {vocab_size}) or be "
             f"ignore_index={ignore_index}; mask other tokens with `where`."
         )
 

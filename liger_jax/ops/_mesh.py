@@ -124,8 +124,8 @@ def loss_call(op: str, axes: tuple[str, ...]) -> str:
         f"{tokens_are}, write jax.shard_map(lambda {arrays}: {call}, mesh=mesh, "
         f"in_specs=({specs}), out_specs={out})({arrays}){counted}. P() gathers a {heads[0]} that is split: if another "
         "axis splits its vocabulary, name that axis in its in_spec and as vocab_axis=…, and not among the tokens'."
-        f"{weighted} Under jit nothing tells how arrays lie on Auto axes, so arrays that every device has whole are "
-        "refused, too."
+        f"{weighted} Under jit nothing tells how arrays are sharded over Auto axes, so arrays that every device has "
+        "whole are refused, too."
     )
 
 

@@ -61,8 +61,8 @@ def place_of(
     """Where a computation on `inputs` is meant to run.
 
     `*inputs`: arrays or tracers, which tell the device as `device_of` says; `None` entries are passed over. `beside`:
-    more of them, which do not tell the device, but may lie on a mesh. `memory_is_needed`: whether to ask for the
-    device's memory, about which processes may have to talk.
+    more of them, which do not tell the device, but may be sharded over a mesh. `memory_is_needed`: whether to ask for
+    the device's memory, about which processes may have to talk.
     """
     device = device_of(*inputs)
     memory_bytes = _memory_of(device) if memory_is_needed else None

@@ -91,7 +91,7 @@ def _sharded_token_terms(
     terms = _loss.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
     own = terms.labels - start
     is_own = (terms.labels >= 0) & (own >= 0) & (own < shard_size)
-    # A label of another shard must match no column of this shard, and no column of padding behind them.
+    # A label of another shard must match no column of this shard, and no column of padding after them.
     return terms, jnp.where(is_own, own, jnp.where(terms.labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
 
 

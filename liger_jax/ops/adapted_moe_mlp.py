@@ -1,4 +1,6 @@
-"""The feed-forward of a mixture of experts that have low-rank adapters, are quantised, or lie on several devices."""
+"""The feed-forward of a mixture of experts that have low-rank adapters, are quantised, or are sharded over several
+devices.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -44,7 +46,7 @@ def adapted_moe_mlp(
     implementation: Implementation = None,
     axis: str | None = None,
 ) -> Float[Array, "N D"]:
-    """`moe_mlp` with experts that have adapters, are quantised, or lie on the devices of a mesh axis.
+    """`moe_mlp` with experts that have adapters, are quantised, or are sharded over the devices of a mesh axis.
 
     A weight's product and its adapter's are apart: rows · w + (rows · a) · b, where the grouped product makes all
     three. No sum w + a · b is made, and no gradient of a w that is not trained. Quantised experts, which never are, are
@@ -90,14 +92,14 @@ def adapted_moe_mlp(
     exchange = expert_exchange.plan(order.sizes, expert_exchange.room_for(tokens, per_token, own), axis)
     received = expert_exchange.sent(_rows_of_experts(x, order), exchange, axis)
     there = sorted_by_expert(exchange.experts.reshape(-1, 1), own)
-    there = there._replace(is_right=jnp.ones_like(there.is_right))  # places without a row are behind all groups
+    there = there._replace(is_right=jnp.ones_like(there.is_right))  # places without a row are after all groups
     y = of_experts(_rows_of_experts(received, there), there.sizes)
     y = _rows_of_tokens(y, jnp.ones((y.shape[0], 1), weights.dtype), there)
     return _rows_of_tokens(expert_exchange.returned(y, exchange, axis, experts.size), weights, order)
 
 
 def _with_bias(y: jax.Array, bias: jax.Array | None, group: jax.Array) -> jax.Array:
-    """Adds each row's bias. Rows behind the last group have none, and none has their cotangents, which may be NaN."""
+    """Adds each row's bias. Rows after the last group have none, and none has their cotangents, which may be NaN."""
     return y if bias is None else y + bias.at[group].get(mode="fill", fill_value=0)
 
 
@@ -218,7 +220,7 @@ def experts_at_once(shape: tuple[int, ...], dtype: Any) -> int:
 def _in_chunks(x, weight, sizes, *, transpose_w, implementation):
     """The grouped product, chunk after chunk of experts, of which only one is dense.
 
-    The rows of a chunk are multiplied block by block. A block may end behind the chunk. What it writes there, zeros,
+    The rows of a chunk are multiplied block by block. A block may end after the chunk. What it writes there, zeros,
     the next chunk's blocks write again.
     """
     count, size = weight.shape[0], experts_at_once(weight.shape, x.dtype)

@@ -85,14 +85,14 @@ def causal_attention(
     On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike. Inside a
     `jax.shard_map`, `sequence_axis` splits rows: each device has chunks of every row, in the order that
     `liger_jax.ops.layout.in_chunks` makes, and attends to the whole row's keys and values, which are gathered; their
-    gradients are scattered back. Nothing tells whether rows lie so: in another order the result is wrong.
+    gradients are scattered back. Nothing tells whether rows are ordered so: in another order the result is wrong.
 
     Args:
         q: (B, Tq, Q, H), queries, any float dtype. Tq is T, unless `q_offset` is given.
         k: (B, T, K, H), keys, of q's dtype.
         v: (B, T, K, H), values, of q's dtype.
         segment_ids: (B, S) integers, and S is T; a position sees only positions with its own id, wherever they stand.
-            Documents count from 1. 0 is padding, which stands behind them and whose results mean nothing. For many
+            Documents count from 1. 0 is padding, which follows them and whose results mean nothing. For many
             calls with the same ids, pass `Segments.of(ids)`. `None` for one segment. With `sequence_axis` they are
             those of the whole rows, in their own order, and S is the length of these.
         window: a position sees itself and window − 1 before it; `None` for all before it, as T or more.
@@ -169,7 +169,7 @@ def _run(choice: Choice, q, k, v, sinks, segments, q_offset, options):
     if choice.name.startswith(("mosaic_gpu", "triton")):
         forward, backward = (choice.kernel(function, **options) for function in ("forward", "backward"))
         return _attend(q, k, v, sinks, segments, q_offset, forward, backward)
-    if choice.name.startswith("splash"):  # which has derivatives of its own, and names what they need
+    if choice.name.startswith("splash"):  # which has its own derivatives, and names what they need
         return choice.kernel("attend", **options, output_name=ATTENTION_OUTPUT).run(q, k, v, segments)
     if choice.name == "xla":
         attend = choice.kernel("attend", **options)
@@ -232,13 +232,13 @@ def choose(
 def _on_mesh(q, k, v, segment_ids, sinks, q_offset, **options: Any):
     if q_offset is not None:
         raise ValueError(
-            f"{_OP}: q_offset is for the inside of jax.shard_map, and q lies on a mesh with Explicit axes."
+            f"{_OP}: q_offset is for the inside of jax.shard_map, and q is sharded over a mesh with Explicit axes."
         )
     batch, length, heads, width = layout.spec_of(q)
     if length is not None or width is not None:
         raise ValueError(
-            f"{_OP}: q lies on the mesh as {layout.spec_of(q)}, but each device must have its T and H axes whole. "
-            "Move it by jax.sharding.reshard."
+            f"{_OP}: q is sharded over the mesh as {layout.spec_of(q)}, but each device must have its T and H axes "
+            "whole. Move it by jax.sharding.reshard."
         )
     spec = P(batch, None, heads, None)
 

@@ -142,7 +142,7 @@ def block_quantized(weight: Float[Array, "..."], kind: str, *, block_size: int =
 
 
 def _after(axis: int, ndim: int) -> int:
-    """Where the axis within a block lies once the negative `axis` is split in two."""
+    """Where the axis within a block is once the negative `axis` is split in two."""
     return ndim + axis + 1
 
 
@@ -170,7 +170,7 @@ def _unpacked(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
 
 
 def _nf4_codes(ratios: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """The nearest code's number: how many of the 15 midpoints lie below the value."""
+    """The nearest code's number: how many of the 15 midpoints are below the value."""
     codes = jnp.zeros(ratios.shape, jnp.uint8)
     for low, high in zip(NF4[:-1], NF4[1:], strict=True):
         codes += (ratios > np.float32((low + high) / 2)).astype(jnp.uint8)
@@ -183,7 +183,7 @@ def _nf4_values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     It is a gather and not a tree of choices: JAX moves the choices' constants out of a scan, as arrays of the layer's
     size, 8 GiB for Llama-3-8B.
     """
-    place = jax.typeof(codes).sharding  # on Explicit axes a gather has to be told how its result lies
+    place = jax.typeof(codes).sharding  # on Explicit axes a gather has to be given the sharding of its result
     place = place if AxisType.Explicit in place.mesh.axis_types else None
     return jnp.asarray(NF4, jnp.float32).at[codes].get(mode="promise_in_bounds", out_sharding=place)
 

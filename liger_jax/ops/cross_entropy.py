@@ -135,7 +135,7 @@ def cross_entropy(
 
     Raises:
         TypeError: a dtype is wrong, an option is no Python number, or class_weights are differentiated.
-        ValueError: a shape does not fit, an option is out of range, a concrete label lies outside [0, V), or the
+        ValueError: a shape does not fit, an option is out of range, a concrete label is outside [0, V), or the
             named implementation cannot run here.
 
     Example:
@@ -159,8 +159,8 @@ def cross_entropy(
         _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
     elif layout.is_explicit(logits):
         raise ValueError(
-            f"{op}: vocab_axis={vocab_axis!r} is for the inside of jax.shard_map, but the logits lie on an Explicit "
-            "mesh, which says by itself what splits them; leave it out."
+            f"{op}: vocab_axis={vocab_axis!r} is for the inside of jax.shard_map, but the logits are sharded over an "
+            "Explicit mesh, which says by itself what splits them; leave it out."
         )
     else:
         same = dict(labels=labels, where=where, token_weights=token_weights)

@@ -1,6 +1,6 @@
 """Rows of tokens on the way to their experts' devices along a mesh axis, and back. Inside `jax.shard_map`.
 
-Every device sorts its rows by expert, so that those for one device lie side by side. The devices first tell each other
+Every device sorts its rows by expert, so that those for one device are side by side. The devices first tell each other
 how many rows they have for each expert; then each sends its rows. A device has a buffer with room for all rows that
 each other one may have for it: no row is dropped, whatever the routers choose. The gradients of rows go the same ways
 in the other direction.
@@ -73,7 +73,7 @@ def sent(rows: jax.Array, exchange: Exchange, axis: str) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def returned(buffer: jax.Array, exchange: Exchange, axis: str, m: int) -> jax.Array:
-    """buffer (devices · room, D) → (M, D): the results of this device's rows, where the rows were; zero behind them."""
+    """buffer (devices · room, D) → (M, D): the results of this device's rows, where the rows were; zero after them."""
     return _returned(buffer, exchange, axis, m)
 
 

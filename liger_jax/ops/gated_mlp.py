@@ -170,7 +170,7 @@ def gated_mlp(
             op then has no product to make again. Leave this False if the policy of a `jax.checkpoint` keeps products.
             On Hopper up is no plain product; such a policy keeps it by its `checkpoint_name`, "up_projection".
         precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: for what lies between the products: None for the platform's default, or "xla", "triton",
+        implementation: for what is between the products: None for the platform's default, or "xla", "triton",
             "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
 
     Returns:

@@ -130,7 +130,7 @@ def _glu(op: str, gate: ArrayLike, up: ArrayLike | None, activation: str, implem
     if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
         raise ValueError(
             f"{op}: gate has shape {gate.shape}, but without `up` it must hold gate and up side by side, an even "
-            "number of columns; pass `up` if it is an array of its own."
+            "number of columns; pass `up` if it is a separate array."
         )
     # Two arrays are combined element by element, so their columns may be split over the mesh, too.
     if (spec := _explicit.row_spec(gate) if up is None else _explicit.spec_of_explicit(gate)) is not None:

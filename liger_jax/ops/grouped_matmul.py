@@ -84,7 +84,7 @@ def grouped_matmul(
     """Multiplies each row of x with the weight of its group: y[m] = x[m] · w[group of m].
 
     Rows are sorted by group: the first `group_sizes[0]` rows meet `w[0]`, the next `group_sizes[1]` rows `w[1]`, and
-    so on. Groups have any sizes, also none. Rows behind the last group give zero, and whatever is in them, NaN too,
+    so on. Groups have any sizes, also none. Rows after the last group give zero, and whatever is in them, NaN too,
     reaches neither results nor gradients. Sums are float32 (float64 for float64). Only `x` and `w` are kept for the
     backward, which makes a product for each gradient that is asked for, and no other. Neither direction is dense over
     groups.
@@ -104,7 +104,8 @@ def grouped_matmul(
 
     Raises:
         TypeError: `x` or `w` is not floating point, or `group_sizes` is not of integers.
-        ValueError: shapes, dtypes or sizes do not fit, an array lies on a mesh with Explicit axes, `implementation` is
+        ValueError: shapes, dtypes or sizes do not fit, an array is sharded over a mesh with Explicit axes,
+        `implementation` is
             unknown, or the named one cannot run here.
 
     Example:
@@ -176,9 +177,9 @@ def _checked(x: Any, w: Any, group_sizes: Any, transpose_w: bool) -> tuple[jax.A
 
 
 def refuse_explicit(op: str, *arrays: jax.Array | None) -> None:
-    """Raises a ValueError where an array lies on a mesh with Explicit axes."""
+    """Raises a ValueError where an array is sharded over a mesh with Explicit axes."""
     if any(x is not None and layout.is_explicit(x) for x in arrays):
         raise ValueError(
-            f"{op}: an array lies on a mesh with Explicit axes, over which rows that are sorted by group cannot be "
-            "split; call it inside jax.shard_map, where each device sorts its own rows."
+            f"{op}: an array is sharded over a mesh with Explicit axes, over which rows that are sorted by group "
+            "cannot be split; call it inside jax.shard_map, where each device sorts its own rows."
         )

@@ -1,4 +1,5 @@
-"""What ops need to know of a mesh: how an array lies on it, and how a matrix that is split is gathered and scattered.
+"""What ops need to know of a mesh: how an array is sharded over it, and how a matrix that is split is gathered and
+scattered.
 
 A spec is a `jax.sharding.PartitionSpec`. It has an entry for each dimension of an array: the mesh axes that split it.
 Inside `jax.shard_map` a device has its own part of the array:
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 Names = tuple[str, ...]
 
-# --- how an array lies on a mesh --------------------------------------------------------------------------------------
+# --- how an array is sharded over a mesh ------------------------------------------------------------------------------
 
 
 def names(entry: Any) -> Names:
@@ -32,16 +33,16 @@ def names(entry: Any) -> Names:
 
 
 def is_explicit(x: jax.Array) -> bool:
-    """Whether the type of an array says how it lies on a mesh."""
+    """Whether the type of an array says how it is sharded over a mesh."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def mesh_of(x: jax.Array) -> Any | None:
-    """The mesh on which an array is seen to lie.
+    """The mesh on which an array is seen to be sharded.
 
-    Returns the mesh in its type, if that has Explicit axes. Else the mesh of Auto axes on which a concrete array lies,
-    also where `jax.grad` differentiates it outside of jit. None where nothing can be seen, as under jit; inside
-    `jax.shard_map`; or on a mesh of one device.
+    Returns the mesh in its type, if that has Explicit axes. Else the mesh of Auto axes over which a concrete array is
+    sharded, also where `jax.grad` differentiates it outside of jit. None where nothing can be seen, as under jit;
+    inside `jax.shard_map`; or on a mesh of one device.
     """
     if is_explicit(x):
         return jax.typeof(x).sharding.mesh
@@ -50,7 +51,8 @@ def mesh_of(x: jax.Array) -> Any | None:
 
 
 def are_seen(*arrays: jax.Array) -> bool:
-    """Whether all arrays are seen to lie on one mesh; on a mesh of Explicit axes it is enough that the first is.
+    """Whether all arrays are seen to be sharded over one mesh; on a mesh of Explicit axes it is enough that the first
+    is.
 
     Returns whether a `jax.shard_map` around them needs no more to be said.
     """
@@ -59,7 +61,7 @@ def are_seen(*arrays: jax.Array) -> bool:
 
 
 def _sharding_of(x: Any) -> NamedSharding | None:
-    """How a concrete array lies on several devices of a mesh of Auto axes, or None."""
+    """How a concrete array is sharded over several devices of a mesh of Auto axes, or None."""
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return None
     while isinstance(x, Tracer):  # outside of jit, tracers of derivatives hold the array
@@ -71,7 +73,7 @@ def _sharding_of(x: Any) -> NamedSharding | None:
 
 
 def spec_of(x: jax.Array) -> P:
-    """How an array lies on its mesh.
+    """How an array is sharded over its mesh.
 
     `x`: an array or a tracer. Auto axes are known only where `mesh_of` sees them: elsewhere nothing is split.
     """
@@ -140,7 +142,7 @@ LEAST_CHUNK = 2048
 def pairs_of_chunks(length: int, parts: int) -> int:
     """How many pairs of chunks each device gets of a row.
 
-    A whole document is even work with one pair. Of packed documents a long one lies in some chunks only, and the
+    A whole document is even work with one pair. Of packed documents a long one is in some chunks only, and the
     shorter the chunks, the more devices share it (benchmarks/results/row_division.md).
 
     Returns 2 if that divides the row into chunks of 2,048 positions or more, else 1.

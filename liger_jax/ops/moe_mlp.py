@@ -168,7 +168,7 @@ def moe_mlp(
     Raises:
         TypeError: an array is not floating point, or `experts` is not of integers.
         ValueError: shapes or dtypes do not fit, k is more than E, `activation` or `implementation` is unknown, an array
-            lies on a mesh with Explicit axes, or the named implementation cannot run here.
+            is sharded over a mesh with Explicit axes, or the named implementation cannot run here.
 
     Example:
         >>> x, gate_up, down = jnp.ones((1, 2)), jnp.ones((3, 2, 8)), jnp.ones((3, 4, 2))

@@ -179,7 +179,7 @@ class YarnRope:
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
-    """LongRoPE: each frequency is divided by a factor of its own, and `scale` scales both tables.
+    """LongRoPE: each frequency is divided by its own factor, and `scale` scales both tables.
 
     The factors are `short_factor` while length, the largest position in the call plus one, is at most the length in
     training, and `long_factor` beyond it, then for all positions. Inside `shard_map` it is the shard's.

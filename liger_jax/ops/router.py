@@ -156,7 +156,7 @@ def balancing_loss(sums: RouterSums, *, per_layer: bool = False) -> Float[Array,
 
     Args:
         sums: of one layer, or of several in leading axes; over all tokens of the batch, on all devices.
-        per_layer: whether each layer has a loss of its own, and the mean is returned.
+        per_layer: whether each layer has its own loss, and the mean is returned.
 
     Returns:
         A number, float32; 0 where no token counts.

@@ -1,4 +1,4 @@
-"""What `segment_ids` mean in every op, loss and model: a row's documents count from 1, and 0 is padding behind them."""
+"""What `segment_ids` mean in every op, loss and model: a row's documents count from 1, and 0 is padding after them."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def check_segment_ids(ids: jax.Array, prefix: str = "", name: str = "segment_ids
         row = values[wrong][0]
         at = int(np.argmax((row[:-1] == 0) & (row[1:] != 0)))
         raise ValueError(
-            f"{prefix}{name} hold a 0 at position {at} and {row[at + 1]} behind it, but 0 is padding, which stands "
+            f"{prefix}{name} hold a 0 at position {at} and {row[at + 1]} after it, but 0 is padding, which stands "
             "behind a row's tokens. Number documents from 1, and pass padding on the left as a model's attention_mask."
         )
 

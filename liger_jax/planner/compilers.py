@@ -113,7 +113,7 @@ def tpu_devices(name: str, topology: str | None = None) -> list[Any]:
 
 
 def described(device: Any, platform: str) -> AbstractDevice:
-    """What ops are told of a device."""
+    """What ops know of a device."""
     return AbstractDevice(device.device_kind, getattr(device, "num_cores", None), platform)
 
 

@@ -125,8 +125,8 @@ def _unknown(name: str, typed: str, chip: str, rows: list[str]) -> str:
         return f"device={name!r}: this card has {sizes}. For another memory pass memory='24GiB' beside {rows[0]!r}."
     if (match := re.fullmatch(r"(.*?)(\d+)", chip)) and (tpu := _tpus().get(match[1])):
         return (
-            f"device={name!r}: TPUs are told by the topology of their chips, such as '{tpu}:{TPUS[tpu].smallest}', and "
-            f"'{tpu}' alone is one device."
+            f"device={name!r}: TPUs are named by the topology of their chips, such as '{tpu}:{TPUS[tpu].smallest}', "
+            f"and '{tpu}' alone is one device."
         )
     numbers = re.findall(r"\d+", chip)
     alike = [key for key in GPUS if re.findall(r"\d+", _chip_of(key)) == numbers]

@@ -105,7 +105,7 @@ class Target:
 
     @property
     def description(self) -> AbstractDevice:
-        """What ops are told of the device for which they are traced."""
+        """What ops know of the device for which they are traced."""
         return AbstractDevice(self.kind, None, self.platform)
 
 

@@ -33,7 +33,7 @@ class Estimate:
         loss_bytes: the logits or the fused loss's buffers, wherever the peak is.
         static: parameters, all gradients and the optimizer's state, which do not depend on the batch. If the peak is in
             the loss, some gradients do not exist yet, and `parts` has less of them.
-        host: bytes of the host's pinned memory for each device: layers' inputs and optimizer state that lie there.
+        host: bytes of the host's pinned memory for each device: layers' inputs and optimizer state that are there.
     """
 
     parts: dict[str, int]
@@ -118,7 +118,7 @@ def estimate(run: Run) -> Estimate:
             waiting = size * sizes.trained_head if plan.mode == "fast" else 0
     else:
         # A GPU holds the logits and their gradient, and makes the head's gradient in the logits' place. On a TPU the
-        # logits' gradient takes the logits' place, and the head's gradient has a place of its own.
+        # logits' gradient takes the logits' place, and the head's gradient has its own place.
         loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8) // run.tensor
         loss += size * sizes.head if is_cast else 0
         head_gradient, in_loss = head_gradient if tpu else 0, param * sizes.head if gathered else 0

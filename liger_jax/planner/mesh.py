@@ -1,4 +1,6 @@
-"""Meshes by their axes' sizes, and how planned runs lie on them: fully sharded, and with rows or matrices split."""
+"""Meshes by their axes' sizes, and how planned runs are sharded over them: fully sharded, and with rows or matrices
+split.
+"""
 
 import math
 from collections.abc import Mapping

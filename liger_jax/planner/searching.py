@@ -35,7 +35,7 @@ def search(
     """The largest batch or sequence that fits.
 
     The search begins at the estimate's answer, goes on in doubling steps, and ends with bisection. Batches are
-    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest. What lies on the
+    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest. What is on the
     host must fit there, too, if the host's memory is known.
 
     Args:
@@ -106,7 +106,7 @@ def search(
 
 
 def runs_on_meshes(model: str | os.PathLike[str], *, device: str | None, **options: Any) -> list[Run]:
-    """A run on each mesh that it can lie on, the mesh that sends least first.
+    """A run on each mesh that it can be sharded over, the mesh that sends least first.
 
     Returns the runs: fully sharded, then with tensor axes of 2, 4 and 8 devices; each with long rows split over as few
     devices as leave a row for all.

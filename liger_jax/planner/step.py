@@ -51,14 +51,14 @@ class Run:
         remat: as the models take it.
         loss: "fused" or "logits".
         micro_batches: into how many equal parts a step cuts the batch.
-        state_memory: where the optimizer's moments lie, "device" or "host".
+        state_memory: where the optimizer's moments are, "device" or "host".
         packed: rows hold several documents, as `liger_jax.training.pack` makes them.
         lora: the rank of adapters, which alone are trained; `None` to train all parameters.
         lora_targets: what has adapters, as `add_lora` takes `targets`.
         lora_experts: whether the experts of a mixture have adapters, too.
         dora: adapters train the lengths of the weights' columns, too.
         quantize: how the projections' weights are quantised beside adapters, "nf4" or "int8"; `None` if they are not.
-        host_memory: bytes that the devices' host has for what lies there; `None` if it is not known.
+        host_memory: bytes that the devices' host has for what is there; `None` if it is not known.
     """
 
     model: Architecture
@@ -142,7 +142,7 @@ class Run:
 
     @property
     def layout(self) -> Layout:
-        """How the run lies on its mesh."""
+        """How the run is sharded over its mesh."""
         return layout_of(self.mesh)
 
     @property
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def expert(self) -> int:
-        """The devices that have different experts of a mixture, and rows of their own."""
+        """The devices that have different experts of a mixture, and their own rows."""
         return self.mesh.get("expert", 1)
 
     @property

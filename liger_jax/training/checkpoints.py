@@ -229,7 +229,7 @@ class Checkpoints:
 
     @property
     def finished(self) -> dict[str, Any]:
-        """What `finish` was told of the newest checkpoint, by the names of the results; empty if nothing."""
+        """What `finish` was given about the newest checkpoint, by the names of the results; empty if nothing."""
         record = read_json(self._folder / _FINISHED)
         results = record.get("results") if record.get("step") == self.latest_step is not None else None
         return results if isinstance(results, dict) else {}

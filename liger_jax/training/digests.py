@@ -13,7 +13,7 @@ _SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x3C6EF372))
 
 
 def of_leaves(tree: Any) -> dict[str, str]:
-    """A digest of each array, computed where the array lies, at the speed of its memory.
+    """A digest of each array, computed where the array is, at the speed of its memory.
 
     It does not depend on how an array is spread over devices. A change of one word always changes it. Other damage
     leaves it the same with a chance of 2⁻⁶⁴.

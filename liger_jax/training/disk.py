@@ -1,4 +1,4 @@
-"""Room on the disk: looked for before it is needed, and told in a sentence when it is gone."""
+"""Room on the disk: looked for before it is needed, and reported in a sentence when it is gone."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ import jax
 
 from liger_jax.training.errors import DiskError
 
-_FULL = ("no space left", "os error 28", "disk quota exceeded", "os error 122")  # of libraries with errors of their own
+_FULL = ("no space left", "os error 28", "disk quota exceeded", "os error 122")  # of libraries with their own errors
 
 
 def check_space(folder: Path, needed_bytes: int, what_for: str) -> None:

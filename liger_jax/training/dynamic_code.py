@@ -71,7 +71,7 @@ def _place(x, top):
         lines[-1] = (slope := 0.8 / (1e-6 - 2.75e-7)), 2 - slope * 1e-6
     place = functools.reduce(jnp.minimum, (x * slope + start for slope, start in lines))
     # Cells of the level below have a twentieth of this one's width, so the border to them is at a fifth of the first
-    # cell. A steeper line through n there lies above all of the rest.
+    # cell. A steeper line through n there is above all of the rest.
     n = _bits_as(jnp.float32, _bits_as(jnp.uint32, place) & jnp.uint32(0x7F800000))
     return jnp.minimum(place, 2 * place - 0.4 - n)
 

@@ -67,9 +67,9 @@ def adamw_8bit(
 
     For parameters in bfloat16, put `stochastic_rounding` around it. The state then takes 2.03 bytes beside the
     parameter's 2, and a run goes on from a saved state as if it had not stopped. Codes have the parameter's shape, so
-    they lie on a mesh as the parameter does. Blocks follow from that shape alone, and a saved state can be read onto
-    another mesh. Where a mesh splits blocks, its devices exchange the maxima of pieces of them; scales whose number the
-    mesh does not divide are whole on every device.
+    they are sharded over a mesh as the parameter is. Blocks follow from that shape alone, and a saved state can be read
+    onto another mesh. Where a mesh splits blocks, its devices exchange the maxima of pieces of them; scales whose
+    number the mesh does not divide are whole on every device.
 
     Args:
         learning_rate: a number or an optax schedule. `optax.inject_hyperparams` may hand this number, and the next
@@ -202,7 +202,7 @@ def _zeros(path, param, block_size, float32_names):
             "with optax.masked or optax.partition."
         )
     if not _is_in_8_bits(path, param, float32_names):
-        # Each an array of its own, since a step may be given the state to overwrite.
+        # Each a separate array, since a step may be given the state to overwrite.
         zeros, one = (lambda: jnp.zeros_like(param, jnp.float32)), (lambda: jnp.ones((), jnp.float32))
         return zeros(), one(), zeros(), one()
     shape = code.scale_shape(param.shape, block_size)
@@ -276,7 +276,7 @@ class _Blocks:
     # How many numbers of a block are together on one device, as far as is known. It divides size, and D where D may be
     # split. Maxima are made of pieces first, so that a mesh may split blocks between them.
     piece: int
-    place: NamedSharding | None  # how the parameter lies on Explicit axes; `None` where there are none
+    place: NamedSharding | None  # how the parameter is sharded over Explicit axes; `None` where there are none
 
     @classmethod
     def of(cls, x: jax.Array, size: int) -> "_Blocks":
@@ -305,7 +305,7 @@ class _Blocks:
         return code.spread(scales, self.width, self.piece)
 
     def placed(self, scales: jax.Array, old: jax.Array) -> jax.Array:
-        """New scales that lie as the old ones do."""
+        """New scales that are sharded as the old ones are."""
         return scales if self.place is None else jax.sharding.reshard(scales, jax.typeof(old).sharding)
 
     def _whole(self, x):
@@ -316,7 +316,9 @@ class _Blocks:
 
 
 def _scales_sharding(param, num_blocks):
-    """How a parameter's scales lie: as the parameter does, but with every block where the mesh does not divide them."""
+    """How a parameter's scales are sharded: as the parameter is, but with every block where the mesh does not divide
+    them.
+    """
     if (sharding := _sharding(param)) is None or num_blocks % _parts_of_last_axis(sharding, param.ndim) == 0:
         return sharding
     spec = P(*sharding.spec[: param.ndim - 1])
@@ -346,7 +348,7 @@ def _check_names(params, float32_names):
 
 
 def _sharding(x):
-    """How an array lies on a mesh, or how its type says it does; None where neither tells."""
+    """How an array is sharded over a mesh, or how its type says it is; None where neither tells."""
     sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
     told = isinstance(sharding, NamedSharding) and (not isinstance(x, Tracer) or _is_explicit(sharding))
     return sharding if told else None

@@ -1,6 +1,6 @@
 """What ends a training run and can be mended by whoever started it.
 
-Each error has a type of its own, so that a program can say the cure in its own words.
+Each error has its own type, so that a program can say the cure in its own words.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class OutOfMemoryError(TrainingError):
 
 
 class OutOfHostMemoryError(TrainingError):
-    """XLA's pool of pinned host memory, in which layers' inputs lie with remat='offload', has too little."""
+    """XLA's pool of pinned host memory, which holds layers' inputs with remat='offload', has too little."""
 
     def __init__(self, problem: str):
         super().__init__(

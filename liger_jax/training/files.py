@@ -1,4 +1,4 @@
-"""Small files of a run's own, and the folder in which they lie."""
+"""Small files of a run's own, and the folder in which they are."""
 
 import json
 import os

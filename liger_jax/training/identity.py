@@ -110,7 +110,7 @@ def _sample(path: Path) -> str:
 
 
 def _places(header: bytes) -> list[tuple[int, int]]:
-    """Where the tensors begin and end behind the header; none if the header is damaged, which the reader will tell."""
+    """Where the tensors begin and end after the header; none if the header is damaged, which the reader will tell."""
     try:
         tensors = json.loads(header)
         ranges = [tensors[name]["data_offsets"] for name in tensors if name != "__metadata__"]

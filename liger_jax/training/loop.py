@@ -20,7 +20,7 @@ from liger_jax.training.optimizer import Schedule
 from liger_jax.training.rows import num_tokens
 from liger_jax.training.waiting import telling
 
-_WORDS = {  # how a figure is told; others are told as "name 0.123"
+_WORDS = {  # how a figure is reported; others as "name 0.123"
     "perplexity": "perplexity {:.2f}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "memory_gib": "{:.1f} GiB",
@@ -202,7 +202,7 @@ class Loop:
             is_whole = not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
             # Several processes save together, and the others have not failed.
             if log["steps"] and not is_saved and is_whole and jax.process_count() == 1:
-                with contextlib.suppress(Exception):  # the step's error is the one to be told
+                with contextlib.suppress(Exception):  # the step's error is the one to report
                     self._save(state, log)
             raise
 

@@ -1,4 +1,5 @@
-"""The devices of a run: the mesh that its text names, or the largest one that divides it, and what lies where on it.
+"""The devices of a run: the mesh that its text names, or the largest one that divides it, and how arrays are sharded
+over it.
 
 A text is `axis=N` with commas, such as "fsdp=2,tensor=2". The axes are those of `Layout`:
 
@@ -31,7 +32,7 @@ AXES = (*BATCH_AXES, "expert", "sequence", "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What a run computes on: one device, or a mesh of several and how a model lies on it."""
+    """What a run computes on: one device, or a mesh of several and how a model is sharded over it."""
 
     mesh: Mesh | None = None  # the mesh, with Auto axes; `None` for the one device that JAX takes by default
     layout: Layout | None = None  # which of its axes split what; `None` for one device
@@ -49,7 +50,7 @@ class Devices:
 
     @property
     def layout_of_rows(self) -> Layout | None:
-        """How a model lies that generates here: each device has rows of its own, and with them their caches."""
+        """How a model is sharded that generates here: each device has its own rows, and with them their caches."""
         if self.sizes["tensor"] * self.sizes["sequence"] * self.sizes["expert"] == 1:
             return self.layout
         return Layout(batch=AXES, fsdp=AXES[1:])
@@ -59,14 +60,14 @@ class Devices:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def shardings(self, tree: Any, optimizer: Any = None) -> Any:
-        """How parameters, or parameters and an optimizer's state, lie here."""
+        """How parameters, or parameters and an optimizer's state, are sharded here."""
         if self.mesh is None or self.layout is None:
             return None
         return self.layout.shardings(tree, self.mesh, optimizer)
 
     @property
     def whole(self) -> NamedSharding | None:
-        """How a number lies that all devices have; `None` on one device."""
+        """How a number is sharded that all devices have; `None` on one device."""
         return None if self.mesh is None else NamedSharding(self.mesh, P())
 
     def placed(self, tree: Any, optimizer: Any = None) -> Any:
@@ -74,7 +75,7 @@ class Devices:
         return tree if self.mesh is None else jax.device_put(tree, self.shardings(tree, optimizer))
 
     def typed(self, tree: Any, optimizer: Any = None) -> Any:
-        """The types of arrays with the places where they will lie, for lowering a program before they are there."""
+        """The types of arrays with the places where they will be, for lowering a program before they are there."""
         if self.mesh is None:
             return tree
         typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -89,7 +90,7 @@ class Devices:
         return params, jax.jit(optimizer.init, out_shardings=of_state)(params)
 
     def jitted(self, step: Callable[..., Any], state: Any, optimizer: Any) -> Any:
-        """A training step that overwrites its state in place, and leaves it where it lay."""
+        """A training step that overwrites its state in place, and leaves it where it was."""
         out = {} if self.mesh is None else dict(out_shardings=(self.shardings(state, optimizer), self.whole))
         return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(self.mesh), **out)
 

@@ -26,7 +26,7 @@ def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
         peak: the highest rate.
         steps: how many steps the whole run has, at least 1.
         warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
-        end: the rate behind the last step, as a share of the peak.
+        end: the rate after the last step, as a share of the peak.
 
     Returns:
         A function of the step, from 0.
@@ -51,7 +51,7 @@ def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
         peak: the highest rate.
         steps: how many steps the whole run has, at least 1.
         warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
-        end: the rate behind the last step, as a share of the peak.
+        end: the rate after the last step, as a share of the peak.
 
     Returns:
         A function of the step, from 0.
@@ -222,7 +222,7 @@ def optimizer_named(
         The transformation. Its updates are float32, and it needs `params`.
 
     Raises:
-        ValueError: no optimizer has this name, or `state_dtype` is given to one whose state has a dtype of its own.
+        ValueError: no optimizer has this name, or `state_dtype` is given to one whose state has its own dtype.
 
     Example:
         >>> import jax
@@ -256,7 +256,7 @@ def _finished(optimizer, max_norm, state_dtype, seed):
 def _phases(steps: int, warm_up: float) -> tuple[Schedule, Schedule]:
     """The line up, from above 0 to 1 at the last step of the warm-up, and the share of the way down, 0 until there."""
     num_rising = math.ceil(warm_up * steps) or 1
-    num_falling = steps - num_rising + 1  # from the peak to the step behind the last
+    num_falling = steps - num_rising + 1  # from the peak to the step after the last
     rising = lambda step: jnp.minimum((step + 1) / num_rising, 1.0)
     done = lambda step: jnp.clip((step + 1 - num_rising) / num_falling, 0.0, 1.0)
     return rising, done

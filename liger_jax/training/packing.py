@@ -154,7 +154,7 @@ def pack_completions(
 def pad(
     documents: Iterable[Any], length: int, *, labels: Iterable[Any] | None = None, pad_id: int = 0
 ) -> Mapping[str, np.ndarray]:
-    """Gives each document rows of its own for `model(**batch)`, filled up at their ends.
+    """Gives each document its own rows for `model(**batch)`, filled up at their ends.
 
     A document that is longer than a row is cut into rows of `length` tokens and a rest.
 
@@ -167,7 +167,7 @@ def pad(
     Returns:
         The model's arguments, int32 arrays of (rows, length): `input_ids`; `labels`, which are -100 at empty places;
         and `token_mask`, 1 at tokens and 0 at empty places. Attention is causal, so that no token sees the places
-        behind it, and the routers of a mixture of experts do not count them.
+        after it, and the routers of a mixture of experts do not count them.
 
     Raises:
         TypeError: a document's tokens are no integers.
@@ -266,7 +266,7 @@ def _packed_bundles(
                 f"{op}: {what} {number} has {sum(sizes)} tokens, but a row has length={length}, and no {what} is "
                 f"parted or cut; shorten its sequences, leave it out, or pass length={sum(sizes)} or more."
             )
-    # The largest first, which leaves less empty; places say where each lies.
+    # The largest first, which leaves less empty; places say where each is.
     order = sorted(range(len(bundles)), key=lambda number: -sum(len(tokens) for tokens, _ in bundles[number]))
     batch, segments = _laid([bundles[number] for number in order if bundles[number]], length, pad_id)
     sizes = np.array([len(bundle) for bundle in bundles])

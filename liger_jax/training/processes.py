@@ -223,8 +223,8 @@ def agreed(received: list[int]) -> list[int]:
 def end(code: int, in_order: bool = True) -> int:
     """Ends this process's part of a run.
 
-    `code`: the exit code. After an error the others are told, and the process ends here. `in_order`: whether 0 and the
-    codes of signals are those of all processes. Else such a code is an error, too.
+    `code`: the exit code. After an error the others are informed, and the process ends here. `in_order`: whether 0 and
+    the codes of signals are those of all processes. Else such a code is an error, too.
 
     >>> end(0)
     0
@@ -243,7 +243,7 @@ def end(code: int, in_order: bool = True) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, whatever its other threads are at. The other processes of its run are told."""
+    """Ends this process at once, whatever its other threads are at. The other processes of its run are informed."""
     _over.set()
     if are_several() and not _why:  # else the service may not answer
         _watching[0].join(2 * BEAT_SECONDS)
@@ -282,7 +282,7 @@ _over = threading.Event()  # this process is at its end
 
 def _joined(**options: Any) -> None:
     jax.distributed.initialize(**options)
-    jax.process_count()  # waits until all processes have told their devices
+    jax.process_count()  # waits until all processes have reported their devices
 
 
 def _watch(client: Any) -> None:

@@ -36,7 +36,7 @@ class Relay:
         _start(self._accept)
 
     def watch(self, lost: Callable[[str], None], seconds: float) -> None:
-        """From now on the server's end is told here, before the client can notice it.
+        """Reports the server's end from now on, before the client can notice it.
 
         `lost`: is called with how the server was lost, such as "has ended". The client's connection closes when it
         returns. `seconds`: the server is lost, too, when it has said nothing for so long.

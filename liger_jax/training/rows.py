@@ -18,7 +18,7 @@ from liger_jax.training import digests
 INPUTS = ("input_ids", "segment_ids", "positions")  # the arguments by which a model reads packed rows
 ARGUMENTS = (*INPUTS, "labels")  # and those by which it is scored, too
 MASKS = ("segment_ids", "token_mask", "attention_mask")  # those that are 0 at padding
-Rows = Mapping[str, Any]  # arrays, or what is indexed as they are, such as rows that lie in files
+Rows = Mapping[str, Any]  # arrays, or what is indexed as they are, such as rows that are in files
 Mixture = Sequence[tuple[int, float]]
 Item = TypeVar("Item")
 

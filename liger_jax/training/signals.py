@@ -50,7 +50,7 @@ def ending_now(end: Callable[[int], None], said: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def listed() -> Iterator[list[int]]:
-    """A context in which the first signal ends nothing, but is listed and told: what is under way must not be torn.
+    """A context in which the first signal ends nothing, but is listed and reported: what is under way must not be torn.
 
     A second one raises `KeyboardInterrupt`, or within `ending_now` ends the process. A SIGHUP that is ignored, as under
     `nohup`, stays so. Outside of the main thread nothing is listed.

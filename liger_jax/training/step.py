@@ -107,7 +107,7 @@ def make_step(
         micro_batches: into how many equal parts a batch is cut. Sequence i belongs to part i mod `micro_batches`, so
             that each device of a mesh has its share of every part. Scalars, and `positions` of shape (1, T), belong to
             every part.
-        state_on_host: the optimizer's arrays lie in the host's memory, and come to the device for the update.
+        state_on_host: the optimizer's arrays are stored in the host's memory, and come to the device for the update.
 
     Returns:
         `step(state, batch, *frozen) -> (state, loss)` with `state = (params, optimizer.init(params))`. `frozen` are

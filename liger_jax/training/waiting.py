@@ -23,12 +23,12 @@ def telling(what: str) -> Iterator[None]:
     try:
         yield
         print(f" {time.perf_counter() - start:.1f} s", end="", flush=True)
-    finally:  # whatever comes next, such as an error, has a line of its own
+    finally:  # whatever comes next, such as an error, has its own line
         print(flush=True)
 
 
 def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Begins a call in a thread of its own.
+    """Begins a call in its own thread.
 
     >>> beside(sum, [1, 2]).result()
     3

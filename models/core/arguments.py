@@ -38,7 +38,7 @@ def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -
             f"logits_to_keep={logits_to_keep!r} must be an int or a one-dimensional integer array of positions."
         ) from None
     if not 0 <= count <= length:
-        raise ValueError(f"logits_to_keep={count} must lie in [0, {length}], the sequence's length; 0 keeps all.")
+        raise ValueError(f"logits_to_keep={count} must be in [0, {length}], the sequence's length; 0 keeps all.")
     return tuple(None if x is None else x[:, length - count if count else 0 :] for x in (hidden, *per_token))
 
 

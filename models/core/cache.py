@@ -48,7 +48,7 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
         raise ValueError(f"init_cache: batch={batch} must be at least 1.")
     if not 1 <= length <= config.longest_sequence:
         raise ValueError(
-            f"init_cache: length={length} must lie in [1, {config.longest_sequence}], up to what the model takes "
+            f"init_cache: length={length} must be in [1, {config.longest_sequence}], up to what the model takes "
             "(max_position_embeddings and rope_scaling). Take fewer tokens, or raise the config's field."
         )
     shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)

@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
             if cache is not None:
                 raise ValueError(
                     f"cache is given on a mesh with {tensor.size} devices along tensor={tensor.axis!r}, on which it "
-                    "cannot lie. Generate on a mesh whose devices split the batch."
+                    "cannot be. Generate on a mesh whose devices split the batch."
                 )
             positions, ids = tensor.padded(positions), None if ids is None else tensor.padded(ids)
             is_token = tensor.padded_mask(is_token, input_ids) if config.experts is not None else None

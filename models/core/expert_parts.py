@@ -3,9 +3,9 @@
 A device computes its F/devices columns of every expert, for all tokens of the devices that it shares them with, and its
 summand of their results. With an expert axis it does so for its own experts alone, whose rows come from other devices.
 
-Columns of gate stand before those of up, so that those of one device do not lie side by side: like other joined
-projections, gate and up lie split by their inputs, and devices exchange columns where a layer uses them. An axis of
-fsdp splits the experts, which are gathered as they lie. XLA would transpose what it gathers along another axis, and it
+Columns of gate stand before those of up, so that those of one device are not adjacent: like other joined
+projections, gate and up are split by their inputs, and devices exchange columns where a layer uses them. An axis of
+fsdp splits the experts, which are gathered as they are. XLA would transpose what it gathers along another axis, and it
 does so with the parameters of all layers at once. Only where fsdp does not divide the experts does it split matrices.
 """
 
@@ -20,7 +20,7 @@ EXPERTS = "experts"  # the kind of a layer whose feed-forward is `ExpertsFeedFor
 
 
 def entries_of_experts(parts: Any, info: ParameterInfo, shape: tuple[int, ...]) -> list[Names]:
-    """How a parameter of a layer's experts lies on the mesh."""
+    """How a parameter of a layer's experts is sharded over the mesh."""
     entries: list[Names] = [() for _ in shape]
     sizes = {}
     experts: Any = info.expert_axis

@@ -1,4 +1,6 @@
-"""Models on meshes with Explicit axes: inside a call the axes are Auto, outside the results' types say how they lie."""
+"""Models on meshes with Explicit axes: inside a call the axes are Auto, outside the results' types say how they are
+sharded.
+"""
 
 import dataclasses
 import functools
@@ -34,8 +36,8 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             if AxisType.Explicit in jax.typeof(input_ids).sharding.mesh.axis_types:
                 raise ValueError(
-                    "input_ids lie on a mesh with Explicit axes, but another mesh is in context. Call the model under "
-                    "jax.set_mesh(mesh), with KernelOptions(layout=…) for the axes that split the batch."
+                    "input_ids are sharded over a mesh with Explicit axes, but another mesh is in context. Call the "
+                    "model under jax.set_mesh(mesh), with KernelOptions(layout=…) for the axes that split the batch."
                 )
             return call(model, input_ids, **arguments)
         _check_batch(jax.typeof(input_ids).sharding.spec, layout, arguments)
@@ -69,8 +71,8 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
                 "scan_layers=False, or make the axes Auto."
             )
         if mesh.manual_axes:
-            # Where the jax.shard_map around is differentiated, JAX cannot take residuals out that lie on Auto axes. So
-            # there are none: the backward makes them again.
+            # Where the jax.shard_map around is differentiated, JAX cannot take residuals out that are sharded over Auto
+            # axes. So there are none: the backward makes them again.
             on_auto_axes = jax.checkpoint(on_auto_axes, prevent_cse=False)
         sums, numbers, of_batch = on_auto_axes(state, input_ids, arrays)
         tree, is_number = structure
@@ -82,20 +84,22 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_batch(spec: P, layout: Layout, arguments: dict[str, Any]) -> None:
-    """Raises a ValueError unless input_ids lie on an Explicit mesh as the model's layout says."""
+    """Raises a ValueError unless input_ids are sharded over an Explicit mesh as the model's layout says."""
     lie, wanted = ([names(entry) for entry in full_spec(x, 2)] for x in (spec, _of_tokens(layout)))
     if not layout.axes or lie != wanted:
         raise ValueError(
-            f"input_ids lie on a mesh with Explicit axes as {spec}, and the axes that split the model's batch are "
-            f"{layout.batch}. Pass KernelOptions(layout=Layout(batch=…)) with those that split input_ids, and split "
-            "nothing else of them, or place the batch by layout.place(batch)."
+            f"input_ids are sharded over a mesh with Explicit axes as {spec}, and the axes that split the model's "
+            f"batch are {layout.batch}. Pass KernelOptions(layout=Layout(batch=…)) with those that split input_ids, "
+            "and split nothing else of them, or place the batch by layout.place(batch)."
         )
     if arguments.get("cache") is not None:
-        raise ValueError("cache is given on a mesh with Explicit axes, which it cannot lie on. Make the axes Auto.")
+        raise ValueError(
+            "cache is given on a mesh with Explicit axes, over which it cannot be sharded. Make the axes Auto."
+        )
 
 
 def _of_tokens(layout: Layout) -> P:
-    """How tokens and what a model returns for each of them lie on the mesh in context."""
+    """How tokens and what a model returns for each of them are sharded over the mesh in context."""
     mesh = jax.sharding.get_abstract_mesh()
     spec = layout.of_rows if layout.sequence_parts() is None else layout.in_loss
     return along(spec, set(mesh.axis_names) - set(mesh.manual_axes))

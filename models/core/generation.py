@@ -53,7 +53,7 @@ def generate(
 
     With `compact` the work is for rows that have not ended, by and by: when at most half of the rows are left they
     become a batch of half the size, and so on while that has at least eight rows. The tokens are the same, but for what
-    products of other shapes round otherwise. Then the prompt and each number of rows have a program of their own,
+    products of other shapes round otherwise. Then the prompt and each number of rows have their own program,
     compiled when it comes up: for 64 prompts at most four, beside the prompt's. This pays where `generate` is called
     many times.
 

@@ -23,7 +23,7 @@ def check_choice(max_new_tokens: int, temperature: float, top_p: float, top_k: i
         )
     if not _LEAST <= top_p <= 1:
         raise ValueError(
-            f"generate: top_p={top_p} must lie in (0, 1], and be at least {_LEAST:.2g}, which float32 holds; pass 1.0 "
+            f"generate: top_p={top_p} must be in (0, 1], and be at least {_LEAST:.2g}, which float32 holds; pass 1.0 "
             "to draw from all tokens."
         )
     if top_k is not None and top_k < 1:
@@ -49,7 +49,7 @@ def check_ends(vocab_size: int, stops: tuple[int, ...], pad: int, pad_token_id: 
         )
     wrong = [token for token in (*stops, pad) if not 0 <= token < vocab_size]
     if wrong:
-        raise ValueError(f"generate: eos_token_id or pad_token_id is {wrong[0]}, and must lie in [0, {vocab_size}).")
+        raise ValueError(f"generate: eos_token_id or pad_token_id is {wrong[0]}, and must be in [0, {vocab_size}).")
 
 
 def check_prompts(config: Any, input_ids: jax.Array, mask: jax.Array, max_new_tokens: int) -> None:
@@ -85,7 +85,7 @@ def why_rows_stay(model: Any, input_ids: Any, max_new_tokens: int) -> str | None
     if any(isinstance(x, Tracer) for x in leaves):
         return "generate is called inside a jitted function, in which no shape can depend on tokens."
     if any(isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 for x in leaves):
-        return "the model or input_ids lie on several devices, each of which has rows of its own."
+        return "the model or input_ids are sharded over several devices, each of which has its own rows."
     scaling, total = model.config.rope_scaling, input_ids.shape[1] + max_new_tokens
     if isinstance(scaling, DynamicRope | LongRope) and total > (most := scaling.original_max_position_embeddings):
         return (

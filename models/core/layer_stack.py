@@ -1,4 +1,4 @@
-"""The layers of a decoder: how their parameters lie in memory, and how one layer runs after another."""
+"""The layers of a decoder: how their parameters are stored, and how one layer runs after another."""
 
 import dataclasses
 import operator
@@ -40,7 +40,7 @@ class LayerStack:
     """Makes and runs layers: by a scan over stacked parameters, or by a Python loop.
 
     Layers may be of several kinds, in a pattern that repeats. The scan runs over the pattern's repetitions, and the
-    layers that are left over follow in a loop. The layers of each feed-forward have a stack of their own. Both ways
+    layers that are left over follow in a loop. The layers of each feed-forward have their own stack. Both ways
     start from the same random numbers. A scan compiles its body once; it holds the gradients of all layers until the
     optimizer runs.
 
@@ -136,7 +136,7 @@ class LayerStack:
             if number in numbers:
                 graphdef, state = nnx.split(layers if len(self.stacked) == 1 else layers[kind])
                 return graphdef, jax.tree.map(operator.itemgetter(numbers.index(number)), state)
-        # By number: nnx.Dict sorts by name, and nnx.tabulate leaves a name of its own among them.
+        # By number: nnx.Dict sorts by name, and nnx.tabulate leaves a separate name among them.
         return nnx.split(last_layers[str(number)])
 
     def _layer_call(

@@ -103,41 +103,43 @@ class Layout:
 
     @property
     def between_blocks(self) -> P:
-        """How activations (B, T, …) lie between blocks: a norm is computed on one device of a tensor axis alone."""
+        """How activations (B, T, …) are sharded between blocks: a norm is computed on one device of a tensor axis
+        alone.
+        """
         return partition(self.batch, tuple(axis for axis in (self.sequence, self.tensor) if axis is not None))
 
     @property
     def in_attention(self) -> P:
-        """How queries, keys, values and results (B, T, heads, H) lie around attention."""
+        """How queries, keys, values and results (B, T, heads, H) are sharded around attention."""
         return partition(self.batch, self.sequence, self.tensor)
 
     @property
     def of_rows(self) -> P:
-        """How arrays (B, …) lie whose rows are whole on every device that computes a part of them."""
+        """How arrays (B, …) are sharded whose rows are whole on every device that computes a part of them."""
         return partition(self.batch)
 
     @property
     def of_cache(self) -> P:
-        """How a cache's keys and values (layers, B, …) lie, whose rows are whole, too."""
+        """How a cache's keys and values (layers, B, …) are sharded, whose rows are whole, too."""
         return partition(None, self.batch)
 
     @property
     def of_all_rows(self) -> P:
-        """How arrays (1, T, …) lie that are the same for all rows."""
+        """How arrays (1, T, …) are sharded that are the same for all rows."""
         return partition(None, self.sequence)
 
     @property
     def in_loss(self) -> P:
-        """How hidden states, labels and results (B, T, …) lie in the loss."""
+        """How hidden states, labels and results (B, T, …) are sharded in the loss."""
         return partition(self.batch, self.sequence)
 
     @property
     def of_logits(self) -> P:
-        """How logits (B, T, V) lie."""
+        """How logits (B, T, V) are sharded."""
         return partition(self.batch, self.sequence, self.tensor)
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
-        """How a parameter lies on a mesh, and what an optimizer holds of its shape.
+        """How a parameter is sharded over a mesh, and what an optimizer holds of its shape.
 
         A matrix is split along its input, or along a head's vocabulary, and experts one by one where the mesh divides
         them. Codes and scales of quantised kernels are split
@@ -168,7 +170,8 @@ class Layout:
         Args:
             tree: a model or its state; with an optimizer, `(params, optimizer.init(params))`. Leaves may be types.
             mesh: has the axes that the layout names, and no others with several devices.
-            optimizer: the one whose state is in `tree`. What it holds for a parameter lies like the parameter: an array
+            optimizer: the one whose state is in `tree`. What it holds for a parameter is sharded like the parameter: an
+            array
                 of its shape, and each axis of another array that is one of the parameter's or counts equal blocks of
                 it, such as a factored moment's or a scale's. All else is whole on every device, with a warning from
                 65,536 numbers on.
@@ -261,14 +264,14 @@ class Layout:
         the mesh are Manual.
 
         Args:
-            function: returns arrays that lie like the first operands.
+            function: returns arrays that are sharded like the first operands.
             split: trees of arrays that are split as `spec` says; `None` entries pass.
             whole: arrays that are whole inside the function; `None` entries pass. A matrix enters split along its first
                 axis over `fsdp`, if that divides it, and its gradient leaves the same way.
             head: the function's last argument, if there is one, an array or quantised. A linear loss gathers an array
                 as it needs it; a quantised head is whole.
-            spec: how `split` lies, or each of it: `between_blocks`, which is the default, `in_attention` or `in_loss`.
-            out: how the results lie; `None` for as `split` does.
+            spec: how `split` is sharded, or each of it: `between_blocks`, which is the default, `in_attention` or
+            `in_loss`. out: how the results are sharded; `None` for as `split` is.
 
         Returns:
             The function's results.
@@ -291,11 +294,11 @@ class Layout:
         """Does what `run` does, `in_loss`, for a function that returns a sum over its tokens and arrays per token.
 
         Args:
-            function: returns (sum, arrays that lie like `split`).
+            function: returns (sum, arrays that are sharded like `split`).
             split: as in `run`.
             whole: as in `run`.
             head: as in `run`.
-            spec: how `split` lies, if not `in_loss`.
+            spec: how `split` is sharded, if not `in_loss`.
 
         Returns:
             (the sum over all tokens, the arrays).
@@ -314,8 +317,8 @@ class Layout:
         """Gathers a layer's parameters on every device just before their use, as FSDP does.
 
         Matrices are converted to the computation's dtype first: in bfloat16 half as many bytes are sent. Gradients are
-        told to lie as their parameters do. Else the compiler sums the joined gradient of several projections whole on
-        every device, and then drops what belongs to the others.
+        told to be sharded as their parameters are. Else the compiler sums the joined gradient of several projections
+        whole on every device, and then drops what belongs to the others.
 
         Args:
             parameters: one layer's, a tree of arrays by their names.
@@ -384,7 +387,7 @@ class Layout:
         return ParameterParts(self.fsdp_axes, self.expert, self.batch, sizes)
 
     def _on_parts(self, function, split, whole, head, spec, out):
-        """`run`, with results that lie as `out` says."""
+        """`run`, with results that are sharded as `out` says."""
         sizes = open_axes(self)
         if not sizes:
             return function(*split, *whole, *(() if head is None else (head,)))

@@ -1,4 +1,6 @@
-"""Fully sharded parameters and split experts: how each one lies on a mesh, and how a layer gathers what it uses."""
+"""Fully sharded parameters and split experts: how each one is sharded over a mesh, and how a layer gathers what it
+uses.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +36,7 @@ class ParameterParts:
         return self.expert is not None and self.sizes.get(self.expert, 1) > 1
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
-        """How a parameter lies on the mesh."""
+        """How a parameter is sharded over the mesh."""
         if self.splits_experts and info.expert_axis is not None:
             return self._of_experts(info, shape)
         if (of_fsdp := self._of_fsdp(info, shape)) is not None:
@@ -68,7 +70,7 @@ class ParameterParts:
         return jax.tree_util.tree_map_with_path(gather, parameters)
 
     def _of_experts(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
-        """How a parameter of experts lies that are split over their axis.
+        """How a parameter of experts is sharded that are split over their axis.
 
         The other axes of fsdp split the experts of a device, too, or each one's input where they do not divide them.
         """
@@ -105,7 +107,7 @@ class ParameterParts:
 def _split_axis(info: ParameterInfo, shape: tuple[int, ...], parts: int) -> Any:
     """The axis of a parameter that so many devices of fsdp split.
 
-    Experts are gathered as they lie. XLA would transpose a matrix's inputs, and does so for all layers at once.
+    Experts are gathered as they are. XLA would transpose a matrix's inputs, and does so for all layers at once.
     """
     experts = info.expert_axis
     if info.kind in _ADAPTERS_OF_EXPERTS or experts is not None and shape[experts] % parts == 0:
@@ -115,7 +117,7 @@ def _split_axis(info: ParameterInfo, shape: tuple[int, ...], parts: int) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(x: jax.Array, used: P, stored: P) -> jax.Array:
-    """An array that lies as `stored` says, as `used` says. Its gradient lies as `stored` says again."""
+    """An array that is sharded as `stored` says, as `used` says. Its gradient is sharded as `stored` says again."""
     return jax.lax.with_sharding_constraint(x, used)
 
 

@@ -69,7 +69,7 @@ KEPT = "_kept"  # ends the name of a trained weight's original, or of a trained 
 # inputs, which are the same.
 SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 SPLIT_INPUTS = ("o_proj", "down_proj")
-# Projections to several things at once. Where they lie, their kernels are split by input: columns that lie side by side
+# Projections to several things at once. In storage, their kernels are split by input: columns that are side by side
 # are not those that one device computes.
 FUSED = ("qkv_proj", "gate_up_proj")
 _OF_VOCABULARY = {"embed_tokens": "in", "lm_head": "out"}
@@ -181,7 +181,7 @@ def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
     kind, axes = _KINDS[last]
     layer, is_stacked = _layer_of(modules)
     if len(shape) != len(axes) + is_stacked:
-        counted = f"{axes} behind an axis of layers" if is_stacked else f"{axes}"
+        counted = f"{axes} after an axis of layers" if is_stacked else f"{axes}"
         raise ValueError(f"describe: {name} has shape {tuple(shape)}, and the axes of a {kind} are {counted}.")
     place = {axis: is_stacked + i for i, axis in enumerate(axes)}
     return ParameterInfo(

@@ -52,7 +52,7 @@ def scored(
 
 
 def _logits(loss, hidden, head):
-    """Logits (B, T, V), with padding behind them if a mesh axis does not divide the vocabulary."""
+    """Logits (B, T, V), with padding after them if a mesh axis does not divide the vocabulary."""
     config, layout = loss.config, loss.kernels.mesh_layout
     head = head.astype(hidden.dtype) if is_quantized(head) else head
     if (tensor := layout.tensor_parts()) is not None:

@@ -24,7 +24,7 @@ def keeps_products(remat: Remat) -> bool:
 
 
 def is_offloaded(remat: Remat) -> bool:
-    """Whether what a layer keeps for the backward lies in the host's memory."""
+    """Whether what a layer keeps for the backward is stored in the host's memory."""
     return remat in ("offload", "offload_attention")
 
 

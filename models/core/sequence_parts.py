@@ -19,7 +19,7 @@ from liger_jax.losses import shifted_labels
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.layout import from_chunks, in_chunks
 
-# What a row is padded with, behind its last position: nothing is scored there. Tokens and positions repeat their last
+# What a row is padded with, after its last position: nothing is scored there. Tokens and positions repeat their last
 # number, so that no largest one grows; no position sees those behind it. Segments and masks are 0, as at other padding.
 _REPEATED = ("input_ids", "positions")
 _PADDED_BEHIND = ("segment_ids", "attention_mask", "token_mask")  # which of them tell routers what they do not count
@@ -35,7 +35,7 @@ class SequenceParts:
     # What the length of a row is a multiple of: 2c chunks, and on each device equal parts for the devices of a tensor
     # axis.
     multiple: int
-    rows: P  # how arrays (B, …) lie whose rows are whole
+    rows: P  # how arrays (B, …) are sharded whose rows are whole
 
     @classmethod
     def of(cls, axis: str, sizes: Mapping[str, int], tensor: str | None, rows: P) -> "SequenceParts":
@@ -49,7 +49,7 @@ class SequenceParts:
         `batch`: (B, T) token ids, which are their own labels; or the model's arguments by name. An array (B, T, …) or
         (1, T, …) of any name belongs to the positions. Returns the arguments, with `shift_labels` in the place of
         `labels`, `positions`, and rows of T′ positions, the next multiple of `multiple`, in the order of the devices'
-        chunks. Where T′ is not T and nothing else tells padding there is a `token_mask`, 0 behind the rows.
+        chunks. Where T′ is not T and nothing else tells padding there is a `token_mask`, 0 after the rows.
         """
         named = dict(batch) if isinstance(batch, Mapping) else dict(input_ids=batch, labels=batch)
         if named.get("input_ids") is None:
@@ -89,7 +89,8 @@ class SequenceParts:
         where = f"on a mesh with {self.size} devices along sequence={self.axis!r}"
         if cache is not None:
             raise ValueError(
-                f"cache is given {where}, on which it cannot lie. Generate on a mesh whose devices split the batch."
+                f"cache is given {where}, over which it cannot be sharded. Generate on a mesh whose devices split "
+                "the batch."
             )
         if positions is None or length % self.multiple:
             problem = "positions is not given" if positions is None else f"input_ids has {length} positions"

@@ -1,4 +1,4 @@
-"""How an optimizer's state lies on a mesh: like its parameters."""
+"""How an optimizer's state is sharded over a mesh: like its parameters."""
 
 import dataclasses
 import itertools

@@ -5,7 +5,7 @@ Two collectives stand around each sublayer, and two around the embedding and the
     all tokens = `all_tokens`(own positions)           own positions = `summed_tokens`(this device's summand)
     whole rows = `all_positions`(own positions)        own positions = `summed`(this device's summand of whole rows)
 
-All tokens lie one device's behind another's, as they come: products do not mind, and XLA would transpose what it
+All tokens are one device's after another's, as they come: products do not mind, and XLA would transpose what it
 gathers and scatters along an axis that is not the first. Attention alone puts its heads `in_rows`.
 
 JAX derives the backward: the derivative of one collective is the other.

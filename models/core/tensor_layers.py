@@ -40,8 +40,8 @@ def run_layers(
 ) -> tuple[jax.Array, Any]:
     """Runs a `LayerStack` on every device's part of the layers.
 
-    Returns hidden states (B, T, D), which lie as `parts.between` says, and the layers' sums over the tokens of all
-    devices.
+    Returns hidden states (B, T, D), which are sharded as `parts.between` says, and the layers' sums over the tokens of
+    all devices.
     """
     parts.check(config)
     (graph, state), (last_graph, last_state) = nnx.split(layers), nnx.split(last_layers)
@@ -71,7 +71,9 @@ def run_layers(
 
 
 def _of_input(parts: TensorParts, x: Any) -> P:
-    """How a layer's input lies: segments (B, T), whose rows are whole, or (B, T, …) of tokens or (1, T, R) of rows."""
+    """How a layer's input is sharded: segments (B, T), whose rows are whole, or (B, T, …) of tokens or (1, T, R) of
+    rows.
+    """
     batch = parts.batch if x.shape[0] > 1 else ()
     return partition(batch, parts.sequence_axes) if x.ndim == 3 else partition(batch)
 
@@ -110,7 +112,7 @@ def _of_layer(parts: TensorParts, state: Any, dtype: Any, config: Any) -> Any:
 
 
 def _own_columns(parts: TensorParts, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
-    """The columns that this device computes, of a parameter whose columns do not lie as they are computed.
+    """The columns that this device computes, of a parameter whose columns are not stored as they are computed.
 
     Where the tensor axis does not divide the keys' heads, each is repeated so often that it does. A head's gradient
     is the sum of its copies'.

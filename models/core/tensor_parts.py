@@ -28,7 +28,7 @@ class TensorParts:
     batch: Names  # the axes that split the batch
     sequence: str | None  # the axis that splits rows, or `None`
     axes: Names  # all axes of the mesh that are not Manual
-    between: P  # how activations (B, T, D) lie between blocks
+    between: P  # how activations (B, T, D) are sharded between blocks
     expert: str | None = None  # the axis that splits experts, or `None`
     expert_size: int = 1  # its devices
 
@@ -71,7 +71,7 @@ class TensorParts:
 
     @property
     def tokens(self) -> P:
-        """How arrays (B, T, …) lie of which all devices of the axis have the same positions."""
+        """How arrays (B, T, …) are sharded of which all devices of the axis have the same positions."""
         return partition(self.batch, self.sequence_axes)
 
     @property
@@ -80,7 +80,7 @@ class TensorParts:
         return () if self.sequence is None else (self.sequence,)
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
-        """How a parameter lies on the mesh.
+        """How a parameter is sharded over the mesh.
 
         `tensor_axis` is split by the tensor axis. A matrix's first axis, the inputs or the vocabulary, is split by
         fsdp: XLA transposes what it gathers along another one, gradients and state included. The second axis is split
@@ -130,7 +130,7 @@ class TensorParts:
     def padded(self, x: jax.Array) -> jax.Array:
         """Rows in which each device has as many positions as every other one.
 
-        No position sees those that are added, which are behind it, and no largest position or id grows.
+        No position sees those that are added, which are after it, and no largest position or id grows.
 
         Returns the rows, with their last number repeated until the axis divides T.
         """
@@ -164,7 +164,7 @@ class TensorParts:
         return vocab_size % (self.size * self.fsdp_size) == 0
 
     def of_vocabulary(self, vocab_size: int, width: int) -> P:
-        """How an embedding or a head (V, D) lies, padded so that the devices of the tensor axis have equal parts.
+        """How an embedding or a head (V, D) is sharded, padded so that the devices of the tensor axis have equal parts.
 
         A head with an adapter's columns may be of a width that fsdp does not divide.
         """
@@ -175,7 +175,7 @@ class TensorParts:
     def by_devices(self, x: jax.Array, pieces: Sequence[tuple[int, int]]) -> jax.Array:
         """Shares out the columns of several pieces, such as those of queries, keys and values.
 
-        `pieces`: (heads, width) of each, one behind another. Where the axis does not divide the heads, each is repeated
+        `pieces`: (heads, width) of each, one after another. Where the axis does not divide the heads, each is repeated
         so often that it does. Returns (…, devices, own): each device has as many heads of each piece as any other.
         """
         by_devices, start = [], 0

@@ -25,7 +25,7 @@ from liger_jax.ops.block_quantized import BlockQuantized
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096  # of a tile
 LEAST_TILES = 8  # fewer save little
-LEAST_TILES_OF_OFFLOADED = 4  # where memory is so short that layers' inputs lie in the host's
+LEAST_TILES_OF_OFFLOADED = 4  # where memory is so short that layers' inputs are in the host's
 
 
 def over_tokens(

@@ -1,6 +1,6 @@
 """A vocabulary that a mesh axis splits: the embedding, the logits, and how the fused losses get the head.
 
-A device has the same number of entries as every other one, and padding behind the last of them if need be. Token ids
+A device has the same number of entries as every other one, and padding after the last of them if need be. Token ids
 and labels are those of the whole vocabulary everywhere.
 """
 
@@ -25,7 +25,7 @@ NO_LOGIT = -jnp.inf
 
 
 def padded(table: jax.Array, size: int) -> jax.Array:
-    """A table (V, D) with zeros behind its last entry, so that `size` devices have equal parts.
+    """A table (V, D) with zeros after its last entry, so that `size` devices have equal parts.
 
     >>> padded(jnp.ones((5, 2)), 4).shape
     (8, 2)
@@ -36,7 +36,7 @@ def padded(table: jax.Array, size: int) -> jax.Array:
 def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
     """Looks up table[ids]: each device those of its part of the vocabulary.
 
-    Returns (B, T, D), which lies as `parts.between` says; an id outside [0, V) gives NaN.
+    Returns (B, T, D), which is sharded as `parts.between` says; an id outside [0, V) gives NaN.
     """
     vocab_size = table.shape[0]
 
@@ -57,7 +57,7 @@ def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any
 def logits_parts(parts: TensorParts, hidden: jax.Array, head: jax.Array) -> jax.Array:
     """Logits (B, T, V′): each device makes those of its part of the vocabulary, and no logits are sent.
 
-    Returns float32 logits, split along V′. Those behind V are padding's.
+    Returns float32 logits, split along V′. Those beyond V are padding's.
     """
     rows, axis = _rows(parts, hidden)
 

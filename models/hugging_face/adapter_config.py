@@ -39,9 +39,9 @@ class AdapterConfig:
     dropout: float  # the share of inputs that training drops
     rslora: bool  # whether the scale is alpha/√rank
     dora: bool  # whether there are magnitudes
-    # Ranks of their own, by expressions for a name's end.
+    # Separate ranks, by expressions for a name's end.
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)  # alphas of their own, in the same way
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)  # separate alphas, in the same way
     modules: Sequence[str] = ()  # `modules_to_save`
     # `trainable_token_indices`, by the ends of modules' names.
     tokens: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)

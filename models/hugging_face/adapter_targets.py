@@ -45,7 +45,7 @@ class Targets:
         return not self.layers or isinstance(self.names, str) or name in self.names or self._number(name) in self.layers
 
     def _number(self, name: str) -> int | None:
-        """The layer's number in a name: the first number, or the one behind the first pattern that occurs."""
+        """The layer's number in a name: the first number, or the one after the first pattern that occurs."""
         patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         match = next((match for each in patterns if (match := re.match(each, name))), None)
         return None if match is None else int(match[1])

@@ -144,7 +144,7 @@ def weight_files(folder: pathlib.Path) -> list[str]:
 def why_no_weights(folder: pathlib.Path) -> str | None:
     """Why a folder has no weights, or not all of them.
 
-    Returns what to say behind the folder's name, as sentences; `None` if all files are there.
+    Returns what to say after the folder's name, as sentences; `None` if all files are there.
     """
     names = weight_files(folder)
     for path in map(folder.joinpath, names or (WEIGHTS, INDEX)):

@@ -9,7 +9,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 ARGUMENTS = {
     "position_ids": "pass positions",
-    "inputs_embeds": "pass input_ids; embeddings of your own go through model.model(input_ids, inputs_embeds=…)",
+    "inputs_embeds": "pass input_ids; your own embeddings go through model.model(input_ids, inputs_embeds=…)",
     "output_hidden_states": "call model.hidden_states(input_ids) for those after the last norm",
     "output_attentions": "attention's weights are never held",
     "past_key_values": "pass cache=model.init_cache(batch, length)",

@@ -2,7 +2,7 @@
 
 A weight (out, in) of such a checkpoint is a tensor of codes, two in a byte, the even one in the high bits. Beside it
 stand the code book, the scales of blocks along the flattened weight, and a JSON object that names dtype and shape. With
-double quantisation the scales are 8-bit codes, with a code book, scales and an offset of their own. A value is
+double quantisation the scales are 8-bit codes, with their own code book, scales and offset. A value is
 
     w = dtype(code_book[code]·scale),   scale = nested_code_book[nested_code]·nested_scale + offset,
 
@@ -135,7 +135,7 @@ def quantized_shapes(info: ParameterInfo, tensors: Mapping[str, Any]) -> BlockQu
     """What a parameter is that keeps its codes, as shapes and dtypes.
 
     Returns a `BlockQuantized` of `jax.ShapeDtypeStruct`. `None` where it is read dense: it is no kernel, some of its
-    layers are not quantised or differ in how they are, or its blocks do not lie within rows.
+    layers are not quantised or differ in how they are, or its blocks are not within rows.
     """
     quantized = [tensors.get(name) for name in info.tensor_names]
     if info.kind != "kernel" or not all(isinstance(tensor, Nf4Tensor) for tensor in quantized):
@@ -157,8 +157,8 @@ def quantized_shapes(info: ParameterInfo, tensors: Mapping[str, Any]) -> BlockQu
 def read(info: ParameterInfo, like: BlockQuantized, tensors: Mapping[str, Any], sharding: Any) -> BlockQuantized:
     """Reads a parameter's codes and scales to its devices.
 
-    `sharding`: how the dense kernel would lie; `None` for the default device. An axis that splits its input splits the
-    codes' output, so that blocks stay whole.
+    `sharding`: how the dense kernel would be sharded; `None` for the default device. An axis that splits its input
+    splits the codes' output, so that blocks stay whole.
     """
     quantized = [tensors[name] for name in info.tensor_names]
     codes = _layers(like.codes, (_swapped(tensor.codes()) for tensor in quantized))

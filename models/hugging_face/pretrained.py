@@ -144,7 +144,7 @@ class Pretrained(nnx.Module):
         model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, **how)
         model.kept = kept
         model = quantized.frozen(model)
-        if by_layout and quantize is not None:  # codes lie otherwise than dense kernels
+        if by_layout and quantize is not None:  # codes are laid out differently from dense kernels
             state = nnx.state(model)
             nnx.update(model, jax.device_put(state, layout.shardings(state, mesh)))
         return model

@@ -196,7 +196,7 @@ def _say_what_becomes_dense(folder, tensors, wanted) -> None:
     if dense:
         warnings.warn(
             f"from_pretrained: {dense} of {folder} become dense, since not all layers of them are quantised alike, or "
-            "their blocks do not lie within rows. The numbers are the same.",
+            "their blocks are not within rows. The numbers are the same.",
             stacklevel=4,
         )
 
@@ -234,7 +234,7 @@ def _read(
 
 
 def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[tuple[Any, ...], list[slice]] | None:
-    """Where a piece lies in a part of a parameter, and what of the piece does; `None` if nothing does.
+    """Where a piece is in a part of a parameter, and what of the piece does; `None` if nothing does.
 
     The part has these ranges of the parameter's axes. The piece's slices are in the parameter's order of axes.
     """

@@ -70,8 +70,8 @@ def add_lora(
             "gate_up_proj" and "down_proj", whatever a checkpoint calls them. Each expert gets an A and a B.
         exclude: projections without an adapter, in the same forms.
         layers: the numbers of the layers that ends of names mean; none for all.
-        rank_pattern: ranks of their own, by regular expressions for a name's end, such as `{"k_proj": 8}`.
-        alpha_pattern: alphas of their own, in the same way.
+        rank_pattern: separate ranks, by regular expressions for a name's end, such as `{"k_proj": 8}`.
+        alpha_pattern: separate alphas, in the same way.
         dropout: the share of an adapter's inputs that `with_dropout` drops, in [0, 1); experts' adapters have none.
         rslora: scale by alpha/√rank rather than alpha/rank.
         dora: also train the length of each column of the weight, as DoRA does. Each call then computes W + scale·A·B.
@@ -210,7 +210,7 @@ def with_dropout(
 ) -> Model:
     """The model with keys for its adapters' dropout, which shares all arrays with it.
 
-    Without keys nothing is dropped, as in evaluation. Give every step a key of its own, inside the loss function.
+    Without keys nothing is dropped, as in evaluation. Give every step its own key, inside the loss function.
 
     Which inputs are dropped follows from the key, the projection, and a token's piece and position there, and not from
     where the token is computed. With the numbers of pieces, a step drops the same in whole batches and micro-batches,

@@ -2,7 +2,7 @@
 
 PEFT adapts the one parameter of a layer's experts, `target_parameters`, by matrices of all experts in one: A (E·rank,
 in) with the experts' rows one after another, and B (out, rank·E) in which the experts take turns. Files from before
-transformers 5 have matrices of each expert. There gate and up have ranks of their own, and become one adapter of twice
+transformers 5 have matrices of each expert. There gate and up have their own ranks, and become one adapter of twice
 the rank, whose B has zeros between gate's half and up's.
 """
 

@@ -25,7 +25,7 @@ class Weight(NamedTuple):
     holder: ExpertWeights  # the module that holds it
     name: str  # its name there
     names: tuple[str, ...]  # what PEFT calls it in each layer, such as "model.layers.0.mlp.experts.gate_up_proj"
-    # The names of its tensors in a checkpoint, for each layer; without experts of their own, one.
+    # The names of its tensors in a checkpoint, for each layer; without their own experts, one.
     of_each: tuple[tuple[str, ...], ...]
     stacked: bool  # whether it has an axis of layers
     interleaved: bool  # whether columns of gate and up take turns in a checkpoint

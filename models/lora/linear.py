@@ -31,7 +31,7 @@ class LoRALinear(nnx.Linear):
         alpha: numerator of the scale.
         rslora: whether the scale is alpha/√rank rather than alpha/rank.
         each: rank and alpha of each stacked layer where they are not those of all, (0, alpha) of one without an
-            adapter; else `None`. A and B are zero behind a layer's rank, and their gradients there are, too.
+            adapter; else `None`. A and B are zero after a layer's rank, and their gradients there are, too.
         lora_scale: the scale of each of these layers, or `None`.
         dropout: the share of the adapter's inputs that are dropped, where there is a key.
         dropout_key: from `with_dropout`, or `None`.

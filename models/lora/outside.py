@@ -135,7 +135,7 @@ def _experts(model: nnx.Module) -> list[ExpertWeights]:
 
 
 def untie(model: Any) -> None:
-    """Gives the model a head of its own, which is the same array as the embedding until one of them changes."""
+    """Gives the model its own head, which is the same array as the embedding until one of them changes."""
     if model.config.tie_word_embeddings:
         model.lm_head = nnx.Param(model.model.embed_tokens[...])
         model.config = dataclasses.replace(model.config, tie_word_embeddings=False)

@@ -125,7 +125,7 @@ def columns(rank: int, width: int) -> int:
 
 
 def _filled(x: jax.Array, width: int) -> jax.Array:
-    """x (..., r), with columns of zeros behind it, up to those that stand beside `width` others."""
+    """x (..., r), with columns of zeros after it, up to those that stand beside `width` others."""
     missing = columns(x.shape[-1], width) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
 

@@ -21,7 +21,7 @@ _FARTHEST = 2**30  # a window that no row is longer than
 
 
 def is_numbered(ids: Any) -> Any:
-    """Whether rows of ids (..., T) count documents from 1, with padding, 0, behind them; (...,) bool."""
+    """Whether rows of ids (..., T) count documents from 1, with padding, 0, after them; (...,) bool."""
     has_token_behind = (ids[..., :-1] == 0) & (ids[..., 1:] != 0)
     return ~(ids < 0).any(axis=-1) & ~has_token_behind.any(axis=-1)
 
@@ -30,7 +30,7 @@ class Segments(NamedTuple):
     """Segments of packed rows (B, T), and where they begin and end; made once, for all layers that attend to them.
 
     `of` makes one. A segment is all positions of a row with one id, wherever they stand. Ids count documents from 1,
-    and are 0 at padding, behind them.
+    and are 0 at padding, after them.
 
     Attributes:
         ids: (B, T) integers.
@@ -179,7 +179,7 @@ class Tile:
         return self.count - self.all_count
 
     def column_block(self, n: Any) -> Any:
-        """The n-th block of columns. The masked ones come first; they lie on both sides of the others."""
+        """The n-th block of columns. The masked ones come first; they are on both sides of the others."""
         masked = self.begin + n
         masked = jnp.where(masked < self.all_begin, masked, masked + self.all_count)
         return jnp.where(n < self.num_masked, masked, self.all_begin + n - self.num_masked)

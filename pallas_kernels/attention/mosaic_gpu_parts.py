@@ -26,7 +26,7 @@ class Walk:
     """The tiles of a kernel, each some rows of a head and the columns that they see, and which block computes which.
 
     By default each core runs one block. It takes tiles by turns, the largest first, and copies the next tile's columns
-    while it computes. With `one_each` every tile has a block of its own, which the hardware starts on the next free
+    while it computes. With `one_each` every tile has its own block, which the hardware starts on the next free
     core. That evens out few tiles of different sizes, and it saves the registers of the loop.
     """
 

@@ -19,7 +19,7 @@ from liger_jax.pallas_kernels.attention.intervals import Segments, whole_blocks
 _BLOCKS = (512, 384, 256, 128)  # positions in a block of scores: 512 × 512 are 1 MiB of VMEM in float32
 _STEP = 180_000  # pairs of width 128: their product takes as long on a v5e as the rest of a step
 _MOST_PIECES = 4  # of dq in a fused backward; each takes the memory of q
-_LARGEST_KEY_BLOCK = 2048  # of keys, values and their float32 gradients that lie in VMEM: 6 MiB at width 128
+_LARGEST_KEY_BLOCK = 2048  # of keys, values and their float32 gradients that are in VMEM: 6 MiB at width 128
 _PRODUCTS_A_BYTE = 200  # multiply-adds that a core does while it reads a byte: 120 on a v5e, 280 on a v6e
 
 

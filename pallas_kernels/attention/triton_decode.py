@@ -2,7 +2,7 @@
 
 One program computes the query heads that share a key head of one row. It walks over blocks of the cache's slots, from
 the first that the query sees to the last that is written, with an online softmax. So it reads a key or a value once,
-from where it lies in the whole cache, and no slots that are not written. A product has at least 16 rows: fewer heads
+from where it is in the whole cache, and no slots that are not written. A product has at least 16 rows: fewer heads
 are padded with zeros, which costs no memory traffic.
 Where rows and key heads are few, several programs share the slots. Each then writes its sums in float32, and XLA joins
 them: 4·H + 8 bytes of each query head for a program, that reads some 128 slots of 4·H bytes or more.

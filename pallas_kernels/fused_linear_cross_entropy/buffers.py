@@ -104,7 +104,7 @@ def gathered_slice_bytes(sizes: Sizes, entries: int) -> int:
 def summed_bytes(sizes: Sizes, tokens: int, *of_logits: int) -> int:
     """What mode "fast" takes beside a chunk, where XLA makes the products of the gradients and sums dW in float32.
 
-    dW is written last, from its sum. Until then the largest buffer `of_logits` that fits lies in its place.
+    dW is written last, from its sum. Until then the largest buffer `of_logits` that fits is in its place.
     """
     room = sizes.v * sizes.d * sizes.weight_itemsize if sizes.weight_sum_bytes else 0
     in_its_place = max((size for size in of_logits if size <= room), default=0)

@@ -160,7 +160,7 @@ def gradients_in_forward(
             which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)[None]  # else 0
             dweight = [sum_of_weight.added(*each, which) for each in zip(dweight, parts, dus, strict=True)]
         if needs.hidden:
-            if not one_chunk:  # dX comes after dW: then the chunk of dX can lie where the chunk of X did
+            if not one_chunk:  # dX comes after dW: then the chunk of dX can be where the chunk of X did
                 dus, dweight = jax.lax.optimization_barrier((dus, dweight))
             dhidden = formulas.put(dhidden, _hidden_gradient(parts, dus, options, dtypes.hidden), start)
         if needs.bias:
@@ -181,7 +181,7 @@ def gradients_in_forward(
     )
     stats, grads = formulas.over_slices(total, chunk_size, body, start_carry, last_waits=True)
     if needs.weight:
-        # After dX, so that until then a copy of the weight can lie where dW will.
+        # After dX, so that until then a copy of the weight can be where dW will.
         after = grads.hidden if needs.hidden else inputs.hidden
         grads = grads._replace(weight=sum_of_weight.whole(grads.weight, like.weight.shape, after))
     return jax.tree.map(lambda x: x[:n], stats), cut(grads, like, dtypes)

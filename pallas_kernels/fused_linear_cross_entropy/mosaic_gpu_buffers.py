@@ -26,18 +26,18 @@ def fast(sizes: Sizes, tokens: int) -> Buffers:
         return Buffers(_forward_bytes(sizes), chunk)
     is_whole = tokens >= n
     dw_low_byte = 0 if is_whole else sizes.weight_sum_bytes // 4  # the lowest of the sum's three; dW has the upper two
-    # With one chunk dW is written last. Until then the weight's copy lies in its place.
+    # With one chunk dW is written last. Until then the weight's copy is in its place.
     weight_copy = 0 if is_whole and needs_weight else sizes.weight_copy_bytes
     of_parts = 0
     if not takes(v, "fast", sizes.vocab_dim):
         is_copied = copies_slices(sizes.vocab_dim)
-        # A copy of the weight's whole tiles. Their part of dW has a buffer of its own until it is put in its place.
+        # A copy of the weight's whole tiles. Their part of dW has its own buffer until it is put in its place.
         weight_slice = v * d * sizes.itemsize if is_copied and not sizes.weight_copy_bytes else 0
         # (One chunk's dW needs no such buffer at some sizes of a weight that is cast: XLA writes it to its place.)
         part_of_dw = v * d * sizes.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
         of_parts = max(weight_slice, part_of_dw)  # the second is made when the first is free
         if part_of_dw and not is_whole:
-            # Both live at the same time here. The largest of the other buffers lies where dW will be.
+            # Both live at the same time here. The largest of the other buffers is where dW will be.
             in_its_place = max(weight_slice, dw_low_byte, 0 if is_copied else weight_copy)
             of_parts = weight_slice + part_of_dw - in_its_place
     of_weight = dw_low_byte + weight_copy + of_parts
@@ -49,10 +49,10 @@ def lean(sizes: Sizes, entries: int) -> Buffers:
     of_slice, weight_copy, forward = _slice_bytes(sizes, entries), sizes.weight_copy_bytes, _forward_bytes(sizes)
     if not any(sizes.gradients):
         return Buffers(forward, of_slice)
-    # Hidden without the rows that do not count lies where dX will be.
+    # Hidden without the rows that do not count is where dX will be.
     masked_hidden = 0 if sizes.gradients.hidden else sizes.n * sizes.d * sizes.itemsize
     if sizes.gradients.weight and not weight_copy:
-        forward -= _whole_tiles_bytes(sizes)  # which lie where dW will be
+        forward -= _whole_tiles_bytes(sizes)  # which are where dW will be
     backward = weight_copy + of_slice + masked_hidden + sizes.hidden_sum_bytes + _padded_hidden_bytes(sizes)
     return Buffers(max(backward, forward), of_slice)
 

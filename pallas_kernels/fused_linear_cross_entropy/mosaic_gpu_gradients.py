@@ -233,7 +233,7 @@ def make_logit_gradients(
     has_weights = inputs.class_weights is not None and options.logit.logit_sum
     row_vectors = [inputs.labels, lse, *[g for g in cotangents if g is not None]]
     column_vectors = [inputs.class_weights] if has_weights else []
-    # Where E cannot be written to in place, du is an array of its own.
+    # Where E cannot be written to in place, du is a separate array.
     in_place = _hopper.can_write_in_place(exponentials)
     source = () if in_place else (exponentials,)
     total = (n // 64) * num_tiles

@@ -18,7 +18,7 @@ _PIECE = 64  # what the copy engine moves at once of an inner axis
 
 
 def extended(x: jax.Array, *sizes: int) -> jax.Array:
-    """x with zeros behind each axis, up to `sizes`."""
+    """x with zeros at the end of each axis, up to `sizes`."""
     extra = [(0, size - old) for size, old in zip(sizes, x.shape, strict=True)]
     return jnp.pad(x, extra) if any(more for _, more in extra) else x
 
@@ -77,7 +77,7 @@ def spans(v: int, options: LinearOptions) -> list[tuple[int, int]]:
 
 
 def parts_of(inputs: Inputs, options: LinearOptions) -> list[Part]:
-    """The vocabulary's parts: what the kernels take lies where it was, and the rest is padded.
+    """The vocabulary's parts: what the kernels take is where it was, and the rest is padded.
 
     From jaxlib 0.11 on, XLA makes no copy of the slice where a kernel or a product reads it.
     """
@@ -88,7 +88,7 @@ def parts_of(inputs: Inputs, options: LinearOptions) -> list[Part]:
 
 
 def part_of(inputs: Inputs, start: Any, size: int, options: LinearOptions) -> Part:
-    """The entries from `start` on, with zeros behind them up to a multiple of 64; labels count from `start`."""
+    """The entries from `start` on, with zeros after them up to a multiple of 64; labels count from `start`."""
     entries, width = round_up(size, _PIECE), inputs.hidden.shape[1]
     take = lambda x: None if x is None else extended(formulas.take(x, start, size), entries)
     weight = formulas.take(inputs.weight, start, size, options.vocab_dim)

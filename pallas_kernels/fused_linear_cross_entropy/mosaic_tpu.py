@@ -126,7 +126,7 @@ def gradients_in_forward(
             exponentials, maxima, chunk, lse, cotangents, options=options, interpret=interpret
         )
         dweight = formulas.weight_gradient(du, chunk.hidden, options, sum_dtype) if needs.weight else None
-        if needs.weight and needs.hidden:  # dX comes last: then it can lie where the chunk of X did
+        if needs.weight and needs.hidden:  # dX comes last: then it can be where the chunk of X did
             du, dweight = jax.lax.optimization_barrier((du, dweight))
         dhidden = formulas.product(du, chunk.weight, 1, vocab_dim, options, hidden.dtype) if needs.hidden else None
         dbias = jnp.sum(du.astype(jnp.float32), axis=0) if needs.bias else None

@@ -70,7 +70,7 @@ def statistics(
 ) -> tuple[Statistics, jax.Array | None, jax.Array | None]:
     """The statistics of all rows, each (N,), and with `keep` E (N, V) and the rows' maxima that it is relative to.
 
-    E = exp(z − maximum) has hidden's dtype. Each part of a tile has a maximum of its own, in a lane of its own. It is
+    E = exp(z − maximum) has hidden's dtype. Each part of a tile has its own maximum, in its own lane. It is
     taken over all of the row's columns from the first to the end of that part.
     """
     hidden, weight, labels, bias, class_weights = inputs

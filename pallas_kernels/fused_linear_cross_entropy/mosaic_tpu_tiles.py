@@ -43,7 +43,7 @@ def _float32(ref, part):
 def for_each_part(hidden_ref, weight_ref, x_ref, u_ref, *, d, options: LinearOptions, start_row_tile, epilogue):
     """Calls epilogue(first column, width) for each part of a tile, once u_ref holds the part's logits.
 
-    Where a tile has all of d, no branch lies between products and epilogues. Then the compiler schedules one part's
+    Where a tile has all of d, no branch is between products and epilogues. Then the compiler schedules one part's
     epilogue among the next part's products: 17.8 million cycles on v6e at (8192, 4096, 128256), and 18.0 in one part.
     """
     d_tile, d_block_size, v_block_size = pl.program_id(2), hidden_ref.shape[1], u_ref.shape[1]

@@ -13,7 +13,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
 def fast(sizes: Sizes, tokens: int) -> Buffers:
     """A chunk has float32 logits and du."""
     logits, du = 4 * tokens * sizes.v, logit_gradient_bytes(sizes, tokens, sizes.v)
-    # A GPU adds a chunk's dX to what there is of it; on a CPU it lies where the logits were.
+    # A GPU adds a chunk's dX to what there is of it; on a CPU it is where the logits were.
     dx = tokens * sizes.d * sizes.itemsize if sizes.platform == "gpu" else 0
     chunk = logits + du + dx
     return Buffers(chunk + sizes.gathered_bytes + summed_bytes(sizes, tokens, logits, du), chunk)

@@ -1,7 +1,7 @@
 """The fused distillation losses with Hopper's own product, in Pallas Mosaic GPU.
 
 The product that makes a tile of logits also makes the tile's log-sum-exp, from the logits as they are rounded for the
-memory. So the normalisers take no pass over the logits. dW is added to its sum where it lies: a weight of 16 bits is
+memory. So the normalisers take no pass over the logits. dW is added to its sum where it is: a weight of 16 bits is
 summed in three bytes, of which dW holds the upper two, and another one in float32. All else is XLA's.
 """
 

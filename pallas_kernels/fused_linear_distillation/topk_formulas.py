@@ -9,7 +9,7 @@ where the bucket r holds all other tokens: q_r = 1 − Q and p_r = Σ_{v ∉ K} 
     ∂D/∂z_v = (Q + q_r) p_v − q_v           for v in K,
     ∂D/∂z_v = (Q + q_r − q_r / p_r) p_v     for all others,
 
-with q_r = 0 where the tail is ignored, or nothing is left for it. log p_r is a log-sum-exp of its own: 1 − Σ p_k would
+with q_r = 0 where the tail is ignored, or nothing is left for it. log p_r is a separate log-sum-exp: 1 − Σ p_k would
 lose a small tail. The factor of p_v for all others is kept as a sign and a logarithm: q_r / p_r is more than float32
 holds where the student is sure of a stored token, although (q_r / p_r) p_v is at most 1.
 """

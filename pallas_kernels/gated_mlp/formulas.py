@@ -1,4 +1,4 @@
-"""The products of the gated feed-forward in XLA, for every backend that has no product kernels of its own."""
+"""The products of the gated feed-forward in XLA, for every backend that has no product kernels."""
 
 from typing import Any
 

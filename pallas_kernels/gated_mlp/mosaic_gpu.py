@@ -49,7 +49,7 @@ def _product_with(
     """formula(the product, *matrices), element by element. It makes one result more than there are matrices.
 
     A tile is computed piece by piece. `NUM_SLOTS` pieces of each matrix are fetched ahead, and results are written to
-    their slots. With `in_place` the results are written over the matrices, and the last one to an array of its own.
+    their slots. With `in_place` the results are written over the matrices, and the last one to a separate array.
     """
     todo = pieces((TILES.rows, TILES.columns))
     like, num_matrices = matrices[0], len(matrices)

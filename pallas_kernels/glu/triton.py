@@ -2,7 +2,7 @@
 
 Memory passes, as XLA's: forward one read of gate and up and one write; backward one read of both and of dy and one
 write of both gradients. The kernel writes both gradients in one launch; XLA needs one or two launches.
-Gate and up side by side in one array (N, 2F) are read and written where they lie, as (N, 2, F). Rounding is that of
+Gate and up side by side in one array (N, 2F) are read and written where they are, as (N, 2, F). Rounding is that of
 formulas.py. On an H200 the kernels are faster than a copy of as many bytes, because half of a copy's bytes are written
 (benchmarks/results/glu.md).
 """

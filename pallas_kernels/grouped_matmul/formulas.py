@@ -19,7 +19,7 @@ class Visits(NamedTuple):
     tile: jax.Array  # (visits,), the number of the tile
     group: jax.Array  # (visits,)
     begin: jax.Array  # (visits,), the group's first row
-    end: jax.Array  # (visits,), the row behind the group's last
+    end: jax.Array  # (visits,), the row after the group's last
     total: jax.Array  # (), how many visits there are
 
 
@@ -44,7 +44,7 @@ def visits(group_sizes: jax.Array, m: int, rows: int, *, every_group: bool = Fal
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
     tile = first_tiles[group] + number - (visits_so_far - num_tiles)[group]
     is_one = number < total
-    # The last group may be empty and stand behind the last tile.
+    # The last group may be empty and follow the last tile.
     tile = jnp.where(is_one, jnp.minimum(tile, cdiv(m, rows) - 1), cdiv(m, rows) - 1)
     begin, end = (jnp.where(is_one, x[group], 0) for x in (begins, ends))
     return Visits(tile, group, begin, end, total)
@@ -57,11 +57,11 @@ class GroupTiles(NamedTuple):
 
     offset: jax.Array  # (tiles,). The first row may be one of the group before.
     begin: jax.Array  # (tiles,), the group's first row
-    end: jax.Array  # (tiles,), the row behind the group's last
+    end: jax.Array  # (tiles,), the row after the group's last
     group: jax.Array  # (tiles,)
     # (E,), how many tiles there are up to each group's end. Behind the last one entries mean nothing.
     so_far: jax.Array
-    ends: jax.Array  # (E,), the row behind each group's last
+    ends: jax.Array  # (E,), the row after each group's last
 
 
 def prefix_sums(x: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def tiles(group_sizes: jax.Array, m: int, rows: int, multiple: int) -> GroupTile
 
 
 def largest_first(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Groups by falling size, int32: their numbers, first rows, rows behind the last (E,); how many have rows ()."""
+    """Groups by falling size, int32: their numbers, first rows, rows after the last (E,); how many have rows ()."""
     ends, numbers = prefix_sums(group_sizes), jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
     is_before = (group_sizes[None] > group_sizes[:, None]) | (
         (group_sizes[None] == group_sizes[:, None]) & (numbers[None] < numbers[:, None])
@@ -108,7 +108,7 @@ def largest_first(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
 
 
 def group_of_rows(group_sizes: jax.Array, m: int) -> jax.Array:
-    """(m,) int32: each row's group, and E behind the last group."""
+    """(m,) int32: each row's group, and E after the last group."""
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     rows = jnp.arange(m, dtype=jnp.int32)
     return jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(jnp.int32)

@@ -35,7 +35,7 @@ class _Items(NamedTuple):
 
     groups: Any  # (E,) the groups' numbers
     begins: Any  # (E,) each group's first row
-    ends: Any  # (E,) the row behind its last one
+    ends: Any  # (E,) the row after its last one
     row_tiles: int  # tiles of a sum above one another
     column_tiles: int  # tiles of a sum side by side
 

@@ -31,7 +31,7 @@ def whole_rows(*arrays: jax.Array) -> list[jax.Array]:
 def product(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, fill: jax.Array, *, transpose_w: bool, precision: Any
 ) -> jax.Array:
-    """x (M, K), w (E, K, N) or (E, N, K) → (M, N) in x.dtype; `fill` () is written behind the last group."""
+    """x (M, K), w (E, K, N) or (E, N, K) → (M, N) in x.dtype; `fill` () is written after the last group."""
     del precision  # products of 16-bit numbers are exact, and their sums float32
     (m, k), num_groups, n = x.shape, w.shape[0], w.shape[1 if transpose_w else 2]
     tiles = config.HOPPER_PRODUCT
@@ -154,7 +154,7 @@ def _store(
             plgpu.commit_smem()
             _store_rows(rows_stage.at[warpgroup], out_ref, row, column + start, first, size)
 
-        # Rows of 64 columns lie one behind the other: on an H200, what is past the last column fell on the next rows.
+        # Rows of 64 columns are one after the other: on an H200, what is past the last column fell on the next rows.
         for start in range(0, values.shape[1], width):
             pl.when(column + start < end)(functools.partial(store_columns, start))
 

@@ -23,7 +23,7 @@ def spread(x: jax.Array, token: jax.Array, row: jax.Array) -> jax.Array:
     (n, d), k = x.shape, row.shape[1]
     if d > _WIDEST:
         return x.at[token].get(mode="promise_in_bounds")
-    workers = 4 if d <= _WIDEST // 2 else 1  # warpgroups, each with rows of its own
+    workers = 4 if d <= _WIDEST // 2 else 1  # warpgroups, each with its own rows
     stages = min(4, _SHARED_BYTES // (workers * 2 * d))
     blocks = num_blocks(cdiv(n, workers))
     shape = d // _PIECE, _PIECE

@@ -1,7 +1,7 @@
 """The grouped product in Pallas for TPUs: the grid walks over visits, a tile of rows and a group with rows there.
 
 The scheme is that of megablox, JAX's own kernel, which cannot run inside a `shard_map` that checks how values vary, and
-leaves rows behind the groups as they are. Here they are one more group, without a weight, which gets `fill`.
+leaves rows after the groups as they are. Here they are one more group, without a weight, which gets `fill`.
 Product: a tile's visits follow each other, so that each writes its own rows into a tile that stays in VMEM. The whole
 contracted axis is there at once, so that the visits of a group share a weight's tile, which is read once for a group.
 Weights' gradient: the visits of a group follow each other, and their sum stays in VMEM. Rows of other groups are zero
@@ -42,7 +42,7 @@ def product(
     precision: Any,
     interpret: bool,
 ) -> jax.Array:
-    """x (M, K), w (E, K, N) or (E, N, K) → (M, N) in x.dtype; `fill` () is written behind the last group."""
+    """x (M, K), w (E, K, N) or (E, N, K) → (M, N) in x.dtype; `fill` () is written after the last group."""
     (m, k), num_groups, n = x.shape, w.shape[0], w.shape[1 if transpose_w else 2]
     rows, columns = _found(config.tpu_product(m, k, n, num_groups, x.dtype.itemsize, vmem_bytes()))
     behind = m - group_sizes.sum(dtype=jnp.int32, keepdims=True)

@@ -10,7 +10,7 @@ from liger_jax.pallas_kernels.glu import reference as glu
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool = False) -> jax.Array:
-    """x (M, K), w (E, K, N) or (E, N, K) → y (M, N): row m times the weight of its group, 0 behind the last group."""
+    """x (M, K), w (E, K, N) or (E, N, K) → y (M, N): row m times the weight of its group, 0 after the last group."""
     ends = jnp.cumsum(group_sizes, dtype=group_sizes.dtype)
     rows = jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]
     inside = ((rows >= (ends - group_sizes)[None]) & (rows < ends[None])).astype(x.dtype)

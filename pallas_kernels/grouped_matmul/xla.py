@@ -2,7 +2,7 @@
 
 Nothing is dense over groups. A visit reads a tile of rows and one weight, and multiplies whole tiles; rows of other
 groups are masked. Memory beside inputs and results: a tile of each, and for the weights' gradient one weight in
-float32. Sums are float32, also where a group's rows lie in several tiles.
+float32. Sums are float32, also where a group's rows are in several tiles.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def _tile(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
 def _place(group_sizes: jax.Array, m: int) -> tuple[formulas.Visits, int, Any]:
     """The visits, the rows of a tile, and a function of a visit's number: its tile's first row and its own rows.
 
-    The last tile ends with the last row, and so may begin in the tile before: no row is behind the arrays' end.
+    The last tile ends with the last row, and so may begin in the tile before: no row is after the arrays' end.
     """
     rows = config.xla_rows(m, group_sizes.shape[0])
     visits = formulas.visits(group_sizes, m, rows)
@@ -44,7 +44,7 @@ def _place(group_sizes: jax.Array, m: int) -> tuple[formulas.Visits, int, Any]:
 def product(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, fill: jax.Array, *, transpose_w: bool, precision: Any
 ) -> jax.Array:
-    """x (M, K), w (E, K, N) or (E, N, K) → (M, N) in x.dtype; `fill` () is written behind the last group."""
+    """x (M, K), w (E, K, N) or (E, N, K) → (M, N) in x.dtype; `fill` () is written after the last group."""
     m, n = x.shape[0], w.shape[1 if transpose_w else 2]
     visits, rows, place = _place(group_sizes, m)
 

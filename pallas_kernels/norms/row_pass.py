@@ -111,7 +111,7 @@ def statistic_sums(
 
 
 class Refs(NamedTuple):
-    """A kernel's references to memory, by what lies there."""
+    """A kernel's references to memory, by what is there."""
 
     matrices: Sequence[Any]
     known_sums: Sequence[Any]  # which an earlier pass saved

@@ -1,7 +1,7 @@
 """A row pass in Pallas for TPU.
 
 Memory passes: each row is read from HBM once, and totals stay in VMEM over the whole grid. Inside a step, up to 64 rows
-at a time go through the stages in chunks of 512 columns: what lies between two loads from VMEM fits registers, and the
+at a time go through the stages in chunks of 512 columns: what is between two loads from VMEM fits registers, and the
 compiler has enough independent work. Not measured on a TPU: no speed is claimed.
 """
 
@@ -78,7 +78,7 @@ def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int):
 
 
 def _sum_along_row(chunks: Sequence[jax.Array]) -> jax.Array:
-    """The sum along rows that lie in chunks: chunks of one width are added to each other, and then across lanes."""
+    """The sum along rows that are in chunks: chunks of one width are added to each other, and then across lanes."""
     whole = [chunk for chunk in chunks if chunk.shape == chunks[0].shape]
     total = jnp.sum(sum(whole[1:], start=whole[0]), axis=1, keepdims=True)
     return total if len(whole) == len(chunks) else total + jnp.sum(chunks[-1], axis=1, keepdims=True)

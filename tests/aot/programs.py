@@ -93,7 +93,7 @@ NORMS = {
 
 
 def norms(width, full, dtype=BF16, of_columns=None, prefix=""):
-    """Every normalisation with kernels, of 16,384 rows; scales are of a dtype of their own where it is given."""
+    """Every normalisation with kernels, of 16,384 rows; scales have their own dtype where it is given."""
     for name, (op, rows, columns) in NORMS.items():
         arguments = (((16384, width), dtype),) * rows + (((width,), of_columns or dtype),) * columns
         function = with_gradient(op, range(rows + columns))

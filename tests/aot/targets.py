@@ -2,7 +2,7 @@
 
     python -m tests.aot.targets gpu|tpu default|full
 
-compiles all cases for all targets of a kind and prints one line of JSON for each. It runs in a process of its own:
+compiles all cases for all targets of a kind and prints one line of JSON for each. It runs in its own process:
 the compilers are loaded as plugins, and libtpu takes its settings from the environment.
 """
 

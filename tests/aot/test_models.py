@@ -107,7 +107,7 @@ print("done")
 
 
 def test_a_step_of_generate_copies_nothing_of_the_cache():
-    """In its loop the cache is written in place, and a kernel reads it where it lies."""
+    """In its loop the cache is written in place, and a kernel reads it where it is."""
     need_compiler("gpu")
     script = r"""
 import re

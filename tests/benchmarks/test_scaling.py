@@ -1,4 +1,4 @@
-"""The experiments on several devices: collectives are read in programs, cases are told by texts, times add up."""
+"""The experiments on several devices: collectives are read in programs, cases are named by texts, times add up."""
 
 import jax
 import numpy as np

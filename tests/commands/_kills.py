@@ -1,6 +1,6 @@
 """A chain of kills: a command is started and killed again and again, and then comes to its end.
 
-It is a process of its own, which forks before JAX has devices, so that packages are imported once. Arguments: the
+It is a separate process, which forks before JAX has devices, so that packages are imported once. Arguments: the
 command's as JSON, without --out; the folder of a run that is not disturbed; the folder of the one that is; "all" for a
 kill in every rename of the export, or "one"; a seed. It prints what happened, as JSON.
 

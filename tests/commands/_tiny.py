@@ -1,4 +1,4 @@
-"""A tiny checkpoint with a tokenizer of its own, in a folder as Hugging Face's are."""
+"""A tiny checkpoint with its own tokenizer, in a folder as Hugging Face's are."""
 
 import json
 from pathlib import Path

@@ -47,7 +47,7 @@ def run(source, tmp_path_factory):
 
 
 def expected(source, prompt, count, adapters=None, **options):
-    """The text behind a prompt by the library's own functions, up to a token that ends it."""
+    """The text after a prompt by the library's own functions, up to a token that ends it."""
     model = AutoModelForCausalLM.from_pretrained(source)
     if adapters is not None:
         load_adapters(model, adapters)
@@ -147,7 +147,7 @@ def test_characters_of_several_tokens_come_whole_and_nothing_is_lost(source):
         (["--prompt=one", "--temperature=1e-39"], "--temperature=1e-39 must be 0, for the likeliest token"),
         (["--prompt=one", "--temperature=-1"], "--temperature=-1.0 must be 0, for the likeliest token"),
         (["--prompt=one", "--max-new-tokens=600"], "--prompt has 1 tokens, and --max-new-tokens=600 come to them: the"),
-        (["--prompt="], "--prompt has no tokens, and a model goes on behind at least one."),
+        (["--prompt="], "--prompt has no tokens, and a model goes on after at least one."),
         (["--file=none"], "--file=none is no file."),
         (["--prompt=one", "--base=x"], "--base is for adapters, and"),
     ],

@@ -34,8 +34,8 @@ def test_tries_to_reach_a_hub_that_is_not_there_are_one_warning(tmp_path, monkey
         assert main(["finetune", "--model=org/name", f"--data={tmp_path}", f"--out={tmp_path / 'out'}"]) == 2
         first, other = records.texts
         assert first == (
-            "'[Errno -2] no name' thrown while requesting HEAD https://hub/1. It is tried again for some seconds, and "
-            "not told again."
+            "'[Errno -2] no name' thrown while requesting HEAD https://hub/1. It is tried again for some seconds; "
+            "further tries are not reported."
         )
         assert other == "another warning" and "the hub cannot be reached" in capsys.readouterr().err
         assert main(["finetune", "--model=org/name", f"--data={tmp_path}", f"--out={tmp_path / 'out'}"]) == 2

@@ -178,7 +178,7 @@ def test_a_model_is_trained_on_longer_rows_and_saved_with_its_positions(tmp_path
 
 @pytest.mark.parametrize("micro_batches", [1, 8])
 def test_all_weights_in_16_and_8_bits_are_offered_before_adapters(micro_batches):
-    """Parts have a sum of gradients of their own, with which they do not fit."""
+    """Parts have a sum of their own gradients, with which they do not fit."""
     h100 = dataclasses.replace(devices.target("h100"), capacity_bytes=int(58.2 * GIB))
     mesh = dict(data=1, fsdp=1, tensor=1, sequence=1, expert=1)
     run = Run(architecture("llama-3-8b"), 8, 2048, h100, mesh, micro_batches=micro_batches)

@@ -1,6 +1,6 @@
 """Every option of every command in few runs, so that each pair of options that go together is in one of them.
 
-A level is what stands on the command line; what stands behind a # only names it. By default a few are tried, and by
+A level is what stands on the command line; what comes after a # only names it. By default a few are tried, and by
 `make test-full` all.
 """
 

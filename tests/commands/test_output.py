@@ -61,7 +61,7 @@ def test_a_model_is_never_replaced_by_what_is_tuned_from_it(sources, options):
         (link / "model").symlink_to(sources / "float32")
     with pytest.raises(UserError, match=r"written to .*/link/model, which is --model itself. Pass another --out\."):
         _output.check(settings(link, **options), sources / "float32")
-    _output.check(settings(link, lora=4), sources / "float32")  # whose adapters lie beside it
+    _output.check(settings(link, lora=4), sources / "float32")  # whose adapters are beside it
 
 
 @pytest.mark.parametrize(["name", "options"], [("model", {}), ("adapters", dict(lora=4))])

@@ -118,7 +118,7 @@ def test_what_is_nothing_like_an_option_is_only_refused(capsys):
     assert (
         "unrecognized option: --zzz. What there is: liger-jax finetune --help\n" in said(capsys, "finetune", "--zzz")[0]
     )
-    assert "Options stand behind the command" in said(capsys, "--model", "x", "finetune")[0]
+    assert "Options follow the command" in said(capsys, "--model", "x", "finetune")[0]
     assert (
         "unrecognized arguments: chats.jsonl. What there is" in said(capsys, *"plan --model x chats.jsonl".split())[0]
     )

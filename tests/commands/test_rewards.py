@@ -354,7 +354,7 @@ def test_a_function_may_import_its_neighbours_when_it_is_called(beside):
         ("ends:f", "--reward=ends:f: ends cannot be imported: SystemExit: 0 at ends.py:2."),
         ("hangs:f", "--reward=hangs:f: hangs is not imported within --reward-timeout=0.3 seconds."),
         ("no_such_module:f", "--reward=.*: no_such_module cannot be imported: ModuleNotFoundError"),
-        ("mine:f=much", "--reward=.* what stands behind mine:f= must be a number"),
+        ("mine:f=much", "--reward=.* what comes after mine:f= must be a number"),
         (
             "random:f",
             r"--reward=random:f: Python's own module random of .*random.py was taken, .* and not .*random.py.",

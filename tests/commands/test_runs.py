@@ -227,7 +227,7 @@ def negated(path):
 
 
 def one_bit(path):
-    """Changes what lies between the blocks that are read every time."""
+    """Changes what is between the blocks that are read every time."""
     content = bytearray(path.read_bytes())
     length = 8 + int.from_bytes(content[:8], "little")
     tensors = load_file(path)
@@ -361,7 +361,7 @@ def check_kills(command, tmp_path, options, steps, export):
     contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in results]
     assert contents[0] == contents[1], (told, seed)
     tables = [[row.split(",") for row in (f / "log.csv").read_text().splitlines()] for f in (whole, killed)]
-    same = tables[0][0].index("learning_rate") + 1  # what stands behind it is of the machine, or not of each step
+    same = tables[0][0].index("learning_rate") + 1  # what comes after it is of the machine, or not of each step
     tables = [[row[:same] for row in table] for table in tables]
     assert tables[0] == tables[1] and len(tables[0]) == steps + 1, (told, seed)
     assert [path.name for path in (killed / "checkpoints").iterdir() if "tmp" in path.name] == [], (told, seed)

@@ -63,7 +63,7 @@ def test_a_name_with_an_equals_sign_is_a_name_first():
 @pytest.mark.parametrize(
     ["data", "message"],
     [
-        (["a.jsonl=0"], "--data=a.jsonl=0: what stands behind a.jsonl= must be a number above 0, such as a.jsonl=2."),
+        (["a.jsonl=0"], "--data=a.jsonl=0: what comes after a.jsonl= must be a number above 0, such as a.jsonl=2."),
         (["a.jsonl=-1"], "must be a number above 0"),
         (["a.jsonl=inf"], "must be a number above 0"),
         (["a.jsonl=two"], "must be a number above 0"),
@@ -148,7 +148,7 @@ def test_an_array_that_is_read_by_parts_has_all_its_elements(here, small_parts, 
     [
         ("", "element 3, is no JSON: the array does not end"),
         (',{"text": "x', "element 4, is no JSON"),
-        ('] {"more": 1}', "more follows behind the end of the array"),
+        ('] {"more": 1}', "more follows the end of the array"),
         (' {"text": "x"}]', "element 3: '{' follows it, and must be ',' or ']'"),
     ],
 )

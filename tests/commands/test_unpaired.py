@@ -206,7 +206,7 @@ def test_answers_that_are_left_out_are_named_with_the_reason(source, tmp_path, n
 
 
 def pairs_as_answers(count, ask):
-    """Documents of a good and a bad answer to each prompt, one behind the other."""
+    """Documents of a good and a bad answer to each prompt, one after the other."""
     rows = [{"prompt": ask(i), "completion": f" {word} {i}", "label": word == "good"}
             for i in range(count) for word in ("good", "bad")]  # fmt: skip
     return [document(f"line {number}", row) for number, row in enumerate(rows, 1)]

@@ -25,14 +25,14 @@ def _heads(draw: Draw):
 
 
 def segments(draw: Draw, batch: int, length: int):
-    """Ids of documents behind one another, and perhaps padding; now and then an id comes back after another one."""
+    """Ids of documents after one another, and perhaps padding; now and then an id comes back after another one."""
     ids = np.cumsum(draw.rng.uniform(size=(batch, length)) < draw.pick(0.02, 0.2), axis=1)
     ids = 1 + (ids % 3 if draw.chance(0.2) else ids)
     return jnp.asarray(ids * tokens(draw, batch, length) if draw.chance(0.5) else ids, jnp.int32)
 
 
 def tokens(draw: Draw, batch: int, length: int):
-    """1 where rows hold a token and 0 at padding behind them; some rows are empty."""
+    """1 where rows hold a token and 0 at padding after them; some rows are empty."""
     lengths = draw.rng.integers(0, length + 1, (batch, 1)) * (draw.rng.uniform(size=(batch, 1)) < 0.8)
     return (np.arange(length)[None] < lengths).astype(np.int32)
 

@@ -40,7 +40,7 @@ DRAWN = {**OPS, **BEYOND, **MODELS}
 
 
 def case_of(seed: int, number: int, names: tuple[str, ...], large: bool) -> tuple[Case, Draw]:
-    """The case of this number. In every turn each op comes once, and two of the families, in an order of its own."""
+    """The case of this number. In every turn each op comes once, and two of the families, in its own order."""
     families = [name for name in names if name in MODELS]
     length = len(names) - max(len(families) - FAMILIES_IN_A_TURN, 0)
     turn, place = divmod(number, length)

@@ -54,7 +54,7 @@ def test_a_head_that_is_no_plain_array_is_refused(fields):
         vocabulary_loss(model, jnp.ones((1, 2, 4)), data, config, True)
 
 
-HEADS = {"a head of its own": {}, "a tied head": dict(logits_via_embedding=True, final_logits_soft_cap=3.0)}
+HEADS = {"its own head": {}, "a tied head": dict(logits_via_embedding=True, final_logits_soft_cap=3.0)}
 heads = pytest.mark.parametrize("head", HEADS)
 
 

@@ -64,7 +64,7 @@ def test_labels_of_a_row_with_padding_before_a_segment_make_every_loss_nan(rng):
     call = lambda ids: causal_lm_loss(hidden, head, labels, segment_ids=ids, reduction="none")
     found = jax.jit(call)(ids)
     assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
-    with pytest.raises(ValueError, match="segment_ids hold a 0 at position 1 and 1 behind it, but 0 is padding"):
+    with pytest.raises(ValueError, match="segment_ids hold a 0 at position 1 and 1 after it, but 0 is padding"):
         call(ids)
 
 

@@ -126,7 +126,7 @@ def test_labels_whose_rows_a_mesh_splits_are_refused(devices):
     labels = jax.device_put(jnp.zeros((2, 4), jnp.int32), NamedSharding(mesh, P(None, "sequence")))
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"^causal_lm_loss: labels lie .*positions over \('sequence'"),
+        pytest.raises(ValueError, match=r"^causal_lm_loss: labels are .*positions over \('sequence'"),
     ):
         causal_lm_loss(jnp.zeros((2, 4, 8)), jnp.zeros((5, 8)), labels)
 

@@ -1,4 +1,4 @@
-"""A loss of packed rows is the loss of the same sequences in rows of their own, and so are its gradients."""
+"""A loss of packed rows is the loss of the same sequences in their own rows, and so are its gradients."""
 
 import functools
 
@@ -21,7 +21,7 @@ MAX_LENGTH = 9
 
 
 class Batch:
-    """Sequences of random lengths, each in a row of its own and packed; a token's id is its place in (B, T)."""
+    """Sequences of random lengths, each in its own row and packed; a token's id is its place in (B, T)."""
 
     def __init__(self, rng, pairs=False, rows=None):
         self.lengths = rng.integers(1, T + 1, B)
@@ -313,7 +313,7 @@ def test_a_row_with_padding_before_a_segment_is_nan():
 
     for x in jax.jit(numbers)(X, ids):
         assert np.isnan(x[1]).all() and np.isfinite(x[0]).all()
-    with pytest.raises(ValueError, match="segment_ids hold a 0 at position 1 and 1 behind it, but 0 is padding"):
+    with pytest.raises(ValueError, match="segment_ids hold a 0 at position 1 and 1 after it, but 0 is padding"):
         numbers(X, ids)
 
 

@@ -293,7 +293,7 @@ def test_the_pattern_is_the_shortest(kinds, length):
 
 
 def test_norms_of_layers_are_xlas_on_a_tpu():
-    """XLA fuses them into the products behind them. The last norm, before the loss's kernels, is a kernel itself."""
+    """XLA fuses them into the products after them. The last norm, before the loss's kernels, is a kernel itself."""
     config = models.LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2
     )

@@ -136,5 +136,7 @@ def test_where_rows_cannot_leave_it_is_refused(rng):
     if jax.device_count() > 1:
         mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
         spread = jax.device_put(prompts, NamedSharding(mesh, PartitionSpec("data")))
-        with pytest.raises(ValueError, match="compact=True, but the model or input_ids lie on several devices"):
+        with pytest.raises(
+            ValueError, match="compact=True, but the model or input_ids are sharded over several devices"
+        ):
             generate(model, spread, **options)

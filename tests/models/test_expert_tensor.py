@@ -126,7 +126,7 @@ def test_adapters_of_experts_are_split_with_them_quantised_or_not(family, kind, 
     assert_like_one_device(family, sizes, devices, rng, batch_of(rng, 11), prepare=prepare, split=trainable)
 
 
-# --- how parameters lie, and what is refused --------------------------------------------------------------------------
+# --- how parameters are sharded, and what is refused ------------------------------------------------------------------
 
 
 def specs_of(sizes, family="gpt_oss", prepare=lambda model: model, **fields):

@@ -454,15 +454,15 @@ def test_at_the_least_temperature_and_top_p_the_likeliest_token_is_drawn(tempera
         (dict(temperature=1e-39), "temperature=1e-39 must be 0, .* in float32, from 1.2e-38 to 3.4e.38"),
         (dict(temperature=1e39), "temperature=1e.39 must be 0, .* in float32"),
         (dict(temperature=1.0), "temperature=1.0 draws random tokens, and key is None. Pass key="),
-        (dict(top_p=0.0), r"top_p=0.0 must lie in \(0, 1\]"),
-        (dict(top_p=1e-39), r"top_p=1e-39 must lie in \(0, 1\], and be at least 1.2e-38, which float32 holds"),
-        (dict(top_p=1.5), r"top_p=1.5 must lie in \(0, 1\]"),
+        (dict(top_p=0.0), r"top_p=0.0 must be in \(0, 1\]"),
+        (dict(top_p=1e-39), r"top_p=1e-39 must be in \(0, 1\], and be at least 1.2e-38, which float32 holds"),
+        (dict(top_p=1.5), r"top_p=1.5 must be in \(0, 1\]"),
         (dict(top_p=0.5), "temperature=0 takes the likeliest token, and key, top_p and top_k would be ignored"),
         (dict(top_k=3), "temperature=0 takes the likeliest token, and key, top_p and top_k would be ignored"),
         (dict(top_k=0), "top_k=0 must be at least 1"),
         (dict(key=0), "temperature=0 takes the likeliest token"),
         (dict(pad_token_id=0), "pad_token_id=0 is given without eos_token_id"),
-        (dict(eos_token_id=61), r"eos_token_id or pad_token_id is 61, and must lie in \[0, 61\)"),
+        (dict(eos_token_id=61), r"eos_token_id or pad_token_id is 61, and must be in \[0, 61\)"),
         (dict(attention_mask=jnp.ones((2, 2))), r"input_ids has shape \(1, 3\) and attention_mask \(2, 2\)"),
         (dict(attention_mask=jnp.zeros((1, 3))), "attention_mask leaves row 0 no token"),
         (dict(input_ids=jnp.array([[1, 61, 2]])), r"input_ids holds 61, which is no token in \[0, 61\)"),
@@ -484,7 +484,7 @@ def test_a_token_outside_the_vocabulary_gives_minus_one_where_it_cannot_be_seen(
 
 def test_a_cache_that_does_not_fit_is_refused(rng):
     model, tokens = make_model(), random_tokens(rng)
-    with pytest.raises(ValueError, match=r"length=65 must lie in \[1, 64\].*max_position_embeddings"):
+    with pytest.raises(ValueError, match=r"length=65 must be in \[1, 64\].*max_position_embeddings"):
         model.init_cache(2, 65)
     with pytest.raises(ValueError, match="batch=0 must be at least 1"):
         model.init_cache(0, 5)

@@ -1,4 +1,6 @@
-"""A layout says how parameters, state and activations lie on a mesh, and refuses what would be copied silently."""
+"""A layout says how parameters, state and activations are sharded over a mesh, and refuses what would be copied
+silently.
+"""
 
 import dataclasses
 import functools
@@ -330,7 +332,7 @@ def test_a_token_loss_beside_manual_axes_is_refused(devices):
 
 
 def test_the_joined_gradient_of_several_projections_lies_as_their_parameters_do(devices):
-    """A gradient that lies whole on every device has been summed whole, too."""
+    """A gradient that is whole on every device has been summed whole, too."""
     mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
     x, first, second = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 6)), jnp.ones((4, 2))
 

@@ -1,4 +1,4 @@
-"""Which layers are adapted, and each with a rank and an alpha of its own: PEFT's rules, in stacks and without."""
+"""Which layers are adapted, and each with its own rank and alpha: PEFT's rules, in stacks and without."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def patterned(*, scan_layers=True, **options):
 
 
 def _set(variable, place, value):
-    """Makes a layer's array this value, and 0 behind it."""
+    """Makes a layer's array this value, and 0 after it."""
     variable[...] = variable[...].at[place[0]].set(0).at[place].set(value)
 
 
@@ -72,7 +72,7 @@ def test_the_first_pattern_that_matches_a_name_s_end_counts():
 
 @pytest.mark.parametrize("rslora", first(1, [False, True]))
 def test_layers_with_ranks_and_alphas_of_their_own_compute_the_same_in_a_stack(rslora, rng):
-    """y = x·W + alpha/rank·(x·A)·B with each layer's own numbers; what is behind a rank stays 0."""
+    """y = x·W + alpha/rank·(x·A)·B with each layer's own numbers; what is beyond a rank stays 0."""
     tokens = random_tokens(rng)
     stack, unrolled = (patterned(scan_layers=scan, rslora=rslora) for scan in (True, False))
     for i, layer in enumerate(unrolled.model.layers):

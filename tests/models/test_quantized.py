@@ -192,7 +192,7 @@ AXES = ("data", "fsdp")
 
 
 def sharded(mesh):
-    """A dense model whose parameters lie on a mesh as FSDP splits them."""
+    """A dense model whose parameters are sharded over a mesh as FSDP splits them."""
     graph, params = nnx.split(make_model(SHARDED, kernels=KernelOptions(batch_axes=AXES)))
     return nnx.merge(graph, jax.device_put(params, Layout().shardings(params, mesh)))
 

@@ -103,7 +103,7 @@ def test_a_row_with_padding_before_a_token_is_nan(name, documents):
     logits = lambda model, mask: model(tokens, **{name: mask}).logits
     found = nnx.jit(logits)(model, wrong)
     assert np.isnan(found[1]).all() and np.isfinite(found[::2]).all()
-    with pytest.raises(ValueError, match=f"{name} hold a 0 at position 1 and 1 behind it, but 0 is padding"):
+    with pytest.raises(ValueError, match=f"{name} hold a 0 at position 1 and 1 after it, but 0 is padding"):
         logits(model, wrong)
 
 

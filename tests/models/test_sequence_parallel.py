@@ -176,7 +176,7 @@ def test_log_probs_token_losses_and_logits_are_those_of_one_device(shape, device
     "families", [["llama"], [name for name in FAMILIES if name != "llama"]], ids=["llama", "others"]
 )
 def test_all_three_axes_agree_on_eight_devices(families, kind):
-    """In a process of its own, since JAX makes its simulated devices once."""
+    """In its own process, since JAX makes its simulated devices once."""
     flags = re.sub(r"(host_platform_device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
     program = f"""
 import jax, numpy
@@ -221,7 +221,7 @@ def test_twenty_steps_learn_what_one_device_learns(shape, axis_type, devices, rn
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-# --- how batches and parameters lie -----------------------------------------------------------------------------------
+# --- how batches and parameters are sharded ---------------------------------------------------------------------------
 
 
 def test_a_batch_is_shifted_padded_and_put_in_the_order_of_chunks(devices):

@@ -250,7 +250,7 @@ def test_log_probs_token_losses_and_logits_are_those_of_one_device(length, devic
 @pytest.mark.parametrize("data, tensor", [(2, 2), (1, 4)])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_eight_devices_agree_over_three_axes(kind, data, tensor):
-    """In a process of its own, since JAX makes its simulated devices once."""
+    """In its own process, since JAX makes its simulated devices once."""
     flags = re.sub(r"(host_platform_device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
     program = f"""
 import jax, numpy
@@ -339,7 +339,7 @@ def test_what_is_not_built_for_a_tensor_axis_says_so(devices):
     refused("cache is given on a mesh with 2 devices along tensor='tensor'", devices, call=with_cache)
 
 
-# --- how parameters lie -----------------------------------------------------------------------------------------------
+# --- how parameters are sharded ---------------------------------------------------------------------------------------
 
 
 def specs_of(prepare=lambda model: model, sizes=(2, 2), **config):

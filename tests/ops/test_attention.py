@@ -183,7 +183,7 @@ def test_a_row_with_padding_before_a_segment_is_nan_and_its_neighbour_is_not(pac
     found = jax.jit(lambda q, ids: (attend(q, ids), jax.grad(lambda q: attend(q, ids).sum())(q)))(q, ids)
     for x in found:
         assert np.isfinite(x[0]).all() and np.isnan(x[1]).all()
-    for wrong, message in ((ids, "hold a 0 at position 69 and 1 behind it"), (ids - 1, "hold -1, but must count from")):
+    for wrong, message in ((ids, "hold a 0 at position 69 and 1 after it"), (ids - 1, "hold -1, but must count from")):
         with pytest.raises(ValueError, match=f"causal_attention: segment_ids {message}"):
             attend(q, wrong)
 

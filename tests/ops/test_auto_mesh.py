@@ -1,4 +1,6 @@
-"""The losses on a mesh with Auto axes: they wrap themselves where arrays show how they lie, else a sentence helps."""
+"""The losses on a mesh with Auto axes: they wrap themselves where arrays show how they are sharded, else a sentence
+helps.
+"""
 
 import functools
 from typing import Any

@@ -588,7 +588,7 @@ def test_likely_tokens_are_compared_by_probabilities_of_at_most_one(divergence, 
         (dict(chunk_size=0), "chunk_size=0 must be a Python int of at least 1"),
         (dict(student_logit_softcap=-1.0), "student_logit_softcap=-1.0 must be finite and > 0"),
         (dict(teacher_weight_layout="dv"), "teacher_weight has shape (101, 40), but with teacher_weight_layout='dv'"),
-        (dict(labels=np.full(N, V), hard_weight=0.5), "labels hold 101, but must lie in [0, 101)"),
+        (dict(labels=np.full(N, V), hard_weight=0.5), "labels hold 101, but must be in [0, 101)"),
     ],
 )
 def test_bad_options_are_refused_by_name(options, text, rng):

@@ -17,7 +17,8 @@ BATCH = P(("data", "fsdp"))
 ROWS = (8, 5, 70)
 B, T, Q, K, H, D, V = 8, 6, 4, 2, 8, 16, 72
 NAMES = ("xla", "triton", "mosaic_tpu")  # `kernel_here` says how they run
-# By name: the op, shapes of its rows and how they lie on the mesh, then the same of its parameters; its kernels.
+# By name: the op, shapes of its rows and how they are sharded over the mesh, then the same of its parameters; its
+# kernels.
 CASES = {
     "rms_norm": (ops.rms_norm, [(ROWS, BATCH)], [((70,), P())], 3),
     "rms_norm of a split sequence": (ops.rms_norm, [((8, 6, 70), P("data", "fsdp"))], [((70,), P("fsdp"))], 3),
@@ -242,15 +243,16 @@ def test_metrics_of_split_tokens_are_those_of_all(mesh, rng):
 def test_arrays_that_would_have_to_be_gathered_are_refused(mesh):
     place = lambda shape, spec, dtype=jnp.float32: jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
     rows = place((8, 4), P("data"))
-    with pytest.raises(ValueError, match=r"fused_add_rms_norm: an array of shape \(8, 4\) lies.*jax.sharding.reshard"):
+    with pytest.raises(ValueError, match=r"fused_add_rms_norm: an array of shape \(8, 4\) is.*jax.sharding.reshard"):
         ops.fused_add_rms_norm(rows, place((8, 4), P("fsdp")), implementation="triton:interpret")
     labels = place((8,), P("data"), jnp.int32)
     loss = ops.fused_linear_cross_entropy
-    with pytest.raises(ValueError, match=r"the first argument lies on the mesh as P.None, 'fsdp'.*whole"):
+    with pytest.raises(ValueError, match=r"the first argument is sharded over the mesh as P.None, 'fsdp'.*whole"):
         loss(place((8, 4), P(None, "fsdp")), place((12, 4), P()), labels)
-    with pytest.raises(ValueError, match="weight lies on the mesh as P.None, 'fsdp'., and the tokens over .'data',."):
+    message = "weight is sharded over the mesh as P.None, 'fsdp'., and the tokens over .'data',."
+    with pytest.raises(ValueError, match=message):
         loss(rows, place((12, 4), P(None, "fsdp")), labels)
-    with pytest.raises(ValueError, match="weight lies on the mesh as .*may split the vocabulary, by itself"):
+    with pytest.raises(ValueError, match="weight is sharded over the mesh as .*may split the vocabulary, by itself"):
         loss(rows, place((12, 4), P(("data", "fsdp"))), labels)
 
 
@@ -266,7 +268,7 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_of_split_rows_is_refused(name, mesh):
     x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P(None, "fsdp")))
-    message = rf"^{name}: x lies on the mesh as .*splits its last axis over \('fsdp',\), .*jax.sharding.reshard"
+    message = rf"^{name}: x is sharded over the mesh as .*splits its last axis over \('fsdp',\), .*jax.sharding.reshard"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         NORMS[name](x)
 

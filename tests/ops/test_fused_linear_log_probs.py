@@ -168,7 +168,7 @@ def test_label_outside_the_vocabulary_is_nan_under_jit_and_an_error_before(rng):
     rows, gradient = jax.jit(lambda h, y: (op(h, y), jax.grad(lambda h: jnp.sum(op(h, y)))(h)))(hidden, labels)
     for x in (rows, gradient):
         assert np.all(np.isnan(x[jnp.array([2, 4])])) and np.all(np.isfinite(np.delete(x, [2, 4], axis=0)))
-    with pytest.raises(ValueError, match=r"labels hold 53, but must lie in \[0, 53\)"):
+    with pytest.raises(ValueError, match=r"labels hold 53, but must be in \[0, 53\)"):
         op(hidden, labels)
 
 

@@ -222,7 +222,7 @@ def test_label_outside_the_vocabulary_is_nan_under_jit_and_an_error_before(mode,
     total = lambda h, y: fused_linear_token_loss(jnp.negative, h, weight, y, denominator=1, mode=mode)[0]
     loss, gradient = jax.jit(jax.value_and_grad(total))(hidden, labels)
     assert np.isnan(loss) and np.all(np.isnan(gradient[2])) and np.all(np.isfinite(np.delete(gradient, 2, axis=0)))
-    with pytest.raises(ValueError, match=r"labels hold 53, but must lie in \[0, 53\)"):
+    with pytest.raises(ValueError, match=r"labels hold 53, but must be in \[0, 53\)"):
         total(hidden, labels)
 
 
@@ -338,7 +338,7 @@ def clipped(log_prob, old, ref, advantage, c):
 
 
 def chosen(log_prob, old, ref, advantage, c):
-    """With constants in a choice, in a loop and in a function that has a derivative of its own."""
+    """With constants in a choice, in a loop and in a function that has its own derivative."""
     looped = jax.lax.fori_loop(0, 2, lambda _, x: 0.5 * x + log_prob, ref)
     return jnp.where(log_prob > old, jax.nn.relu(looped + 6.0), c) * advantage
 

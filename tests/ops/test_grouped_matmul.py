@@ -76,7 +76,7 @@ def test_half_precision_is_no_worse_than_a_product_for_each_group(dtype, impleme
     ],
 )
 def test_hopper_is_no_worse_than_a_product_for_each_group(case, transpose_w, hopper, rng, monkeypatch):
-    """Simulated, two cores walk over several tiles each; rows behind the groups hold NaN."""
+    """Simulated, two cores walk over several tiles each; rows after the groups hold NaN."""
     if hopper != "mosaic_gpu":
         monkeypatch.setattr(mosaic_gpu_block, "NUM_CORES", 2)
     many = (1, 9, 64, 0, 128, 65)
@@ -136,7 +136,7 @@ def test_tpus_take_what_fits_into_their_memory(dtype, shape, why):
 
 
 def test_tpus_visit_tiles_of_several_groups(platform, rng):
-    """Rows behind the groups and an empty group, in tiles that groups share; their NaN reaches nothing."""
+    """Rows after the groups and an empty group, in tiles that groups share; their NaN reaches nothing."""
     sizes, name = (100, 0, 33), "mosaic_tpu" if platform == "tpu" else "mosaic_tpu:interpret"
     x, w = draw(rng, 140, 3, 16, 24)
     x = jnp.where(jnp.arange(140)[:, None] < sum(sizes), x, jnp.nan)
@@ -249,7 +249,7 @@ def test_scan(implementation, rng):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma, implementation, rng):
-    """Each device has rows of its own for each group."""
+    """Each device has its own rows for each group."""
     x, w = draw(rng, 64)
     with _oracle.several(implementation) as devices:
         sizes = jnp.asarray([(0, 64 // len(devices) - 5, 2, 0, 2)] * len(devices)).reshape(-1)

@@ -380,7 +380,7 @@ pallas = pytest.mark.parametrize("name", ["triton:interpret", "mosaic_tpu:interp
         (
             AxisType.Explicit,
             PartitionSpec(None, "data"),
-            r"x lies .* over \('data',\), but each device must have whole rows",
+            r"x is .* over \('data',\), but each device must have whole rows",
         ),
     ],
     ids=["Auto", "Explicit, and rows are split"],

@@ -98,7 +98,7 @@ def test_the_mode_does_not_depend_on_which_gradients_are_asked_for(kernels, soft
 
 @pytest.mark.parametrize("wrt", [(), (0,), (1,), (0, 1)], ids=str)
 def test_a_budget_that_holds_all_gradients_holds_fewer(wrt):
-    """A float32 weight's copy lies in its gradient's place, which is not there where the head is frozen."""
+    """A float32 weight's copy is in its gradient's place, which is not there where the head is frozen."""
     n, d, v = 1, 896, 32000
     budget = plan_fused_linear_cross_entropy(n, d, v, weight_dtype=jnp.float32, device=H200).extra_bytes
     loss = lambda h, w, y: fused_linear_cross_entropy(h, w, y, memory_budget_bytes=budget)

@@ -216,7 +216,7 @@ def test_tokens_may_be_told_in_numpy(op, rng, unchecked_types):
     weights = case.token_weights.astype(np.float32)
     loss = op(inputs, case.labels, where=where, token_weights=weights)
     assert loss == op(inputs, jnp.asarray(case.labels), where=jnp.asarray(where), token_weights=jnp.asarray(weights))
-    with pytest.raises(ValueError, match=r"labels hold 53, but must lie in \[0, 53\)"):
+    with pytest.raises(ValueError, match=r"labels hold 53, but must be in \[0, 53\)"):
         op(inputs, np.full(len(where), 53))
 
 
@@ -225,7 +225,7 @@ def test_impossible_concrete_label_is_refused(op, rng):
     case = make_case(rng)
     labels = case.labels.copy()
     labels[0] = 53
-    with pytest.raises(ValueError, match=r"labels hold 53, but must lie in \[0, 53\)"):
+    with pytest.raises(ValueError, match=r"labels hold 53, but must be in \[0, 53\)"):
         op(arrays(op.inputs(case)), jnp.asarray(labels))
     masked = jnp.arange(len(labels)) > 0
     assert np.isfinite(op(arrays(op.inputs(case)), jnp.asarray(labels), where=masked))

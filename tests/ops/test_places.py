@@ -60,7 +60,7 @@ def test_hoppers_kernels_have_as_many_blocks_as_the_card_has_cores(kind, cores):
 
 
 def types_on(kind, platform, axis_type=AxisType.Explicit):
-    """The type of an array that lies on a mesh of absent devices."""
+    """The type of an array that is sharded over a mesh of absent devices."""
     device = AbstractDevice(kind, 1, platform)
     mesh = AbstractMesh((2,), ("data",), (axis_type,), abstract_device=device)
     return jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))

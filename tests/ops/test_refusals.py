@@ -23,7 +23,7 @@ NORM_IMPLEMENTATIONS = ("triton", "mosaic_gpu", "mosaic_tpu")
 
 
 def typed(rng, *shapes, dtypes=(jnp.float32, jnp.bfloat16, jnp.float16)):
-    """Types of these shapes, each with a dtype of its own."""
+    """Types of these shapes, each with its own dtype."""
     return [jax.ShapeDtypeStruct(shape, dtypes[rng.integers(len(dtypes))]) for shape in shapes]
 
 

@@ -21,7 +21,7 @@ TOKENS = P(("data", "fsdp"))
 OPTIONS = dict(
     ignore_index=-100, label_smoothing=0.1, z_loss=0.01, logit_scale=0.7, logit_softcap=5.0, chunk_size=SLICE
 )
-# By name: how the head (V, D) lies on a mesh with that many devices along "data".
+# By name: how the head (V, D) is sharded over a mesh with that many devices along "data".
 HEADS = {
     "vocabulary over all": (P("fsdp"), 1),
     "vocabulary over one axis of two": (P("fsdp"), 2),

@@ -1,4 +1,4 @@
-"""The lowest and the highest versions that pyproject.toml allows, each in an environment of its own: `make pairs`.
+"""The lowest and the highest versions that pyproject.toml allows, each in its own environment: `make pairs`.
 
 pip has to resolve them, all packages have to be imported, no version may be what `liger-jax doctor` calls broken, and a
 model has to learn in a step of each optimizer. It needs an index of packages, and some minutes.

@@ -171,7 +171,7 @@ def test_what_lies_on_the_host_takes_no_memory_of_a_device():
     "bytes_per_token", [2**21, *(pytest.param(n, marks=pytest.mark.full) for n in (2**20, 3 * 2**20))]
 )
 def test_search_finds_the_largest_that_the_compiler_lets_fit(bytes_per_token, monkeypatch):
-    """Wherever the estimate's guess lies; the compiler's answers are ours here."""
+    """Wherever the estimate's guess is; the compiler's answers are ours here."""
     answer = lambda run: Compiled(run.batch * run.seq * bytes_per_token, 0, 0)
     monkeypatch.setattr(searching, "compile_run", answer)
     monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)

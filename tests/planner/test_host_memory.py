@@ -1,4 +1,4 @@
-"""What lies in the host's memory is counted, and a host may have too little of it."""
+"""What is stored in the host's memory is counted, and a host may have too little of it."""
 
 import pytest
 

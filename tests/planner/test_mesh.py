@@ -74,7 +74,7 @@ def test_the_devices_of_a_sequence_axis_have_their_positions_of_each_row():
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_a_row_over_several_devices_is_as_much_for_each_as_a_short_row(remat):
-    """Parameters, state and what layers keep lie as on fsdp; attention holds all keys of the row beside it."""
+    """Parameters, state and what layers keep are sharded as on fsdp; attention holds all keys of the row beside it."""
     alone = estimate(make_run(**LLAMA | dict(batch=8, seq=4096, remat=remat)))
     shared = estimate(
         make_run(**LLAMA | dict(batch=2, seq=16384, model="llama-3.1-8b", mesh=dict(fsdp=2, sequence=4), remat=remat))

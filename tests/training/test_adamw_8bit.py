@@ -234,7 +234,7 @@ def trained(params, grads, optimizer, steps, state: Any = None) -> Any:
 
 
 def put(tree, mesh, spec) -> Any:
-    """Matrices lie as `spec` says, and every device has the rest."""
+    """Matrices are sharded as `spec` says, and every device has the rest."""
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P())), tree)
 
 

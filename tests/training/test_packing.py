@@ -35,7 +35,7 @@ def test_positions_restart_and_segments_are_whole(rng):
         assert positions == tuple(range(len(positions)))
     for ids in batch["segment_ids"]:
         used = ids[ids > 0]
-        assert np.all(np.diff(used) >= 0), "a segment's places lie side by side"
+        assert np.all(np.diff(used) >= 0), "a segment's places are side by side"
         assert np.all(ids[len(used) :] == 0), "empty places stand at the end"
 
 

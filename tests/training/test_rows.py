@@ -16,7 +16,7 @@ def test_each_row_is_trained_on_as_often_as_there_are_epochs(number, epochs):
     seen = np.concatenate([rows_of(step)["labels"][:, 0] for step in range(steps)])
     assert all(1 <= rows.num_rows(rows_of(step)) <= 8 for step in range(steps)) and not rows.num_rows(rows_of(steps))
     assert len(seen) == max(1, round(epochs * number))
-    # An epoch has each row once, in an order of its own, and a fraction of one is that order's beginning.
+    # An epoch has each row once, in its own order, and a fraction of one is that order's beginning.
     endless = rows.batches(data, 8, 0)
     for epoch, begin in enumerate(range(0, len(seen), number)):
         each = math.ceil(number / 8)
@@ -59,7 +59,7 @@ def test_what_is_held_out_is_drawn_once_and_trained_on_never():
 
 def test_tokens_are_counted_without_padding():
     documents = [np.arange(1, 6), np.arange(1, 3)]
-    labels = [np.where(each > 1, each, -100) for each in documents]  # answers behind a prompt
+    labels = [np.where(each > 1, each, -100) for each in documents]  # answers after a prompt
     assert rows.num_tokens(pack(documents, 8, labels=labels)) == rows.num_tokens(pad(documents, 8, labels=labels)) == 7
     assert rows.num_tokens(np.ones((2, 8), np.int32)) == 16
     labels[0][-2:] = -100  # as a question at the end, which is not scored

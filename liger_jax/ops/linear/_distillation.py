@@ -330,7 +330,7 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
 
 
 def _is_right(teacher: TopK, vocab_size: int) -> jax.Array:
-    """(N,): whether the stored tokens differ and lie in the vocabulary."""
+    """(N,): whether the stored tokens differ and are in the vocabulary."""
     used = teacher.log_probs != -jnp.inf
     ids = jnp.sort(jnp.where(used, teacher.token_ids, -1), axis=1)
     differ = jnp.all((ids[:, 1:] != ids[:, :-1]) | (ids[:, 1:] == -1), axis=1)

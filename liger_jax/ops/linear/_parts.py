@@ -1,4 +1,4 @@
-"""How the arrays of a linear loss lie on a mesh, where it can be seen."""
+"""How the arrays of a linear loss are sharded over a mesh, where it can be seen."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from liger_jax.ops.linear.split_head import HeadSplit, head_split
 class Parts:
     """The part of a linear loss that one device computes, as the types of its hidden states and its weight say."""
 
-    tokens: P  # how tokens lie
+    tokens: P  # how tokens are sharded
     token_axes: Names  # the mesh axes that split them
     weight: P
     vocab_axis: str | None  # the mesh axis over which the vocabulary stays split
@@ -23,12 +23,12 @@ class Parts:
 
     @property
     def hidden(self) -> P:
-        """How hidden states lie: each device has the width whole."""
+        """How hidden states are sharded: each device has the width whole."""
         return P(*self.tokens, None)
 
     @property
     def vocabulary(self) -> P:
-        """How a vector with a number for each entry of the vocabulary lies."""
+        """How a vector with a number for each entry of the vocabulary is sharded."""
         return P(self.vocab_axis)
 
     @property
@@ -48,8 +48,8 @@ def parts_of(op: str, hidden: jax.Array, weight: jax.Array, vocab_dim: int) -> P
     width_axes, vocab_axes = staying[1 - vocab_dim], staying[vocab_dim]
     if width_axes or len(vocab_axes) > 1 or (vocab_axes and len(names(spec[vocab_dim])) > 1):
         raise ValueError(
-            f"{op}: weight lies on the mesh as {spec}, and the tokens over {token_axes}. A mesh axis that does not "
-            "split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
+            f"{op}: weight is sharded over the mesh as {spec}, and the tokens over {token_axes}. A mesh axis that does "
+            "not split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
         )
     mesh: Any = mesh_of(weight)  # None if every device has it whole
     split = None if mesh is None else head_split(along(spec, token_axes), mesh.shape)

@@ -42,7 +42,7 @@ def quantized_log_probs(
 ) -> TokenLogProbs:
     """What `fused_linear_log_probs` gives with the dense head, which is frozen here.
 
-    The head's blocks lie along D. `metrics` says whether largest logits and their tokens are made. Inside
+    The head's blocks run along D. `metrics` says whether largest logits and their tokens are made. Inside
     `jax.shard_map`, `vocab_axis` is the mesh axis that splits the head's vocabulary. `limits` are the
     `memory_budget_bytes` and the `implementation` of a slice's products; all else is as in `fused_linear_log_probs`.
     """

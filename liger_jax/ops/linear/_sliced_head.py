@@ -101,7 +101,7 @@ class _Slices:
         hidden, weight, labels, bias, class_weights = self.inputs
         owner, place = labels // self.entries_of_a_part, labels % self.entries_of_a_part - start
         is_here = (labels >= 0) & (place >= 0) & (place < size)
-        # The label of another slice must match no column of this one, and no column of padding behind them.
+        # The label of another slice must match no column of this one, and no column of padding after them.
         missing = jnp.where(labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL)
         column = jnp.where(is_here, owner * size + place, missing)
         part = take(weight, start, size, self.vocab_dim).astype(self.dtype)

@@ -121,7 +121,7 @@ def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
 
 
 # When JAX divides a program into what is known and what is linear, it takes constants out of loops: a chunk's logits in
-# zeros would be held beside the chunk's own. It does not divide a function with a rule of its own.
+# zeros would be held beside the chunk's own. It does not divide a function with its own rule.
 _undivided = jax.custom_jvp(_sum_and_gradients, nondiff_argnums=(1, 2, 3, 4))
 
 
@@ -173,6 +173,6 @@ def linear_sum(
     if row_loss.is_shared:
         return _shared_sum(*arrays, problem, options, row_loss)
     # jit keeps what it traced for as long as its function lives, and static arguments with it. So this call's functions
-    # get a jit of their own.
+    # get their own jit.
     own = functools.partial(_sum_of_rows, problem=problem, options=options, row_loss=row_loss)
     return jax.jit(own, inline=True)(*arrays)

@@ -119,7 +119,7 @@ def fused_linear_cross_entropy(
     Raises:
         TypeError: a dtype is wrong, an option is no Python number, class_weights are differentiated, or forward mode
             reaches a mode or an implementation that has gradients only.
-        ValueError: a shape does not fit, an option is out of range, a concrete label lies outside [0, V), the
+        ValueError: a shape does not fit, an option is out of range, a concrete label is outside [0, V), the
             budget is too small, or mode or implementation cannot run here; and, when compiled for several devices
             outside of `jax.shard_map`, that the compiler would gather the tokens.
 

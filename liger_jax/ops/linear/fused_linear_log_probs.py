@@ -105,7 +105,7 @@ def fused_linear_log_probs(
 
     Raises:
         TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: a shape does not fit, an option is out of range, a concrete label lies outside [0, V), the
+        ValueError: a shape does not fit, an option is out of range, a concrete label is outside [0, V), the
             budget is too small, or an implementation cannot run here; and, when compiled for several devices outside
             of `jax.shard_map`, that the compiler would gather the tokens.
 

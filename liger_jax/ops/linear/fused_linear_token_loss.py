@@ -114,7 +114,7 @@ def fused_linear_token_loss(
     Raises:
         TypeError: a dtype is wrong, an option is no Python number, or per_token is no tuple.
         ValueError: a shape does not fit, `loss_fn` does not return one float for one token, an option is out of range,
-            a concrete label lies outside [0, V), the budget is too small, or mode or implementation cannot run here;
+            a concrete label is outside [0, V), the budget is too small, or mode or implementation cannot run here;
             and, when compiled for several devices outside of `jax.shard_map`, that the compiler would gather the
             tokens.
 

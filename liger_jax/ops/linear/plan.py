@@ -75,7 +75,7 @@ def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
         return plan
     hard = problem.hard_budget_bytes
     if problem.mode == "auto":
-        # Fewer gradients may need more memory, because the weight's copy can lie where its gradient will be. Then the
+        # Fewer gradients may need more memory, because the weight's copy can be where its gradient will be. Then the
         # chunk that was found for all gradients serves, unless all of them exceed the hard budget, too.
         whole = _plan_of_all_gradients(problem)
         if hard is None or whole.extra_bytes <= hard:
@@ -219,7 +219,7 @@ def budget_beside_layers(
 
     If the backward computes layers again, the loss may use what one layer takes: its norms, gate, up, product and sums.
     Gate, up and product, of `f` values each, exist for `f_tokens` of the `n` tokens at once. It is a soft budget. If
-    the head is copied to another dtype, one device may use the copy's bytes as well, because the copy lies where the
+    the head is copied to another dtype, one device may use the copy's bytes as well, because the copy is where the
     layers' gradients will be. On several devices these gradients are small: on 8 H200 the copy would cost LLaMA-3-8B,
     16 × 4,096, 1.7 GiB.
 

@@ -50,7 +50,7 @@ class Problem:
     itemsize: int  # bytes of an element of hidden
     weight_itemsize: int
     platform: str  # "cpu", "gpu" or "tpu"
-    implementation: str = "xla"  # the kernels' name, with ":interpret" behind it where they are interpreted
+    implementation: str = "xla"  # the kernels' name, with ":interpret" after it where they are interpreted
     mode: str = "auto"  # or "fast" or "lean"
     chunk_size: int | None = None  # tokens ("fast") or vocabulary entries ("lean"); None to choose
     gradients: Needs = ALL_GRADIENTS  # that may be asked for: the mode is chosen before JAX says which ones are

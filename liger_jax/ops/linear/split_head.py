@@ -44,7 +44,7 @@ class SplitHead:
 
 
 def head_split(spec: P, sizes: Mapping[str, int]) -> HeadSplit | None:
-    """The split of a head that lies as a spec says.
+    """The split of a head that is sharded as a spec says.
 
     >>> head_split(P(("data", "fsdp")), {"data": 2, "fsdp": 4})
     HeadSplit(axes=(('data', 'fsdp'), ()), parts=(8, 1))
