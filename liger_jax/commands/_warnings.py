@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 
 _LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
-_TRIES = ("thrown while requesting", "Retrying", "Rate limited")  # what each try is told by
+_TRIES = ("thrown while requesting", "Retrying", "Rate limited")  # words in the message of a retry
 
 
 @contextlib.contextmanager
