@@ -1,6 +1,7 @@
-"""Tokens that the files beside tokenizer.json add to it, with the numbers that transformers gives them."""
+"""What files of a tokenizer add: tokens beside tokenizer.json, to each text, and by a normalizer."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,16 @@ import tokenizers
 
 from liger_jax.commands._errors import UserError
 from liger_jax.models.core.config_fields import short
+from liger_jax.models.hugging_face import config_json
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CONFIG, ADDED, MAP = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 _DECODER = "added_tokens_decoder"
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+_MOST_GROWTH = 100  # times as long as a text that a normalizer may make of it by replacing
 
 
 def merged(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,3 +92,70 @@ def _token(value: Any, is_special: bool) -> tokenizers.AddedToken:
         return tokenizers.AddedToken(value, special=is_special, normalized=not is_special)
     flags = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
     return tokenizers.AddedToken(value["content"], **flags | ({"special": True} if is_special else {}))
+
+
+def check_growth(path: Path, content: bytes) -> None:
+    """Checks that no normalizer makes a text many times as long, which would fill the memory."""
+    try:
+        values = config_json.loads(content, path)
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {str(error).removeprefix(f'{path} ')[:500]}") from error
+    if (growth := _growth(values.get("normalizer"))) > _MOST_GROWTH:
+        raise UserError(
+            f"{path}: its normalizer can make a text {growth:.3g} times as long, and {_MOST_GROWTH} times is the most. "
+            "Pass a model with another tokenizer."
+        )
+
+
+def _growth(normalizer: Any) -> float:
+    """How many times as long as a text a normalizer's replacements can make it."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    parts = normalizer.get("normalizers")
+    if isinstance(parts, list):
+        return math.prod(map(_growth, parts))
+    pattern, new = normalizer.get("pattern"), normalizer.get("content")
+    if not isinstance(pattern, dict) or not isinstance(new, str):
+        return 1.0
+    old = pattern.get("String")
+    return max(1.0, len(new) / max(1, len(old))) if isinstance(old, str) else 1.0 + len(new)
+
+
+class AddedOnce:
+    """The texts of a run that begin or end with what the tokenizer adds."""
+
+    def __init__(self, text: Callable[[Sequence[int]], str]):
+        self._text, self._texts = text, dict[tuple[str, str], int]()
+
+    def of(self, encoded: Any, to_go_on: bool = False) -> slice:
+        """Which tokens of an encoded text count."""
+        ids, is_added = encoded.ids, encoded.special_tokens_mask
+        if 0 not in is_added:
+            return slice(0, len(ids))
+        first, last = is_added.index(0), len(ids) - is_added[::-1].index(0)  # the text's own tokens
+        begin, end, after = 0, len(ids), len(ids) - last
+        if first and ids[first : 2 * first] == ids[:first]:
+            begin = first
+            self.note("begin", ids[:first])
+        if to_go_on:
+            end = last
+        elif after and ids[last - after : last] == ids[last:]:
+            end = last
+            self.note("end", ids[last:])
+        return slice(begin, end)
+
+    def note(self, verb: str, tokens: Sequence[int]) -> None:
+        """Notes that a text has tokens which the tokenizer adds."""
+        about = verb, self._text(tokens)
+        self._texts[about] = self._texts.get(about, 0) + 1
+
+    def notices(self) -> dict[str, str]:
+        """What is to be said of such texts since it was said last: sentences by what they are about."""
+        noted, self._texts = self._texts, {}
+        sentences = {}
+        for (verb, tokens), number in noted.items():
+            texts = f"1 text {verb}s" if number == 1 else f"{number:,} texts {verb}"
+            sentences[f"{verb} {tokens}"] = (
+                f"{texts} with {tokens!r}, which the tokenizer adds as well: it is there once"
+            )
+        return sentences

@@ -14,7 +14,7 @@ from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._pair_tokenizer import PairTokenizer
 from liger_jax.commands._preference import Pairs, Preference
-from liger_jax.commands._responses import responses, sides
+from liger_jax.commands._references import responses, sides
 from liger_jax.commands._task import Task
 from liger_jax.commands._training_rows import TrainingRows
 from liger_jax.models.lora import with_adapters

@@ -11,11 +11,10 @@ import numpy as np
 import tokenizers
 
 from liger_jax.commands import _added_tokens, _chat_templates, _files, _long_text
-from liger_jax.commands._added_once import AddedOnce
+from liger_jax.commands._added_tokens import AddedOnce, check_growth
 from liger_jax.commands._conversations import Conversations
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, refusals_kept
-from liger_jax.commands._normalizer import check_growth
 from liger_jax.commands._pieces import Piece as Piece
 from liger_jax.commands._pieces import completed, errors_at, failures, no_place, nothing_to_train_on, places
 from liger_jax.models.core.config_fields import MOST, short

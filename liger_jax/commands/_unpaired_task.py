@@ -12,7 +12,7 @@ from liger_jax import losses
 from liger_jax.commands import _references
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._preference import Unpaired
-from liger_jax.commands._responses import responses, sides
+from liger_jax.commands._references import responses, sides
 from liger_jax.commands._task import Task
 from liger_jax.commands._training_rows import TrainingRows
 from liger_jax.commands._unpaired_tokenizer import UnpairedTokenizer, UnpairedWithOthers

@@ -48,20 +48,6 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def static_bytes(
-    parameters: int, devices: int = 1, *, param_dtype: str = "float32", optimizer: str = "adamw", state_dtype="float32"
-) -> int:
-    """Parameters, gradients and optimizer state on each device, fully sharded: 16 bytes a parameter by default.
-
-    Frameworks that hold bfloat16 parameters beside a float32 master copy need as many: 2 + 2 + 4 + 4 + 4.
-
-    >>> static_bytes(14_000_000_000, 8) / 1e9
-    28.0
-    """
-    moments = moment_bytes(optimizer, state_dtype)
-    return math.ceil(parameters * (2 * jnp.dtype(param_dtype).itemsize + moments) / devices)
-
-
 def moment_bytes(optimizer: str, state_dtype: str) -> float:
     """Bytes of an optimizer's state for each parameter.
 

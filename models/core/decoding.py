@@ -51,8 +51,10 @@ class Decoding:
     cache: KVCache  # of n rows
 
 
-def all_at_once(model: Any, request: Request, sizes: Sizes) -> Decoding:
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def all_at_once(graph: Any, params: Any, request: Request, sizes: Sizes) -> Decoding:
     """Decodes until all rows have ended or have all their tokens; all rows stay in the batch."""
+    model = nnx.merge(graph, params)
     return _decoded(model, _begun(model, request, sizes), request, sizes, 0)
 
 

@@ -110,7 +110,7 @@ def generate(
     prompts, mask = _padded_left(input_ids, mask)
     request = decoding.Request(prompts, mask, choice, ends)
     sizes = decoding.Sizes(max_new_tokens, num_return_sequences, return_log_probs)
-    decode = decoding.by_parts if compact else _all_at_once
+    decode = decoding.by_parts if compact else decoding.all_at_once
     decoded = decode(*nnx.split(model), request, sizes)
     tokens = _joined(input_ids, decoded.tokens, num_return_sequences)
     return (tokens, decoded.log_probs) if return_log_probs else tokens
@@ -217,11 +217,6 @@ def _asked(
         top_p, top_k = None if top_p == 1 else jnp.float32(top_p), None if top_k is None else jnp.int32(top_k)
         choice = as_key("generate", key), jnp.float32(temperature), top_p, top_k
     return input_ids, mask, choice, (jnp.asarray(stops, jnp.int32), jnp.asarray(pad, jnp.int32))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _all_at_once(graph, params, request, sizes):
-    return decoding.all_at_once(nnx.merge(graph, params), request, sizes)
 
 
 @functools.partial(jax.jit, static_argnums=2)
