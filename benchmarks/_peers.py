@@ -91,6 +91,16 @@ PACKAGES = {"torch": ("torch", "triton"), "liger": ("liger-kernel",), "cce": ("c
 # --- torch's inputs, times and memory ---------------------------------------------------------------------------------
 
 
+def to_torch(x: Any) -> Any:
+    """A copy on torch's GPU, or on the CPU, through the host."""
+    torch = importlib.import_module("torch")
+    if x.dtype == jnp.bfloat16:  # torch.from_numpy knows no bfloat16: its bits travel
+        y = torch.from_numpy(np.array(x).view(np.int16)).view(torch.bfloat16)
+    else:
+        y = torch.from_numpy(np.array(x))
+    return y.to("cuda" if on_gpu(torch) else "cpu")
+
+
 class TorchInputs(NamedTuple):
     """The arrays of a shape as leaves of torch's graph."""
 
@@ -106,21 +116,10 @@ def on_gpu(torch) -> bool:
 
 def torch_inputs(hidden: jax.Array, weight: jax.Array, labels: jax.Array, what: str) -> TorchInputs:
     """Copies, through the host, with gradients for what `what` trains."""
-    torch = importlib.import_module("torch")
-    device = "cuda" if on_gpu(torch) else "cpu"
-
-    def leaf(x, needs_grad):
-        # torch.from_numpy knows no bfloat16: its bits travel.
-        if x.dtype == jnp.bfloat16:
-            y = torch.from_numpy(np.array(x).view(np.int16)).view(torch.bfloat16)
-        else:
-            y = torch.from_numpy(np.array(x))
-        return y.to(device).requires_grad_(needs_grad)
-
     return TorchInputs(
-        leaf(hidden, what in ("both", "frozen_head")),
-        leaf(weight, what in ("both", "frozen_trunk")),
-        leaf(labels, False).long(),
+        to_torch(hidden).requires_grad_(what in ("both", "frozen_head")),
+        to_torch(weight).requires_grad_(what in ("both", "frozen_trunk")),
+        to_torch(labels).long(),
     )
 
 

@@ -9,9 +9,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
-import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from benchmarks import _measure, _peers
 HEADS = {"llama_8b": (4096, 128256), "qwen2_half_b": (896, 151936), "tiny": (64, 1024)}  # D, V
 HEADER = ["head", "who", "ms a step", "× unit", "extra MiB", "loss − truth", "dW's error"]
 
-Loss = Callable[[Any, Any, Any], Any]
+Loss = Callable[..., Any]
 
 
 # --- data and truth ---------------------------------------------------------------------------------------------------
@@ -123,7 +122,9 @@ def row_of(who: str, ms: float, extra_mib: float | None, loss: float, dw: np.nda
     return Row(who, ms, extra_mib, loss_error, rms(dw - truth.weight_gradient) / rms(truth.weight_gradient))
 
 
-def compiled_steps(losses: dict[str, Loss], data: Data, pool: concurrent.futures.Executor) -> dict[str, Any]:
+def compiled_steps(
+    losses: dict[str, Loss], data: Sequence[jax.Array], pool: concurrent.futures.Executor
+) -> dict[str, Any]:
     """The steps of JAX's losses, as futures of compiled programs: all at once, before any of them is timed."""
 
     def compiled(who: str, loss: Loss) -> Any:
@@ -135,7 +136,7 @@ def compiled_steps(losses: dict[str, Loss], data: Data, pool: concurrent.futures
     return {who: pool.submit(compiled, who, loss) for who, loss in losses.items()}
 
 
-def jax_rows(steps: dict[str, Any], data: Data, truths: dict[str, Truth], rounds: int = 4) -> list[Row]:
+def jax_rows(steps: dict[str, Any], data: Sequence[jax.Array], truths: dict[str, Truth], rounds: int = 4) -> list[Row]:
     """Rows of compiled steps, which have their turns in the same rounds. A step that failed has none."""
     programs, checked = {}, {}
     for who, future in steps.items():
@@ -155,8 +156,10 @@ def jax_rows(steps: dict[str, Any], data: Data, truths: dict[str, Truth], rounds
     return [make(ms=times[who]) for who, make in checked.items()]
 
 
-def torch_rows(losses: dict[str, Loss], data: Data, truth: Truth, rounds: int = 3) -> list[Row]:
+def torch_rows(losses: dict[str, Loss], data: Data, truth: Truth | None, rounds: int = 3) -> list[Row]:
     """Rows of torch's losses. One that fails is a printed line and no row."""
+    if not losses:
+        return []
     inputs, rows = _peers.torch_inputs(*data, "both"), []
     for who, loss in losses.items():
         step = _peers.TorchStep(loss, inputs)
@@ -168,7 +171,8 @@ def torch_rows(losses: dict[str, Loss], data: Data, truth: Truth, rounds: int = 
             extra_mib = step.extra_mib(step.both)
             ms = _measure.in_rounds({who: step.both}, step.wait, rounds=rounds, seconds=0.3)[who]
             value = float(step.both())
-            rows.append(row_of(who, ms, extra_mib, value, step.weight_gradient(truth.rows), truth))
+            dw = step.weight_gradient(np.arange(0) if truth is None else truth.rows)
+            rows.append(row_of(who, ms, extra_mib, value, dw, truth))
         except Exception as error:
             print(f"  {who}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
         finally:
@@ -185,12 +189,6 @@ def installed(peers: dict[str, Callable[[], dict[str, Loss]]]) -> dict[str, Loss
         except Exception as error:  # some packages raise more than ImportError when a GPU or a version is wrong
             print(f"without {name}: {type(error).__name__}: {error}", flush=True)
     return losses
-
-
-def as_torch(x: Any) -> Any:
-    """An array on torch's GPU, or on the CPU."""
-    torch = importlib.import_module("torch")
-    return torch.from_numpy(np.array(x)).to("cuda" if _peers.on_gpu(torch) else "cpu")
 
 
 def lines(head: str, rows: list[Row], unit: str) -> list[list[str]]:

@@ -27,7 +27,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 
 from benchmarks._measure import heading, in_own_process, save, table
-from benchmarks.model_step import SIZES, make_model
+from benchmarks._models import SIZES, make_model
 from liger_jax import fused_linear_cross_entropy
 from liger_jax.models import KernelOptions
 from liger_jax.pallas_kernels.devices import GPUS

@@ -1,12 +1,11 @@
-"""The fused distillation losses against the products that they need, plain JAX and their peers, on one NVIDIA GPU.
+"""The fused distillation losses against the fused cross-entropy, plain JAX and their peers, on one NVIDIA GPU.
 
     python -m benchmarks.distillation [--tokens 8192] [--vocabulary 128256] [--parts times peers errors memory]
 
 Each row is a training step of the student: the mean loss, and its gradients by the student's hidden states and weight.
-The unit is what a step cannot do without: three products of the student and one of the teacher, each timed alone in the
-same run, as bare bf16 products. All programs are compiled first, in parallel. Times are medians over rounds in which
-every program of JAX has its turn (`_measure.in_rounds`), and torch's run after them. "Extra" memory is beside inputs
-and gradients: for JAX the compiler's figure, for torch the peak of its allocator.
+The unit is the fused cross-entropy of the student. All programs are compiled first, in parallel. Times are medians over
+rounds in which every program of JAX has its turn (`_measure.in_rounds`), and torch's run after them. "Extra" memory is
+beside inputs and gradients: for JAX the compiler's figure, for torch the peak of its allocator.
 
 Errors are the RMS of (dW − truth), divided by that of plain JAX in bf16, whose logits are rounded. The truth is plain
 JAX in float64, on as many tokens as `--truth` says and 16,384 entries of the vocabulary.
@@ -17,11 +16,9 @@ JAX in float64, on as many tokens as `--truth` says and 16,384 entries of the vo
 import argparse
 import concurrent.futures
 import functools
-import gc
 import importlib
 import os
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _figures, _measure
+from benchmarks import _figures, _measure, _peers
+from benchmarks._token_losses import HEADER, Data, compiled_steps, installed, jax_rows, lines, torch_rows
 from liger_jax import fused_linear_cross_entropy, fused_linear_distillation, fused_linear_topk_distillation
 from liger_jax.pallas_kernels.fused_linear_distillation import reference
 
 STUDENT, TEACHER, STORED = 2048, 4096, 64  # widths, and log-probabilities of a stored teacher
+UNIT = "liger-jax fused_linear_cross_entropy"
 SHORT_CHUNKS = "liger-jax jsd, fast, chunks of 512 tokens"
 DOCS = _measure.RESULTS.parent.parent / "docs"
 TOKENS_OF_PICTURE = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -77,107 +76,42 @@ def losses(v: int) -> dict[str, Callable[..., jax.Array]]:
 
     return ours | {
         f"liger-jax top-{STORED}": top_k,
-        "liger-jax fused_linear_cross_entropy": cross_entropy,
+        UNIT: cross_entropy,
         "plain JAX jsd, bf16 logits": functools.partial(plain, "jsd"),
     }
 
 
-def torch_losses() -> dict[str, Callable[..., Any]]:
+def torch_losses(teacher: list[jax.Array]) -> dict[str, Callable[..., Any]]:
     """The peers that are installed, as losses of torch tensors."""
-    found: dict[str, Callable[..., Any]] = {}
-    try:
-        liger = importlib.import_module("liger_kernel.ops.fused_linear_jsd").LigerFusedLinearJSDFunction
+
+    def liger() -> dict[str, Callable[..., Any]]:
+        loss = importlib.import_module("liger_kernel.ops.fused_linear_jsd").LigerFusedLinearJSDFunction
+        hidden, weight = map(_peers.to_torch, teacher)
         # Student and teacher, labels, beta, ignore_index, temperature.
-        found["Liger jsd"] = lambda *arrays: liger.apply(*arrays, None, 0.5, -100, 1.0)
-    except ImportError as error:
-        print(f"without Liger: {error}")
-    try:
-        trl = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
-        found["TRL jsd"] = lambda h, w, th, tw: trl.apply(h, w, None, th, tw, None, 0.5)[0].mean()
-    except ImportError as error:
-        print(f"without TRL: {error}")
-    return found
+        return {"Liger jsd": lambda h, w, _: loss.apply(h, w, hidden, weight, None, 0.5, -100, 1.0)}
+
+    def trl() -> dict[str, Callable[..., Any]]:
+        loss = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+        hidden, weight = map(_peers.to_torch, teacher)
+        return {"TRL jsd": lambda h, w, _: loss.apply(h, w, None, hidden, weight, None, 0.5)[0].mean()}
+
+    return installed({"Liger": liger, "TRL": trl})
 
 
 # --- times and memory -------------------------------------------------------------------------------------------------
 
-STUDENT_PRODUCT, TEACHER_PRODUCT = "one product of the student", "one product of the teacher"
 
-
-def compiled_programs(inputs: list[jax.Array], pool: concurrent.futures.Executor) -> dict[str, Any]:
-    """The products and the losses' steps, as futures of functions of nothing and of their extra MiB."""
-
-    def compiled(name: str, function: Callable[..., Any], arguments: list[jax.Array]) -> tuple[Any, float]:
-        start = time.perf_counter()
-        program = jax.jit(function).lower(*arguments).compile()
-        print(f"  compiled {name} in {time.perf_counter() - start:.0f} s", flush=True)
-        return functools.partial(program, *arguments), program.memory_analysis().temp_size_in_bytes / 2**20
-
-    product = lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
-    tasks = {STUDENT_PRODUCT: (product, inputs[:2]), TEACHER_PRODUCT: (product, inputs[2:])}
-    steps = {name: (jax.value_and_grad(loss, (0, 1)), inputs) for name, loss in losses(len(inputs[1])).items()}
-    return {name: pool.submit(compiled, name, *task) for name, task in (tasks | steps).items()}
-
-
-def measure_jax(futures: dict[str, Any]) -> tuple[float, dict[str, tuple[float, float]]]:
-    """The unit in milliseconds, and milliseconds and extra MiB of each loss's step, all in the same rounds."""
-    programs, extra = {}, {}
-    for name, future in futures.items():
-        try:
-            program, extra[name] = future.result()
-            jax.block_until_ready(program())
-            programs[name] = program
-        except jax.errors.JaxRuntimeError as error:
-            print(f"{name}: {str(error).splitlines()[0]}", flush=True)
-    times = _measure.in_rounds(programs, rounds=4, seconds=0.3)
-    products = {name: times.pop(name) for name in (STUDENT_PRODUCT, TEACHER_PRODUCT)}
-    print({name: f"{ms:.2f} ms" for name, ms in products.items()}, flush=True)
-    unit = 3 * products[STUDENT_PRODUCT] + products[TEACHER_PRODUCT]
-    return unit, {name: (ms, extra[name]) for name, ms in times.items()}
-
-
-def measure_torch(inputs: list[jax.Array]) -> dict[str, tuple[float, float]]:
-    """The same of torch's peers; one that fails is a printed line."""
-    torch = importlib.import_module("torch")
-    if not torch.cuda.is_available():
-        return {}
-    as_torch = lambda x: torch.from_numpy(np.array(x).view(np.int16)).view(torch.bfloat16).cuda()
-    tensors = [as_torch(x) for x in inputs]
-    for tensor in tensors[:2]:
-        tensor.requires_grad_()
-    found = {}
-    for name, loss in torch_losses().items():
-
-        def step(loss=loss):
-            for tensor in tensors[:2]:
-                tensor.grad = None
-            loss(*tensors).backward()
-
-        try:
-            times = _measure.in_rounds({name: step}, lambda _: torch.cuda.synchronize(), rounds=2, seconds=0.3)
-        except Exception as error:
-            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-            continue
-        gradients = sum(tensor.nbytes for tensor in tensors[:2])
-        for tensor in tensors[:2]:
-            tensor.grad = None
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        found[name] = times[name], (torch.cuda.max_memory_allocated() - before - gradients) / 2**20
-        print(f"  {name}: {found[name][0]:.1f} ms, {found[name][1]:,.0f} MiB", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    return found
-
-
-def times_table(found: dict[str, tuple[float, float]], unit: float, tokens: int, vocabulary: int) -> str:
-    rows = [[name, f"{ms:.2f}", f"{ms / unit:.2f}", f"{mib:,.0f}"] for name, (ms, mib) in found.items()]
-    rows.sort(key=lambda row: float(row[1]))
-    shape = f"N = {tokens:,}, student {STUDENT:,}, teacher {TEACHER:,}, V = {vocabulary:,}; unit {unit:.2f} ms"
-    return f"{shape}\n\n" + _measure.table(["who", "ms a step", "× unit", "extra MiB"], rows)
+def times_table(parts: list[str], inputs: list[jax.Array], pool: concurrent.futures.Executor) -> str:
+    vocabulary = len(inputs[1])
+    rows = []
+    if "times" in parts:
+        rows = jax_rows(compiled_steps(losses(vocabulary), inputs, pool), inputs, {})
+    if "peers" in parts:
+        data = Data(inputs[0], inputs[1], jnp.zeros(len(inputs[0]), jnp.int32))
+        rows += torch_rows(torch_losses(inputs[2:]), data, None)
+    found = lines(f"{vocabulary:,}", sorted(rows, key=lambda row: row.ms), UNIT)
+    shape = f"N = {len(inputs[0]):,}, student {STUDENT:,}, teacher {TEACHER:,}"
+    return f"{shape}\n\n" + _measure.table(["V", *HEADER[1:5]], [line[:5] for line in found])
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -255,15 +189,7 @@ def main() -> None:
     if "peers" in parts:
         text += "; " + _measure.versions("torch", "triton", "liger-kernel", "trl")
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        inputs = make_inputs(args.tokens, args.vocabulary)
-        unit, found = float("nan"), {}
-        if "times" in parts:
-            unit, found = measure_jax(compiled_programs(inputs, pool))
-            print(times_table(found, unit, args.tokens, args.vocabulary), flush=True)
-        if "peers" in parts:
-            found |= measure_torch(inputs)
-        del inputs
-        text += "\n\n" + times_table(found, unit, args.tokens, args.vocabulary)
+        text += "\n\n" + times_table(parts, make_inputs(args.tokens, args.vocabulary), pool)
         _measure.save("distillation", text, args.folder)
         if "errors" in parts:
             _measure.save("distillation", f"{text}\n{errors(args.truth, 16384, pool)}", args.folder)

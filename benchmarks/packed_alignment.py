@@ -13,8 +13,8 @@ others. "padded" fills each of the same sequences up to the longest of them. "pa
 reaches where nothing is left empty.
 
 Counted tokens are those with a place in the loss. Times are medians over rounds in which all steps of a case have their
-turn. "peers" is DPO's padded step in torch, of transformers' model with recomputed layers, after JAX's: once the whole
-of TRL's trainer's, and once on chunks of logits that the backward makes again. A peer that is not installed is told.
+turn. "peers" is DPO's padded step of TRL's trainer, on transformers' model with recomputed layers, after JAX's. A
+line says so if TRL is not installed.
 """
 
 import argparse
@@ -30,16 +30,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from benchmarks import _measure, _peers, _trl
-from benchmarks.model_step import SIZES, make_model
+from benchmarks._models import SIZES, compiled_step, make_model, needed_bytes, runs
 from liger_jax import losses
 from liger_jax.models import CausalLM, KernelOptions
-from liger_jax.training import make_step, pack_completions, pack_pairs, share_of_padding
+from liger_jax.training import pack_completions, pack_pairs, share_of_padding
 
 MICRO_BATCH = 16384  # tokens
-CHUNK = 2048  # tokens whose logits exist at once in torch
 LONGEST, PROMPT, LEARNING_RATE, BETA = 2048, 128, 1e-6, 0.1
 HEADER = ["step", "rows", "empty", "ms", "counted tokens/s", "÷ full rows", "GiB"]
 
@@ -228,33 +226,13 @@ def cases_of(case: str, sequences: Sequences, length: int) -> dict[str, Case]:
     }
 
 
-def compiled_step(model_name: str, name: str, case: Case) -> tuple[Callable[[], Any], Any]:
+def step_of(model_name: str, name: str, case: Case) -> tuple[Callable[[], Any], Any]:
     """The function that makes the state, and the compiled step on (state, batch)."""
-    make = lambda: make_model(SIZES[model_name], KernelOptions(), remat="full")
-    optimizer = optax.sgd(LEARNING_RATE)
-    graphdef, params = nnx.split(jax.eval_shape(make))
+    make = functools.partial(make_model, SIZES[model_name], KernelOptions(), remat="full")
     loss, normalizer = LOSSES[name]
     loss = functools.partial(loss, num_segments=case.num_segments)
-    step = make_step(graphdef, optimizer, loss, normalizer=normalizer, micro_batches=case.micro_batches())
-    state = params, jax.eval_shape(optimizer.init, params)
-
-    @jax.jit
-    def start():
-        params = nnx.split(make())[1]
-        return params, optimizer.init(params)
-
-    return start, jax.jit(step, donate_argnums=0).lower(state, case.batch).compile()
-
-
-def runs(start: Callable[[], Any], step: Any, batch: Any) -> Callable[[], Any]:
-    state, batch = start(), jax.device_put(batch)
-
-    def run():
-        nonlocal state
-        state, loss = step(state, batch)
-        return loss
-
-    return run
+    options = dict(normalizer=normalizer, micro_batches=case.micro_batches())
+    return compiled_step(make, optax.sgd(LEARNING_RATE), case.batch, loss, **options)
 
 
 def rows_of(
@@ -263,14 +241,13 @@ def rows_of(
     tokens, cases = sum(map(len, sequences.tokens)), cases_of(name, sequences, length)
     cases = {who: case for who, case in cases.items() if who in layouts}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        futures = {who: pool.submit(compiled_step, model, name, case) for who, case in cases.items()}
+        futures = {who: pool.submit(step_of, model, name, case) for who, case in cases.items()}
         programs = {who: future.result() for who, future in futures.items()}
     times = _measure.in_rounds({who: runs(*programs[who], case.batch) for who, case in cases.items()}, rounds=rounds)
     speeds = {who: 1e3 * case.counted() / times[who] for who, case in cases.items()}
     found = []
     for who, case in cases.items():
-        memory = programs[who][1].memory_analysis()
-        gib = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
+        gib = needed_bytes(programs[who][1]) / 2**30
         line = [f"{name}, {who}", f"{case.batch['input_ids'].shape}", f"{case.empty(tokens):.1%}", f"{times[who]:.0f}"]
         share = f"{speeds[who] / speeds['full rows']:.3f}" if "full rows" in speeds else "–"
         found.append([*line, f"{speeds[who]:,.0f}", share, f"{gib:.1f}"])
@@ -281,56 +258,8 @@ def rows_of(
 # --- TRL's ------------------------------------------------------------------------------------------------------------
 
 
-def torch_log_probs() -> Callable[..., Any]:
-    """Log-probabilities (N,) of (hidden, weight, labels), whose logits exist for one chunk of tokens at a time."""
-    torch = importlib.import_module("torch")
-    checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
-
-    def of_chunk(hidden, weight, labels):
-        return -torch.nn.functional.cross_entropy((hidden @ weight.T).float(), labels, reduction="none")
-
-    def log_probs(hidden, weight, labels):
-        chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-        return torch.cat([checkpoint(of_chunk, x, weight, y, use_reentrant=False) for x, y in chunks])
-
-    return log_probs
-
-
-def chunked_dpo_step(model: Any, batch: dict[str, np.ndarray], parts: int) -> Callable[[], Any]:
-    """DPO's step on padded pairs, in so many micro-batches, without a trainer."""
-    torch, log_probs = importlib.import_module("torch"), torch_log_probs()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    device, pairs = model.device, len(batch["input_ids"])
-    tensors = {k: torch.tensor(x, dtype=torch.int64, device=device) for k, x in batch.items()}
-
-    def step():
-        total = 0.0
-        for ids, labels in zip(*(tensors[k].chunk(parts) for k in ("input_ids", "labels")), strict=True):
-            ids, targets = ids.flatten(0, 1), labels.flatten(0, 1)[:, 1:]
-            hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-            mask = targets != -100
-            tokens = log_probs(hidden[mask], model.lm_head.weight, targets[mask])
-            sums = torch.zeros(targets.shape, device=device).masked_scatter(mask, tokens).sum(1).reshape(-1, 2)
-            loss = -torch.nn.functional.logsigmoid(BETA * (sums[:, 0] - sums[:, 1])).sum() / pairs
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total
-
-    return step
-
-
-def trl_dpo_step(model: Any, batch: dict[str, np.ndarray], parts: int) -> Callable[[], Any]:
-    """The same by TRL's trainer."""
-    return _trl.dpo_step(model, batch, parts=parts, beta=BETA, learning_rate=LEARNING_RATE)
-
-
-TORCH_STEPS = {"TRL's trainer": trl_dpo_step, "transformers": chunked_dpo_step}
-
-
-def torch_dpo_row(by: str, model_name: str, sequences: Sequences) -> list[str]:
-    """The table's line of DPO's padded step in torch."""
+def trl_row(model_name: str, sequences: Sequences) -> list[str]:
+    """The table's line of DPO's padded step by TRL's trainer."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     device, values = "cuda" if _peers.on_gpu(torch) else "cpu", dataclasses.asdict(SIZES[model_name])
     named = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -341,7 +270,8 @@ def torch_dpo_row(by: str, model_name: str, sequences: Sequences) -> list[str]:
         model = transformers.LlamaForCausalLM._from_config(of_model, dtype=torch.bfloat16).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     case = Case(padded("dpo", sequences), None)
-    step = TORCH_STEPS[by](model, case.batch, case.micro_batches())
+    by, parts = "TRL's trainer", case.micro_batches()
+    step = _trl.dpo_step(model, case.batch, parts=parts, beta=BETA, learning_rate=LEARNING_RATE)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     print(f"{by}: the first step's loss is {float(step()):.4f}", flush=True)
@@ -371,12 +301,12 @@ def main() -> None:
         sequences = what_fits(name, many, length, options.rows)
         if "times" in options.parts:
             rows += rows_of(options.model, name, sequences, length, options.layouts, options.rounds)
-        for by in TORCH_STEPS if "peers" in options.parts and name == "dpo" else ():
+        if "peers" in options.parts and name == "dpo":
             try:
-                rows.append(torch_dpo_row(by, options.model, sequences))
+                rows.append(trl_row(options.model, sequences))
                 print(*rows[-1], sep=" | ", flush=True)
-            except Exception as error:  # that a peer is not installed, or cannot run here, is a result, too
-                print(f"without {by}: {type(error).__name__}: {error}", flush=True)
+            except Exception as error:  # that TRL is not installed, or cannot run here, is a result, too
+                print(f"without TRL: {type(error).__name__}: {error}", flush=True)
     command = f"python -m benchmarks.packed_alignment --model {options.model} --cases {' '.join(options.cases)}"
     heading = _measure.heading(command).rstrip() + "; " + _measure.versions("torch", "transformers", "trl")
     _measure.save("packed_alignment", f"{heading}\n\n{_measure.table(HEADER, rows)}")

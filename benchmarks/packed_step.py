@@ -10,18 +10,15 @@ in which both programs of a case have their turn.
 import argparse
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import jax
 import optax
-from flax import nnx
 
 from benchmarks._measure import heading, in_rounds, save, table
+from benchmarks._models import SIZES, compiled_step, make_model, needed_bytes, runs
 from benchmarks.attention import Case as Rows
-from benchmarks.model_step import SIZES, make_model
 from liger_jax.models import KernelOptions, LlamaConfig
-from liger_jax.training import make_step
 
 LEARNING_RATE = 1e-4
 MEAN = 512  # tokens of a segment
@@ -53,34 +50,6 @@ CASES = {
 }
 
 
-def compiled_step(config: LlamaConfig, remat: str, batch: dict[str, jax.Array]) -> tuple[Callable[[], Any], Any]:
-    """The function that makes the state, and the compiled step on (state, batch)."""
-    model = lambda: make_model(config, KernelOptions(), remat=remat)
-    optimizer = optax.sgd(LEARNING_RATE)
-    graphdef, params = nnx.split(jax.eval_shape(model))
-    state = params, jax.eval_shape(optimizer.init, params)
-    step = jax.jit(make_step(graphdef, optimizer), donate_argnums=0).lower(state, batch).compile()
-
-    @jax.jit
-    def start():
-        params = nnx.split(model())[1]
-        return params, optimizer.init(params)
-
-    return start, step
-
-
-def runs(start: Callable[[], Any], step: Any, batch: dict[str, jax.Array]) -> Callable[[], Any]:
-    """One step after another, on a state of its own."""
-    state = start()
-
-    def run():
-        nonlocal state
-        state, loss = step(state, batch)
-        return loss
-
-    return run
-
-
 def rows_of(name: str, case: Case, pool: concurrent.futures.Executor) -> list[list[str]]:
     """A row for each variant of a case."""
     tokens = jax.random.randint(jax.random.key(1), (case.batch, case.seq), 0, SIZES[case.model].vocab_size)
@@ -90,14 +59,15 @@ def rows_of(name: str, case: Case, pool: concurrent.futures.Executor) -> list[li
         who: dict(input_ids=tokens, labels=tokens) | (dict(segment_ids=ids) if is_packed else {})
         for who, (_, is_packed) in variants.items()
     }
-    futures = {who: pool.submit(compiled_step, v[0], case.remat, batches[who]) for who, v in variants.items()}
+    make = lambda config: functools.partial(make_model, config, KernelOptions(), remat=case.remat)
+    optimizer = optax.sgd(LEARNING_RATE)
+    futures = {who: pool.submit(compiled_step, make(v[0]), optimizer, batches[who]) for who, v in variants.items()}
     programs = {who: future.result() for who, future in futures.items()}
     times = in_rounds({who: runs(*program, batches[who]) for who, program in programs.items()})
     base = next(iter(times.values()))
     rows = []
     for who, ms in times.items():
-        memory = programs[who][1].memory_analysis()
-        gib = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
+        gib = needed_bytes(programs[who][1]) / 2**30
         rows.append([name, case.remat, who, f"{ms:.1f}", f"{tokens.size / ms * 1e3:,.0f}", f"{base / ms:.3f}"])
         rows[-1].append(f"{gib:.2f}")
         print(rows[-1], flush=True)

@@ -39,7 +39,6 @@ from benchmarks._token_losses import (
     HEADS,
     Exact,
     Loss,
-    as_torch,
     compiled_steps,
     installed,
     jax_rows,
@@ -122,7 +121,7 @@ def grpo_losses(numbers: Numbers) -> dict[str, Loss]:
 
 def liger_grpo(numbers: Numbers) -> dict[str, Loss]:
     torch = importlib.import_module("torch")
-    old, reference, advantages = map(as_torch, numbers)
+    old, reference, advantages = map(_peers.to_torch, numbers)
     shape = ANSWERS, len(old) // ANSWERS
     options = dict(beta=POLICY_BETA, epsilon_low=EPSILON, epsilon_high=EPSILON, use_bias_correction_kl=True)
     loss = importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(**options)
@@ -137,7 +136,7 @@ def liger_grpo(numbers: Numbers) -> dict[str, Loss]:
 
 def trl_grpo(numbers: Numbers) -> dict[str, Loss]:
     torch, log_probs = importlib.import_module("torch"), _peers.trl_log_probs()
-    old, reference, advantages = map(as_torch, numbers)
+    old, reference, advantages = map(_peers.to_torch, numbers)
 
     def function(hidden, weight, labels):
         found = log_probs(hidden, weight, labels)
@@ -186,7 +185,7 @@ def liger_dpo(numbers: Numbers) -> dict[str, Loss]:
 
 def trl_dpo(numbers: Numbers) -> dict[str, Loss]:
     torch, log_probs = importlib.import_module("torch"), _peers.trl_log_probs()
-    reference = as_torch(numbers.reference)
+    reference = _peers.to_torch(numbers.reference)
 
     def function(hidden, weight, labels):
         sums = (log_probs(hidden, weight, labels) - reference).reshape(2 * PAIRS, -1).sum(1)

@@ -3,11 +3,12 @@
     python -m benchmarks.training_step [--model qwen2-0.5b] [--batch 8] [--seq 512 2048] [--remat none full]
                                        [--only ours ours-unrolled hf-liger]
 
-A step is loss, gradients and AdamW on random tokens; parameters, computation and AdamW's state are bfloat16. Ours is
-jitted, its state updated in place. Every row has a process of its own, and so the whole GPU: peak memory is the most
-that its allocator ever held, `peak_bytes_in_use` of JAX or `max_memory_allocated` of torch. Steps are queued one after
-the other, as training loops do that look at the loss now and then; times are the median of three such turns, after
-steps that are not timed.
+A step is loss, gradients and AdamW on random tokens; parameters, computation and AdamW's state are bfloat16 (6 bytes a
+parameter less than with `stochastic_rounding`). By default each of ours has all kernels or none; `--only ours-glu` has
+one alone, which tells what a kernel costs where XLA fuses. Ours is jitted, its state updated in place. Every row has a
+process of its own, and so the whole GPU: peak memory is the most that its allocator ever held, `peak_bytes_in_use` of
+JAX or `max_memory_allocated` of torch. Steps are queued one after the other, as training loops do that look at the loss
+now and then; times are the median of three such turns, after steps that are not timed.
 
 MFU is 6·(parameters in a token's matrix products)·tokens + 6·L·Q·H·T·tokens FLOP (the second term is causal
 attention), over time and the device's peak for dense bfloat16; what is recomputed is not counted.
@@ -15,6 +16,7 @@ attention), over time and the device's peak for dense bfloat16; what is recomput
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import pathlib
 import sys
@@ -23,10 +25,20 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from benchmarks import _figures, _hugging_face, _measure
 from benchmarks._hugging_face import Step
-from benchmarks.model_step import LEARNING_RATE, SIZES, WEIGHT_DECAY, family_of, training_step
+from benchmarks._models import (
+    LEARNING_RATE,
+    SIZES,
+    WEIGHT_DECAY,
+    compiled_step,
+    family_of,
+    make_model,
+    needed_bytes,
+    runs,
+)
 from liger_jax.models import KernelOptions
 from liger_jax.models.hugging_face import config_json
 from liger_jax.pallas_kernels.devices import GPUS
@@ -37,6 +49,8 @@ OURS = {
     "ours-unfused": "liger-jax, all kernels off",
     "ours-unfused-unrolled": "liger-jax, all kernels off, scan_layers=False",
 }
+KERNELS = ("rms_norm", "glu", "fused_linear_cross_entropy")
+OURS |= {f"ours-{name}": f"liger-jax, {name} alone" for name in KERNELS}
 PEERS = {"hf": "HF", "hf-liger": "HF + Liger", "hf-compile": "HF + torch.compile"}
 PACKAGES = ("flax", "torch", "triton", "transformers", "liger-kernel")
 HEADER = ["model", "batch × length", "remat", "who", "tokens/s", "ms a step", "MFU", "peak GiB", "GiB by the compiler"]
@@ -94,18 +108,20 @@ def measured(row: Row, steps: int, mode: str) -> Row:
 
 def our_step(row: Row, tokens: np.ndarray, mode: str) -> Step:
     kernels = KernelOptions.off() if "unfused" in row.who else KernelOptions(mode=mode)
-    run, needed = training_step(
-        SIZES[row.model],
-        kernels,
+    if (alone := row.who.removeprefix("ours-")) in KERNELS:
+        kernels = dataclasses.replace(KernelOptions.off(), **{alone: True}, mode=mode)
+    options = dict(remat=row.remat, scan_layers="unrolled" not in row.who)
+    start, step = compiled_step(
+        functools.partial(make_model, SIZES[row.model], kernels, **options),
+        optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         jnp.asarray(tokens),
-        dict(option.split("=", 1) for option in row.xla),
-        remat=row.remat,
-        scan_layers="unrolled" not in row.who,
+        compiler_options=dict(option.split("=", 1) for option in row.xla),
     )
     device = jax.devices()[0]
     stats = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use")
     # A program's outputs are all there when one is.
-    return Step(run, jax.block_until_ready, stats, device.device_kind, needed)
+    run = runs(start, step, jnp.asarray(tokens))
+    return Step(run, jax.block_until_ready, stats, device.device_kind, needed_bytes(step))
 
 
 def peer_step(row: Row, tokens: np.ndarray) -> Step:
@@ -198,7 +214,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, default=[8])
     parser.add_argument("--seq", nargs="+", type=int, default=[512, 2048])
     everyone = (*OURS, *PEERS)
-    parser.add_argument("--only", nargs="+", choices=everyone, default=everyone, help="of the programs")
+    parser.add_argument(
+        "--only", nargs="+", choices=everyone, default=[*list(OURS)[: -len(KERNELS)], *PEERS], help="of the programs"
+    )
     parser.add_argument("--remat", nargs="+", default=["none"], help="ours by that name; HF's recompute if not none")
     parser.add_argument("--mode", default="auto", help="of our fused loss")
     parser.add_argument("--xla", nargs="+", default=[], metavar="NAME=VALUE", help="the compiler's options, of ours")

@@ -12,7 +12,7 @@ from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from benchmarks.model_step import SIZES, kept_by_a_layer
+from benchmarks._models import SIZES, kept_by_a_layer
 from liger_jax import models
 from liger_jax.models.core import feed_forward
 from liger_jax.models.core.attention import in_one_product
