@@ -55,14 +55,7 @@ class TPU:
 
 
 def _card(
-    kind: str,
-    capability: Capability,
-    mib: int,
-    visible_gib: float,
-    cores: int,
-    l2_mib: int,
-    gbytes: int,
-    tflops: float,
+    kind: str, capability: Capability, mib: int, visible_gib: float, cores: int, l2_mib: int, gbytes: int, tflops: float
 ) -> GPU:
     """A card for graphics, workstations or inference, from the second Ampere on: their cores are equally large."""
     name = re.sub("NVIDIA |GeForce |Tesla | Generation| Workstation Edition", "", kind)

@@ -27,13 +27,7 @@ _SCORED = ("eval_loss", "eval_divergence", "eval_nll_loss", "eval_token_accuracy
 
 
 def divergence(
-    model: Any,
-    batch: Mapping[str, Any],
-    denominator: jax.Array,
-    *,
-    vocab_size: int,
-    hard_weight: float,
-    **options: Any,
+    model: Any, batch: Mapping[str, Any], denominator: jax.Array, *, vocab_size: int, hard_weight: float, **options: Any
 ) -> jax.Array:
     """The student's divergence from its teacher, summed over scored tokens, over a denominator. The teacher is
     `model.teacher`, unless the batch has `_stored_top_k.COLUMNS`.

@@ -23,10 +23,7 @@ _HINTS = {
     "--simpo-gamma": (_DPO, "It is --gamma"),
     "--loss-type": (_DPO, "It is --loss"),
     "--reward-funcs": ("--reward", "It is --reward module:function, of a function as TRL calls it"),
-    "--bf16": (
-        "--param-dtype",
-        "bfloat16 is the default of --dtype; --param-dtype bfloat16 holds weights so, too",
-    ),
+    "--bf16": ("--param-dtype", "bfloat16 is the default of --dtype; --param-dtype bfloat16 holds weights so, too"),
     "--fp16": ("--param-dtype", "There is no float16 training: bfloat16 is the default of --dtype"),
     "--per-device-train-batch-size": (
         "--batch",
@@ -78,7 +75,7 @@ _VALUES = {"constant_with_warmup": "It is constant with --warmup", "polynomial":
 # By an option and a value that it has: what is to be said of one that it does not have.
 _VALUES_OF = {
     ("--loss", "logits"): "plan's --loss says whether a step's logits are held, and none of dpo's losses changes its "
-    "answer: leave it out, and count both answers of a pair in --length",
+    "answer: leave it out, and count both answers of a pair in --length"
 }
 
 

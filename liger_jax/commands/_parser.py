@@ -12,11 +12,7 @@ from typing import Any, NoReturn
 
 from liger_jax.commands import _config
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._other_words import (
-    in_other_words,
-    value_in_other_words,
-    value_of_another_command,
-)
+from liger_jax.commands._other_words import in_other_words, value_in_other_words, value_of_another_command
 
 # What other trainers call our options. Each names those that may be meant, of which a command has one or none.
 _ELSEWHERE = {

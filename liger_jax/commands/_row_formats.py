@@ -255,10 +255,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 FORMATS: dict[str, tuple[Callable[[Row], bool], Callable[[str, Row], Document]]] = {  # whether a row is, and what it is
-    "messages": (
-        lambda row: "messages" in row,
-        lambda where, values: conversation(where, values, values["messages"]),
-    ),
+    "messages": (lambda row: "messages" in row, lambda where, values: conversation(where, values, values["messages"])),
     "sharegpt": (
         lambda row: any(not isinstance(parsed(row.get(name, "")), str) for name in CONVERSATIONS),
         _of_sharegpt,

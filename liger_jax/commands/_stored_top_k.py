@@ -67,11 +67,7 @@ def add_columns(settings: DistillSettings, data: TrainingRows) -> list[Stored]:
 
 
 def fill(
-    some: list[Stored],
-    teacher: Teacher,
-    settings: DistillSettings,
-    model: Any,
-    made_of: Mapping[str, str],
+    some: list[Stored], teacher: Teacher, settings: DistillSettings, model: Any, made_of: Mapping[str, str]
 ) -> None:
     """Fills the columns, from the file of an earlier start if that is whole and of the same teacher and rows."""
     assert settings.top_k is not None

@@ -89,9 +89,5 @@ def schedule_of(settings: Settings, steps: int) -> Any:
 def optimizer_of(settings: Settings, rate: Any) -> Any:
     """The optimizer."""
     return optimizer_named(
-        settings.optimizer,
-        rate,
-        weight_decay=settings.weight_decay,
-        max_norm=settings.clip or None,
-        seed=settings.seed,
+        settings.optimizer, rate, weight_decay=settings.weight_decay, max_norm=settings.clip or None, seed=settings.seed
     )

@@ -63,12 +63,7 @@ def _planned(args: argparse.Namespace) -> int:
     answers = _search(args, where, options, level, why) if args.search else []
     plan = planning.plan(args.model, **where, level=level, **options)
     known = where["batch"] if args.search == "batch" else None
-    lines = [
-        report.text(plan, known, details=bool(args.details)),
-        *answers,
-        *report.notes(plan),
-        *_notes(plan, args),
-    ]
+    lines = [report.text(plan, known, details=bool(args.details)), *answers, *report.notes(plan), *_notes(plan, args)]
     print(*lines, sep="\n", flush=True)
     if args.picture:
         report.picture(plan, args.picture)

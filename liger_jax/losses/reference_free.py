@@ -15,11 +15,7 @@ CPO_TYPES = ("sigmoid", "hinge", "ipo")
 
 
 def orpo_loss(
-    chosen: Float[Array, "P"],
-    rejected: Float[Array, "P"],
-    chosen_nll: Float[Array, "*P"],
-    *,
-    beta: float = 0.1,
+    chosen: Float[Array, "P"], rejected: Float[Array, "P"], chosen_nll: Float[Array, "*P"], *, beta: float = 0.1
 ) -> DPOOutput:
     """Odds ratio preference optimisation: the likelihood of chosen, and the odds of chosen against rejected.
 

@@ -16,10 +16,7 @@ from liger_jax.pallas_kernels.glu import triton, xla
 _MODULES = {"xla": xla, "triton": triton}
 # Forward and backward at 16384 × 8192 in bf16 on an H200: swiglu 502 µs in XLA and 494 in Triton, geglu 512 and 499
 # (benchmarks/results/glu.md). Inside a model, XLA recomputes swiglu in the pass that makes its gradients.
-KERNELS = {
-    "swiglu": Kernels("swiglu", _MODULES),
-    "geglu": Kernels("geglu", _MODULES, defaults={"gpu": ("triton",)}),
-}
+KERNELS = {"swiglu": Kernels("swiglu", _MODULES), "geglu": Kernels("geglu", _MODULES, defaults={"gpu": ("triton",)})}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -231,11 +231,7 @@ RopeScaling = LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope
 
 
 def rope_table(
-    positions: Int[ArrayLike, "*batch T"],
-    width: int,
-    *,
-    theta: float = 10000.0,
-    scaling: RopeScaling | None = None,
+    positions: Int[ArrayLike, "*batch T"], width: int, *, theta: float = 10000.0, scaling: RopeScaling | None = None
 ) -> tuple[Float[Array, "*batch T R"], Float[Array, "*batch T R"]]:
     """Cosines and sines of position·f_i, with f_i = theta^(−2i/R) for i < R/2, the second half repeating the first.
 

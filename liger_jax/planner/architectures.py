@@ -166,16 +166,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi-3.5-mini": _PHI_3_128K | _sizes(3072, 8192, 32, 32, sliding_window=262144),
     "phi-4": _PHI_3
     | _sizes(5120, 17920, 40, 40, 10, vocab_size=100352, rope_theta=250000.0, max_position_embeddings=16384),
-    "phi-4-mini": _PHI_3_128K
-    | _sizes(
-        3072,
-        8192,
-        32,
-        24,
-        8,
-        vocab_size=200064,
-        partial_rotary_factor=0.75,
-        sliding_window=262144,
+    "phi-4-mini": _PHI_3_128K | _sizes(
+        3072, 8192, 32, 24, 8, vocab_size=200064, partial_rotary_factor=0.75, sliding_window=262144,
         tie_word_embeddings=True,
     ),
     "mixtral-8x7b-v0.1": _MIXTRAL | _sizes(4096, 14336, 32, 32, vocab_size=32000, max_position_embeddings=32768),
@@ -186,7 +178,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _GPT_OSS | _sizes(2880, 2880, 24, 64, 8, num_local_experts=32),
     "gpt-oss-120b": _GPT_OSS | _sizes(2880, 2880, 36, 64, 8, num_local_experts=128),
     "smollm3-3b": _SMOLLM_3 | _sizes(2048, 11008, 36, 16, 4),
-}
+}  # fmt: skip
 _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say how a model was trained
 
 

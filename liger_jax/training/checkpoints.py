@@ -145,8 +145,7 @@ class Checkpoints:
                 return read
             broken = ", ".join(str(path) for path, _ in damaged)
             raise DamagedError(
-                _told(*damaged[0]),
-                f"The checkpoint of step {step} is whole: move {broken} elsewhere to go on from it.",
+                _told(*damaged[0]), f"The checkpoint of step {step} is whole: move {broken} elsewhere to go on from it."
             )
         if damaged:
             raise CheckpointError(_told(*damaged[0])) from damaged[0][1]

@@ -105,11 +105,7 @@ def pack_pairs(
 
 
 def pack_completions(
-    groups: Iterable[Iterable[Any]],
-    length: int,
-    *,
-    labels: Iterable[Iterable[Any]] | None = None,
-    pad_id: int = 0,
+    groups: Iterable[Iterable[Any]], length: int, *, labels: Iterable[Iterable[Any]] | None = None, pad_id: int = 0
 ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
     """Packs groups of completions into rows: all completions of a group are segments of one row, side by side.
 

@@ -53,13 +53,7 @@ class LanguageModelLoss:
         return self._local(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
 
     def log_probs(
-        self,
-        hidden: Float[Array, "B T D"],
-        head: Any,
-        targets: Int[Array, "B T"],
-        *,
-        temperature: float,
-        entropy: bool,
+        self, hidden: Float[Array, "B T D"], head: Any, targets: Int[Array, "B T"], *, temperature: float, entropy: bool
     ) -> TokenLogProbs:
         """The log-probabilities of the targets, of each device's part of the batch where it is sharded."""
         local = functools.partial(
@@ -146,24 +140,7 @@ class LanguageModelLoss:
             if tensor is not None and (self.kernels.cross_entropy or self.kernels.fused_linear_cross_entropy):
                 of_logits, specs = dict(vocab_axis=tensor.axis), (tokens, layout.of_logits, tokens, tokens)
         loss, per_token = layout.run_sum(local, (*per_token, targets, loss_weights), head=head, spec=specs)
-        weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
-        counts = (targets != IGNORE_INDEX) & (weights != 0)
-        num_tokens = jnp.sum(weights, where=counts)
-        if reduction == "mean":
-            loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
-        if not return_metrics:
-            return loss, None
-        predicted, max_logit, log_normalizer = per_token
-        correct = jnp.sum((predicted.astype(targets.dtype) == targets) & counts, dtype=jnp.float32)
-        accuracy = correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0)
-        return loss, LossMetrics(
-            accuracy=accuracy,
-            predicted_tokens=predicted,
-            max_logit=max_logit,
-            log_normalizer=log_normalizer,
-            z_loss=jnp.zeros((), jnp.float32),
-            num_tokens=jax.lax.stop_gradient(num_tokens),
-        )
+        return _with_metrics(loss, targets, loss_weights, reduction, per_token if return_metrics else None)
 
     def _vocabulary(self) -> Callable[[Any], dict[str, Any]]:
         """What a linear loss has to know of a device's part of the head, from this part: nothing if it has it all."""
@@ -198,13 +175,11 @@ class LanguageModelLoss:
 
     def _by_quantized_head(self, hidden, targets, loss_weights, head, reduction, return_metrics, **vocabulary):
         """The loss by a quantised head, from log-probabilities: the head is made dense slice by slice."""
-        weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
-        targets = jnp.where(weights != 0, targets, IGNORE_INDEX)
-        counts = targets != IGNORE_INDEX
+        weights, counts = _weights_and_counts(targets, loss_weights)
         output = quantized_log_probs(
             hidden,
             head,
-            targets,
+            jnp.where(counts, targets, IGNORE_INDEX),
             ignore_index=IGNORE_INDEX,
             metrics=return_metrics,
             memory_budget_bytes=self.kernels.memory_budget_bytes,
@@ -212,21 +187,9 @@ class LanguageModelLoss:
             **logit_options_of(self.config),
             **vocabulary,
         )
-        num_tokens = jnp.sum(weights, where=counts)
         loss = -jnp.sum(weights * output.log_probs, where=counts)
-        if reduction == "mean":
-            loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
-        if not return_metrics:
-            return loss, None
-        correct = jnp.sum((output.predicted_tokens.astype(targets.dtype) == targets) & counts, dtype=jnp.float32)
-        return loss, LossMetrics(
-            accuracy=correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0),
-            predicted_tokens=output.predicted_tokens,
-            max_logit=output.max_logit,
-            log_normalizer=output.log_normalizer,
-            z_loss=jnp.zeros((), jnp.float32),
-            num_tokens=jax.lax.stop_gradient(num_tokens),
-        )
+        per_token = output.predicted_tokens, output.max_logit, output.log_normalizer
+        return _with_metrics(loss, targets, loss_weights, reduction, per_token if return_metrics else None)
 
     def _budget_bytes(self, hidden, targets, head, vocab_axis=None):
         """How much of this device's memory the fused loss may use."""
@@ -235,3 +198,29 @@ class LanguageModelLoss:
         sizes = least_size(targets.size), hidden.shape[-1]
         options = self.config, self.kernels, self.remat, hidden.dtype, of_loss, sizes
         return loss_budget_bytes(*options, device_of(hidden), tensor)
+
+
+def _weights_and_counts(targets: jax.Array, loss_weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Each position's weight in float32, and whether it is scored."""
+    weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
+    return weights, (targets != IGNORE_INDEX) & (weights != 0)
+
+
+def _with_metrics(loss, targets, loss_weights, reduction, per_token) -> Result:
+    """A sum of losses, or its mean; and metrics, where `per_token` has predictions, largest logits and normalisers."""
+    weights, counts = _weights_and_counts(targets, loss_weights)
+    num_tokens = jnp.sum(weights, where=counts)
+    if reduction == "mean":
+        loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
+    if per_token is None:
+        return loss, None
+    predicted, max_logit, log_normalizer = per_token
+    correct = jnp.sum((predicted.astype(targets.dtype) == targets) & counts, dtype=jnp.float32)
+    return loss, LossMetrics(
+        accuracy=correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0),
+        predicted_tokens=predicted,
+        max_logit=max_logit,
+        log_normalizer=log_normalizer,
+        z_loss=jnp.zeros((), jnp.float32),
+        num_tokens=jax.lax.stop_gradient(num_tokens),
+    )

@@ -60,10 +60,7 @@ def fused_add_rms_norm(
 
 
 def apply_rope(
-    q: Float[Array, "B T Q H"],
-    k: Float[Array, "B T K H"],
-    cos: Float[Array, "#B T R"],
-    sin: Float[Array, "#B T R"],
+    q: Float[Array, "B T Q H"], k: Float[Array, "B T K H"], cos: Float[Array, "#B T R"], sin: Float[Array, "#B T R"]
 ) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
     """Rotates the halves of the first R columns of each head in float32.
 

@@ -49,11 +49,7 @@ class TritonBlocks:
                 raise ValueError(f"{name}={getattr(self, name)} must be a power of two from 16 to 128.")
 
 
-TRITON_FORWARD = {
-    64: TritonBlocks(128, 64, 8, 3),
-    128: TritonBlocks(128, 64, 8, 3),
-    256: TritonBlocks(64, 32, 8, 2),
-}
+TRITON_FORWARD = {64: TritonBlocks(128, 64, 8, 3), 128: TritonBlocks(128, 64, 8, 3), 256: TritonBlocks(64, 32, 8, 2)}
 TRITON_QUERY_GRADIENT = {
     64: TritonBlocks(128, 64, 8, 2),
     128: TritonBlocks(128, 32, 8, 2),
@@ -83,11 +79,7 @@ class DecodeBlocks:
             raise ValueError(f"slots={self.slots} must be a power of two from 16 to 128.")
 
 
-TRITON_DECODE = {
-    64: DecodeBlocks(64, 4, 3),
-    128: DecodeBlocks(64, 4, 3),
-    256: DecodeBlocks(32, 4, 3),
-}
+TRITON_DECODE = {64: DecodeBlocks(64, 4, 3), 128: DecodeBlocks(64, 4, 3), 256: DecodeBlocks(32, 4, 3)}
 
 
 def unsupported(q: Typed, k: Typed, v: Typed, segments: Any, *, scale: float | None, **_: Any) -> str | None:

@@ -24,14 +24,7 @@ _PRODUCTS_A_BYTE = 200  # multiply-adds that a core does while it reads a byte: 
 
 
 def unsupported(
-    q: Typed,
-    k: Typed,
-    v: Typed,
-    segment_ids: Typed | None,
-    *,
-    is_part: bool = False,
-    has_sinks: bool = False,
-    **_,
+    q: Typed, k: Typed, v: Typed, segment_ids: Typed | None, *, is_part: bool = False, has_sinks: bool = False, **_
 ) -> str | None:
     """Mosaic has no float16 and no float64, and a mask is made when the kernel is compiled."""
     if is_part:

@@ -199,10 +199,7 @@ def _launch(
     inputs += [jnp.asarray(whole_blocks(x, _ROWS)) for x in (*bounds[:2], *bounds[3:]) if x is not None]
     inputs += arrays
     how: dict[str, Any] = dict(
-        blocks=blocks,
-        heads=heads,
-        has_ids=bounds.row_ids is not None,
-        lengths=(row_length, columns_like.shape[1]),
+        blocks=blocks, heads=heads, has_ids=bounds.row_ids is not None, lengths=(row_length, columns_like.shape[1])
     )
     return pl.pallas_call(
         functools.partial(kernel, **how, **options),

@@ -70,11 +70,7 @@ def statistics(
     state = jax.eval_shape(lambda: formulas.online_start(n, options))
     leaves = jax.tree.leaves(state)
     kernel = functools.partial(
-        _statistics_kernel,
-        v=v,
-        options=options,
-        has_class_weights=class_weights is not None,
-        num_fields=len(leaves),
+        _statistics_kernel, v=v, options=options, has_class_weights=class_weights is not None, num_fields=len(leaves)
     )
     fields = pl.pallas_call(
         kernel,

@@ -49,8 +49,4 @@ def _writes_in_place(sizes: Sizes) -> bool:
     return sizes.platform == "cpu" and is_float32 and not sizes.weight_is_split
 
 
-MEMORY = Memory(
-    fast=fast,
-    lean=lean,
-    preferred_entries=lambda sizes: entries_of_128_mib(sizes, _slice_bytes(sizes, 1)),
-)
+MEMORY = Memory(fast=fast, lean=lean, preferred_entries=lambda sizes: entries_of_128_mib(sizes, _slice_bytes(sizes, 1)))

@@ -201,12 +201,7 @@ def with_cross_entropy(
 
 
 def raw_gradient(
-    dz: jax.Array,
-    raw: jax.Array,
-    is_label: jax.Array,
-    hard_normalizer: jax.Array,
-    scale: jax.Array,
-    options: Options,
+    dz: jax.Array, raw: jax.Array, is_label: jax.Array, hard_normalizer: jax.Array, scale: jax.Array, options: Options
 ) -> jax.Array:
     """The gradient of Σ scale · loss by raw logits (N, v), from that of the divergence by the student's logits.
 

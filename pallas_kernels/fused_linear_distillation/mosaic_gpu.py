@@ -18,17 +18,9 @@ from liger_jax.pallas_kernels._tiles import cdiv, full_like, out_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import transform
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Buffers
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
-    Needs,
-    mosaic_gpu_logit_tiles,
-    mosaic_gpu_tiles,
-)
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs, mosaic_gpu_logit_tiles, mosaic_gpu_tiles
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient, weight_operands
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_gradients import (
-    FIRST_PART,
-    LAST_PART,
-    add_to_sum,
-)
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_gradients import FIRST_PART, LAST_PART, add_to_sum
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
 from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes, buffers_with_sum
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients

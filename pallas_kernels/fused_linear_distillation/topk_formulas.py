@@ -50,11 +50,7 @@ class Statistics(NamedTuple):
 
 
 def reduced(
-    raw: jax.Array,
-    teacher: TopK,
-    labels: jax.Array,
-    options: TopKOptions,
-    normalizers: tuple[jax.Array | None, None],
+    raw: jax.Array, teacher: TopK, labels: jax.Array, options: TopKOptions, normalizers: tuple[jax.Array | None, None]
 ) -> tuple[jax.Array, Statistics]:
     """Each token's loss (N,), and its statistics, from raw logits (N, V); `normalizers` has theirs where it is known.
 

@@ -84,14 +84,7 @@ def product(
 
 
 def weight_gradient(
-    a: jax.Array,
-    b: jax.Array,
-    group_sizes: jax.Array,
-    fill: jax.Array,
-    *,
-    dtype: Any,
-    precision: Any,
-    interpret: bool,
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, fill: jax.Array, *, dtype: Any, precision: Any, interpret: bool
 ) -> jax.Array:
     """a (M, A), b (M, B) → aᵀ · b over the rows of each group, (E, A, B) in dtype; `fill` () for empty groups."""
     m, num_groups, height, width = a.shape[0], group_sizes.shape[0], a.shape[1], b.shape[1]

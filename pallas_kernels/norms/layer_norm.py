@@ -32,13 +32,7 @@ def _centred(x: jax.Array, mean: jax.Array, factor: jax.Array | float = 0.5) -> 
 
 
 def forward(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    *,
-    eps: float,
-    run: Run,
-    **launch: bool,
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, eps: float, run: Run, **launch: bool
 ) -> tuple[jax.Array, Arrays]:
     """x (N, D), scale and bias (D,) or None → y (N, D) in x.dtype, and the rows' sums for the backward."""
     width = x.shape[-1]

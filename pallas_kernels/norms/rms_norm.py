@@ -106,14 +106,7 @@ def scaled(xhat: jax.Array, scale: jax.Array | None, *, offset: float) -> jax.Ar
 
 
 def forward(
-    x: jax.Array,
-    scale: jax.Array | None,
-    *,
-    eps: float,
-    offset: float,
-    casting_mode: str,
-    run: Run,
-    **launch: bool,
+    x: jax.Array, scale: jax.Array | None, *, eps: float, offset: float, casting_mode: str, run: Run, **launch: bool
 ) -> tuple[jax.Array, Arrays]:
     """x (N, D), scale (D,) or None → y (N, D) in x.dtype, and the rows' sums for the backward."""
     width = x.shape[-1]
@@ -123,10 +116,7 @@ def forward(
         return (scaled(xhat, scale, offset=offset),), ()
 
     row_pass = RowPass(
-        "rms_norm_forward",
-        outputs,
-        (x.dtype,),
-        **with_mean_square(lambda _, x, scale: in_float32(x), eps),
+        "rms_norm_forward", outputs, (x.dtype,), **with_mean_square(lambda _, x, scale: in_float32(x), eps)
     )
     (y,), _, sums = run(row_pass, (x,), (scale,), **launch)
     return y, sums
