@@ -21,11 +21,10 @@ def of_leaves(tree: Any) -> dict[str, str]:
     >>> of_leaves({"a": jnp.ones(3)})
     {"['a']": 'float32(3,) 0d450a2a19390caf'}
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = [_sums(leaf) for _, leaf in leaves]  # all are started before the first one is waited for
     digests = {}
-    for (path, leaf), pair in zip(leaves, sums, strict=True):
-        high, low = np.asarray(pair).tolist()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        # One program at a time: several, which add over the devices of a CPU of few cores, may wait forever.
+        high, low = np.asarray(jax.block_until_ready(_sums(leaf))).tolist()
         digests[jax.tree_util.keystr(path)] = f"{leaf.dtype}{leaf.shape} {high:08x}{low:08x}"
     return digests
 

@@ -100,7 +100,9 @@ def scoring(
     """
 
     def score(params, parts):
-        totals: Any = np.sum([sums(params, frozen, part) for part in parts], axis=0, dtype=np.float64)
+        # One program at a time, as in `digests.of_leaves`.
+        each = [jax.block_until_ready(sums(params, frozen, part)) for part in parts]
+        totals: Any = np.sum(each, axis=0, dtype=np.float64)
         return scores(totals.tolist())
 
     return score

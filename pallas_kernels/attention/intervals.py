@@ -51,8 +51,9 @@ class Segments(NamedTuple):
     is_valid: jax.Array | None = None
 
     @classmethod
-    def of(cls, ids: jax.Array) -> "Segments":
+    def of(cls, ids: jax.Array | np.ndarray) -> "Segments":
         """The segments of ids (B, T), by one stable sort."""
+        ids = jnp.asarray(ids)
         place = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
         by_id, position = jax.lax.sort((ids, place), dimension=1, num_keys=1, is_stable=True)
         # XLA makes one kernel of the few gathers of a search. Running maxima would be a dozen kernels.

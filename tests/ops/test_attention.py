@@ -171,6 +171,12 @@ def test_no_nan_leaves_another_segment(packed, rng):
     np.testing.assert_array_equal(clean[:, 90:], dirty[:, 90:])
 
 
+def test_segments_of_numpy_ids_need_no_jit(rng):
+    x, ids = rng.standard_normal((2, 5, 1, 4)).astype("float32"), np.array([[1, 1, 2, 2, 0], [1, 2, 3, 3, 3]])
+    found = causal_attention(x, x, x, Segments.of(ids))
+    np.testing.assert_array_equal(found, causal_attention(*3 * [jnp.asarray(x)], jnp.asarray(ids)))
+
+
 @pytest.mark.parametrize("as_segments", [False, True])
 def test_a_row_with_padding_before_a_segment_is_nan_and_its_neighbour_is_not(packed, as_segments, rng):
     q, k, v = (jnp.asarray(rng.standard_normal((2, 136, 1, 64)), jnp.bfloat16) for _ in range(3))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from liger_jax.training import digests
+from liger_jax.training import digests, scoring
 
 BITS = {"float32": np.uint32, "bfloat16": np.uint16, "int8": np.uint8, "uint16": np.uint16, "float8_e4m3fn": np.uint8}
 
@@ -56,3 +56,35 @@ def test_the_digest_does_not_depend_on_the_layout(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     assert of(spread) == of(x)
+
+
+def sharded(value):
+    """An array over all devices, large enough that a sum of it takes a while."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+    return jax.device_put(jnp.full((8, 4096, 16), value, jnp.float32), NamedSharding(mesh, PartitionSpec("x")))
+
+
+def one_at_a_time(function):
+    """The function, which fails if an earlier result is not there yet.
+
+    Programs that add over devices, and are started together, can wait for each other forever on a CPU of few cores.
+    """
+    started = []
+
+    def watched(*arguments):
+        assert all(each.is_ready() for each in started)
+        started.append(function(*arguments))
+        return started[-1]
+
+    return watched
+
+
+def test_one_digest_is_computed_at_a_time(monkeypatch):
+    monkeypatch.setattr(digests, "_sums", one_at_a_time(digests._sums))
+    assert len(digests.of_leaves([sharded(i) for i in range(6)])) == 6
+
+
+def test_one_part_of_what_is_held_out_is_scored_at_a_time():
+    sums = jax.jit(lambda params, frozen, x: jnp.stack([jnp.sin(x).sum(), 1.0, 1.0]))
+    score = scoring(one_at_a_time(sums), None, lambda totals: {"count": totals[1]})
+    assert score(None, [sharded(i) for i in range(6)]) == {"count": 6.0}
