@@ -368,7 +368,7 @@ class CausalLM(Pretrained):
 
     def _targets(self, labels, shift_labels, segment_ids, logits_to_keep):
         """The label of each position, or None."""
-        if (sequence := self.kernels.mesh_layout.sequence_parts()) is not None:
+        if (sequence := self.kernels.mesh_layout.sequence_shards()) is not None:
             sequence.check_labels(labels, logits_to_keep)
         if labels is not None:
             return shifted_labels(labels, segment_ids)
@@ -396,7 +396,7 @@ class CausalLM(Pretrained):
         words = None
         if drops(self):
             pieces = None if self.dropout_pieces is None else self.dropout_pieces[...]
-            first, sequence = 0 if cache is None else cache.length, self.kernels.mesh_layout.sequence_parts()
+            first, sequence = 0 if cache is None else cache.length, self.kernels.mesh_layout.sequence_shards()
             told = dict(segment_ids=segment_ids, attention_mask=attention_mask)
             words = token_words(shape, pieces=pieces, **told, first=first, sequence=sequence)
         per_token["dropout_words"] = words

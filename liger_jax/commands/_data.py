@@ -24,12 +24,14 @@ def read(
     of single files and lines by their place, and `None` raises the first one.
     """
     data = [data] if isinstance(data, str) else data
-    parts = _sources.parts(data)
-    _formats.tell([path for part in parts for path in part.paths])
+    sources = _sources.data_sources(data)
+    _formats.tell([path for source in sources for path in source.paths])
     documents = [
         document
-        for part in parts
-        for document in documents_of(part, None if part.paths else dataset(part.name, subset), column, form, refused)
+        for source in sources
+        for document in documents_of(
+            source, None if source.paths else dataset(source.name, subset), column, form, refused
+        )
         if not document.is_empty
     ]
     if not documents and not refused:
@@ -40,12 +42,12 @@ def read(
 
 
 def documents_of(
-    part: _sources.Part, rows: Any, column: str | None, form: str | None, refused: Refused = None
+    source: _sources.DataSource, rows: Any, column: str | None, form: str | None, refused: Refused = None
 ) -> Iterator[Document]:
     """The documents of one thing that `--data` names, each read when it is asked for."""
-    if not part.paths:
-        yield from rows_to_documents(rows, part.name, column, form, refused)
-    for path in part.paths:
+    if not source.paths:
+        yield from rows_to_documents(rows, source.name, column, form, refused)
+    for path in source.paths:
         with refusals_kept(refused, str(path)):
             yield from _of_file(path, column, form, refused)
 

@@ -116,7 +116,7 @@ def _fitted(
     """The run with what was left to it decided by what fits; what it needs is printed."""
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
     if (teacher := task.teacher) is not None:
-        tokens = settings.batch * settings.length // meshes.parts_of_batch(devices.sizes)
+        tokens = settings.batch * settings.length // meshes.shards_of_batch(devices.sizes)
         of_parts = functools.cache(lambda parts: teacher.num_bytes(precision["dtype"], devices, tokens // parts))
         options |= dict(teacher=of_parts, teacher_stays=teacher.stays)
     return _memory.fitted(settings, architecture, **precision, **options)

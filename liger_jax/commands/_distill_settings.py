@@ -18,7 +18,7 @@ class DistillSettings(Settings):
     teacher: str = ""  # a checkpoint's folder, or an id
     teacher_quantize: str | None = None  # how the teacher's weights are held, "nf4" or "int8"; `None` for as they are
     divergence: str = "forward_kl"  # a name of `DIVERGENCES`, as in `fused_linear_distillation`
-    beta: float | None = None  # the teacher's part of the mixture, for "jsd" alone; `None` for 0.5
+    beta: float | None = None  # the teacher's weight in the mixture, for "jsd" alone; `None` for 0.5
     temperature: float = 1.0  # of both distributions
     hard_weight: float = 0.0  # the share of the labels' cross-entropy in the loss
     # How many of the teacher's likeliest tokens are stored, once; `None` for a teacher in each step.
@@ -92,7 +92,7 @@ def add_teacher_arguments(command: argparse.ArgumentParser) -> None:
     add("--teacher", required=True, metavar="MODEL", help="a folder or an id, with the tokenizer of --model")
     add("--teacher-quantize", choices=KINDS, help="hold the teacher's weights in 4 or 8 bits")
     add("--divergence", choices=DIVERGENCES, help="of student and teacher (default: forward_kl)")
-    add("--beta", type=float, help="the teacher's part of the mixture, for jsd (default: 0.5)")
+    add("--beta", type=float, help="the teacher's weight in the mixture, for jsd (default: 0.5)")
     add("--temperature", type=float, help="of both distributions (default: 1)")
     add("--hard-weight", type=float, help="the share of the labels' cross-entropy in the loss (default: 0)")
     add("--top-k", type=int, metavar="K", help="store the teacher's K likeliest tokens once (default: all, each step)")

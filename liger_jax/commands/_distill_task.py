@@ -70,7 +70,7 @@ def loss_of(settings: DistillSettings, vocab_size: int) -> Callable[..., Any]:
 
 
 def _sums(vocab_size: int, graph: Any, settings: DistillSettings, data: Any) -> Any:
-    """A part's divergence, its negative log-likelihood, right predictions and scored tokens."""
+    """A micro-batch's divergence, its negative log-likelihood, right predictions and scored tokens."""
     options = dict(vocab_size=vocab_size, hard_weight=0.0, **settings.divergence_options())
 
     @jax.jit

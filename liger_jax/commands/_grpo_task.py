@@ -68,7 +68,7 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
             share = jnp.sum(mask) / num_tokens
             return output.loss, figures | {name: share * mean for name, mean in means.items()}
 
-        if settings.num_parts == 1:
+        if settings.num_micro_batches == 1:
             return of_tokens()
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_tokens))
         return jax.lax.cond(jnp.any(mask), of_tokens, nothing)

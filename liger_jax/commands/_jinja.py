@@ -1,7 +1,7 @@
 """Chat templates in Jinja's sandbox, with what Hugging Face's templates expect there.
 
-The text that a template makes is `Traced`: it knows which message each of its parts is from, at which message the
-template's loop was when it printed a part, and where `{% generation %}` begins and ends.
+The text that a template makes is `Traced`: it knows which message each of its fragments is from, at which message the
+template's loop was when it printed a fragment, and where `{% generation %}` begins and ends.
 """
 
 import datetime
@@ -16,7 +16,7 @@ from jinja2 import ext, filters, nodes, sandbox, visitor
 
 from liger_jax.commands import _budget, _json, _traced
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._traced import NOBODY, Event, Part, Traced
+from liger_jax.commands._traced import NOBODY, Event, Fragment, Traced
 
 
 class Message(dict):
@@ -122,7 +122,7 @@ def _filtered(value: nodes.Expr, name: str) -> nodes.Expr:
 
 
 def _event(event: Event) -> str:
-    return Traced([Part("", None, event)])
+    return Traced([Fragment("", None, event)])
 
 
 def _followed(name: str, function: Any) -> Any:
@@ -152,7 +152,7 @@ def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute
 
 
 def _plain(text: str) -> str:
-    """A part of `~`, which escapes nothing beside what `safe` has marked; `+` would."""
+    """A fragment of `~`, which escapes nothing beside what `safe` has marked; `+` would."""
     return text if isinstance(text, Traced) else str(text)
 
 
@@ -194,8 +194,10 @@ def _parsed(environment: Environment, value: Any) -> Any:
 
 def _is_arguments(value: Any) -> bool:
     """Whether a value is a tool call's arguments as a string; those in an object have the field "argument"."""
-    parts = _traced.parts_of(value) if isinstance(value, Traced) else ()
-    return bool(parts) and all(part.origin is not None and part.origin.field == "arguments" for part in parts)
+    fragments = _traced.fragments_of(value) if isinstance(value, Traced) else ()
+    return bool(fragments) and all(
+        fragment.origin is not None and fragment.origin.field == "arguments" for fragment in fragments
+    )
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:

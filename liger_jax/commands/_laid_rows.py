@@ -81,7 +81,7 @@ class LaidRows(Mapping[str, Any]):
         return self._rows.column(name, rows, lambda place: self.tokens.arrays(int(self.pieces[place])))
 
 
-class RowParts:
+class RowBatches:
     """Rows in equal parts, as `training.rows.parts` makes them, each when it is asked for."""
 
     def __init__(self, rows: LaidRows | None, size: int):

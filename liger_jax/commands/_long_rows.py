@@ -74,7 +74,7 @@ def let_pool_grow(settings: Settings) -> str:
 
     Returns a line that says so; empty if the pool stays as it is.
     """
-    rows = settings.batch // settings.num_parts
+    rows = settings.batch // settings.num_micro_batches
     remat: Any = settings.remat or ways_to_offload(settings.length, whole=not settings.pack)[0]
     if rows * settings.length < _FEWEST or PINNED_LIMIT in os.environ or not is_offloaded(remat):
         return ""

@@ -34,7 +34,7 @@ def fitted(
     number of micro-batches; `teacher_stays` says whether it is there in each step, or before the first one alone.
     """
     device = devices.here()
-    chosen = dict(remat=settings.remat or defaults.REMAT, micro_batches=settings.num_parts)
+    chosen = dict(remat=settings.remat or defaults.REMAT, micro_batches=settings.num_micro_batches)
     decided = dataclasses.replace(settings, **chosen)
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")

@@ -28,7 +28,7 @@ class PairSettings(LossOptions, Settings):
         if unpaired is not None:
             form = _unpaired_rows.FORM_WITH_OTHERS if unpaired.needs_others else _unpaired_rows.FORM
             object.__setattr__(self, "format", form)
-        if self.takes_whole_batches and self.num_parts > 1:
+        if self.takes_whole_batches and self.num_micro_batches > 1:
             why = "whose pairs --loss {} sorts together" if unpaired is None else "of which --loss {} has one baseline"
             raise UserError(
                 f"--micro-batches={self.micro_batches} parts a batch, {why.format(self.loss_type)}. Leave it out."

@@ -79,7 +79,7 @@ def normalizer_of(preference: Preference) -> Callable[[Mapping[str, Any]], dict[
 
 
 def _sums(graph: Any, settings: PairSettings, data: TrainingRows) -> Any:
-    """A part's figures, each times its number of pairs, and that number."""
+    """A micro-batch's figures, each times its number of pairs, and that number."""
     preference = settings.preference
     loss, normalizer = loss_of(preference, data.num_segments), normalizer_of(preference)
 

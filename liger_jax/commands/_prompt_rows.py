@@ -38,7 +38,7 @@ class PromptRows:
     group: int  # completions of a prompt
     seed: int  # seed of the order
     # Names and weights of what `--data` names, with the number of lines of each.
-    parts: Sequence[tuple[str, float, int]]
+    sources: Sequence[tuple[str, float, int]]
 
     held_out_rows = None
 
@@ -99,13 +99,13 @@ class PromptRows:
 
     @property
     def _steps_in_epoch(self) -> int:
-        visits = sum(max(1, round(weight * count)) for _, weight, count in self.parts)
+        visits = sum(max(1, round(weight * count)) for _, weight, count in self.sources)
         return -(-visits // (self.batch // self.group))
 
     def _order(self, epoch: int) -> np.ndarray:
         """The lines of an epoch. The last step is filled up with lines that come twice."""
         random, orders, first = np.random.default_rng([self.seed, epoch]), [], 0
-        for _, weight, count in self.parts:
+        for _, weight, count in self.sources:
             visits = max(1, round(weight * count))
             turns = [random.permutation(count) for _ in range(-(-visits // count))]
             orders.append(first + np.concatenate(turns)[:visits])
@@ -115,12 +115,14 @@ class PromptRows:
         return np.concatenate([order, *[random.permutation(visits) for _ in range(needed // len(order))]])[:needed]
 
 
-def prepared(settings: Any, encoder: Tokenizer, place: Path, parts: Mapping[str, list[_sources.Part]]) -> PromptRows:
+def prepared(
+    settings: Any, encoder: Tokenizer, place: Path, sources: Mapping[str, list[_sources.DataSource]]
+) -> PromptRows:
     """Reads the prompts of a run."""
     lines, counts = [], []
-    for part in parts["--data"]:
+    for source in sources["--data"]:
         before = len(lines)
-        for where, values in _rows(part, settings.subset):
+        for where, values in _rows(source, settings.subset):
             tokens = encoder.prompt(_prompt_lines.document(where, values))
             if len(tokens) > settings.prompt_length:
                 raise UserError(
@@ -129,19 +131,19 @@ def prepared(settings: Any, encoder: Tokenizer, place: Path, parts: Mapping[str,
                 )
             lines.append(Line(where, np.asarray(tokens, np.int32), values))
         if len(lines) == before:
-            raise UserError(f"--data={part.name} has no line.")
-        counts.append((part.name, part.weight, len(lines) - before))
+            raise UserError(f"--data={source.name} has no line.")
+        counts.append((source.name, source.weight, len(lines) - before))
     for line in encoder.notices().values():
         print(line)
     return PromptRows(lines, settings.batch, settings.group, settings.seed, counts)
 
 
-def _rows(part: _sources.Part, subset: str | None) -> Iterator[tuple[str, Any]]:
+def _rows(source: _sources.DataSource, subset: str | None) -> Iterator[tuple[str, Any]]:
     """The rows of files, or of a dataset of the hub, each with where it stands."""
-    if not part.paths:
-        for number, row in enumerate(_data.dataset(part.name, subset), 1):
-            yield f"{part.name}, row {number}", dict(row)
-    for path in part.paths:
+    if not source.paths:
+        for number, row in enumerate(_data.dataset(source.name, subset), 1):
+            yield f"{source.name}, row {number}", dict(row)
+    for path in source.paths:
         for item in _file_rows.of_file(path):
             if isinstance(item, Document):
                 raise UserError(f"{path} holds prose, and must hold lines with a prompt or with messages.")

@@ -15,7 +15,7 @@ from flax import nnx
 
 from liger_jax import losses
 from liger_jax.commands import _keyed_file
-from liger_jax.commands._laid_rows import RowParts
+from liger_jax.commands._laid_rows import RowBatches
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._training_rows import TrainingRows
 from liger_jax.ops.labels import IGNORE_INDEX
@@ -61,9 +61,9 @@ def _computed(settings: PairSettings, laid: Any, model: Any, num_segments: int) 
     def log_probs(state, rows):
         return responses(nnx.merge(graph, state), rows, num_segments, ld_alpha=ld_alpha).log_probs
 
-    size = settings.batch // settings.num_parts
-    parts = RowParts(laid, size)
-    results = [np.asarray(log_probs(state, {name: part[name] for name in ARGUMENTS})) for part in parts]
+    size = settings.batch // settings.num_micro_batches
+    batches = RowBatches(laid, size)
+    results = [np.asarray(log_probs(state, {name: batch[name] for name in ARGUMENTS})) for batch in batches]
     return np.concatenate(results)[: laid.num_rows]
 
 

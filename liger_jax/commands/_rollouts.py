@@ -124,16 +124,16 @@ class Rollouts:
         return state, (loss, {**others, **figures, **_lengths(completions), "num_tokens": seen})
 
     def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
-        """Log-probabilities (batch, length) by the policy that has sampled, in as many parts as the update has."""
-        parts, temperature = self._settings.num_parts, self._settings.temperature
+        """Log-probabilities (batch, length) by the sampling policy, in as many micro-batches as the update has."""
+        micro_batches, temperature = self._settings.num_micro_batches, self._settings.temperature
         if self._score is None:
 
             def score(params, frozen, rows):
-                of_part = lambda part: nnx.merge(graph, params, frozen).log_probs(**part, temperature=temperature)
-                return jax.lax.map(lambda part: of_part(part).log_probs, rows)
+                of_batch = lambda batch: nnx.merge(graph, params, frozen).log_probs(**batch, temperature=temperature)
+                return jax.lax.map(lambda batch: of_batch(batch).log_probs, rows)
 
             self._score = jax.jit(score)
-        rows = {name: batch[name].reshape(parts, -1, self._settings.length) for name in ARGUMENTS}
+        rows = {name: batch[name].reshape(micro_batches, -1, self._settings.length) for name in ARGUMENTS}
         return self._score(params, frozen, rows).reshape(-1, self._settings.length)
 
     def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
@@ -250,9 +250,9 @@ class Rollouts:
             [[each] for each in sequences], settings.length, labels=[[each] for each in labels]
         )
         batch, own = self._empty(), dict(packed) | self._numbers(packed, places, completions, advantages)
-        # The update takes row i for part i mod `micro_batches`, and passes over parts without tokens.
-        rows, size = np.arange(len(packed["input_ids"])), settings.batch // settings.num_parts
-        to = rows % size * settings.num_parts + rows // size
+        # The update takes row i for micro-batch i mod `micro_batches`, and passes over micro-batches without tokens.
+        rows, size = np.arange(len(packed["input_ids"])), settings.batch // settings.num_micro_batches
+        to = rows % size * settings.num_micro_batches + rows // size
         for name, values in own.items():
             batch[name][to] = values
         if num_tokens := sum(int(np.count_nonzero(each != IGNORE_INDEX)) for each in labels):

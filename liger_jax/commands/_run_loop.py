@@ -12,7 +12,7 @@ from flax import nnx
 from liger_jax.commands import _adapters, _run_model, _samples
 from liger_jax.commands._decided_run import Run
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._laid_rows import RowParts
+from liger_jax.commands._laid_rows import RowBatches
 from liger_jax.commands._training_inputs import TrainingInputs
 from liger_jax.training import Checkpoints, Loop, make_step, processes, rows, scoring
 from liger_jax.training.waiting import Compiling
@@ -28,10 +28,10 @@ def programs(
     settings, task, devices, data, optimizer = run.settings, run.task, run.devices, inputs.data, inputs.optimizer
     graph, params, frozen = nnx.split(like, _run_model.trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
-    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.num_parts)
+    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.num_micro_batches)
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
-    size, compiling = settings.batch // settings.num_parts, Compiling()
+    size, compiling = settings.batch // settings.num_micro_batches, Compiling()
     part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim > 1}
     started = (
         compiling.start(devices.jitted(step, state, optimizer), state, batches[0], frozen),
@@ -52,9 +52,9 @@ def loop(
     """The loop over a run's steps, with all that it does between them."""
     settings, task, devices, data = run.settings, run.task, run.devices, inputs.data
     (step, sums), (graph, frozen, shown) = compiled, models
-    size = settings.batch // settings.num_parts
+    size = settings.batch // settings.num_micro_batches
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
-    held_out = RowParts(data.held_out_rows, size)
+    held_out = RowBatches(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(inputs.rows_of(max(0, step - 1)), size))]
     unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence

@@ -67,7 +67,7 @@ class Settings:
     # `None` to refuse them.
     rope_scaling: str | None = None
     batch: int = defaults.BATCH  # rows in a step
-    # Equal parts of a step's batch, whose gradients are accumulated; `None` for as few as fit.
+    # Micro-batches of a step's batch, whose gradients are accumulated; `None` for as few as fit.
     micro_batches: int | None = None
     epochs: float | None = None  # how often each row is trained on; `None` for once, or for what `steps` says
     steps: int | None = None  # training steps; `None` for what `epochs` says
@@ -143,7 +143,7 @@ class Settings:
                 f"--batch={self.batch} rows of --length={self.length} are more than the {MOST:,} tokens that a step "
                 "can have. Pass a smaller --batch."
             )
-        if self.batch % self.num_parts:
+        if self.batch % self.num_micro_batches:
             raise UserError(f"--micro-batches={self.micro_batches} must divide --batch={self.batch}.")
         if self.mesh is not None:
             with user_errors():
@@ -206,13 +206,13 @@ class Settings:
         return self.lora is not None or (Path(self.model) / ADAPTERS.config).is_file()
 
     @property
-    def num_parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """The micro-batches of a step: one where their number is still left to the run."""
         return self.micro_batches or defaults.MICRO_BATCHES
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether the loss takes a batch in one part."""
+        """Whether the loss takes a batch in one micro-batch."""
         return False
 
     @property

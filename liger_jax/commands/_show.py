@@ -139,8 +139,8 @@ def _laid(
 ) -> tuple[_training_rows.TrainingRows | None, int]:
     """The rows as a run lays them, `None` if all is refused, and the number of documents. Prints how much there is."""
     train, scored = None, None
-    for flag, parts in _training_rows.parts_of(settings).items():
-        tokens = _training_rows.tokens_of(settings, tokenizer, place, parts, flag, refused, is_kept=False)
+    for flag, sources in _training_rows.sources_of(settings).items():
+        tokens = _training_rows.tokens_of(settings, tokenizer, place, sources, flag, refused, is_kept=False)
         train, scored = (tokens, None) if train is None else (train, tokens)
     number = sum(each.meta["count"] for each in (train, scored) if each is not None)
     if not train:

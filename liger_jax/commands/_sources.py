@@ -20,7 +20,7 @@ _ABOUT = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class DataSource:
     """One thing that `--data` names."""
 
     name: str  # as it was typed, without its weight
@@ -28,7 +28,7 @@ class Part:
     paths: tuple[Path, ...] = ()  # its files; none for a dataset of the hub
 
 
-def parts(given: Sequence[str], flag: str = "--data") -> list[Part]:
+def data_sources(given: Sequence[str], flag: str = "--data") -> list[DataSource]:
     """What the arguments of a flag name.
 
     Args:
@@ -36,25 +36,25 @@ def parts(given: Sequence[str], flag: str = "--data") -> list[Part]:
         flag: the flag, for messages.
 
     Returns:
-        One part for each argument, in their order.
+        One source for each argument, in their order.
 
     Raises:
         UserError: nothing is found, or a name can be read in two ways.
     """
-    sources = [_part(text, flag) for text in given]
+    sources = [_data_source(text, flag) for text in given]
     seen: set[str] = set()
-    for part in sources:
-        for path in map(os.path.abspath, part.paths or [part.name]):
+    for source in sources:
+        for path in map(os.path.abspath, source.paths or [source.name]):
             if path in seen:
                 raise UserError(
-                    f"{flag} names {path if part.paths else part.name} more than once. Leave one out; "
-                    f"{part.name}=2 takes its rows twice."
+                    f"{flag} names {path if source.paths else source.name} more than once. Leave one out; "
+                    f"{source.name}=2 takes its rows twice."
                 )
             seen.add(path)
     return sources
 
 
-def _part_of(text: str, flag: str) -> tuple[str, float]:
+def _name_and_weight(text: str, flag: str) -> tuple[str, float]:
     """The name and the weight of an argument."""
     name, equals, number = text.rpartition("=")
     if not equals or not _is_found(name):
@@ -70,14 +70,14 @@ def _part_of(text: str, flag: str) -> tuple[str, float]:
     return name, weight
 
 
-def _part(text: str, flag: str) -> Part:
-    name, weight = _part_of(text, flag)
+def _data_source(text: str, flag: str) -> DataSource:
+    name, weight = _name_and_weight(text, flag)
     if os.path.isdir(name):
-        return Part(name, weight, tuple(_of_folder(Path(name), flag)))
+        return DataSource(name, weight, tuple(_of_folder(Path(name), flag)))
     paths = tuple(path for path in _files.found(name, flag) if path.is_file())
     if not paths and not may_be_id(name):
         raise UserError(f"No file matches {name!r}. Pass {flag} a file, a folder or a quoted glob.")
-    return Part(name, weight, paths)
+    return DataSource(name, weight, paths)
 
 
 def weight(text: str) -> float:
@@ -85,7 +85,7 @@ def weight(text: str) -> float:
 
     Returns what comes after its last "=", where that is a weight; else 1.
     """
-    return _part_of(text, "--data")[1]
+    return _name_and_weight(text, "--data")[1]
 
 
 def may_be_id(name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._prompts import Prompts, after_prompt
-from liger_jax.commands._traced import NOBODY, Origin, parts_of
+from liger_jax.commands._traced import NOBODY, Origin, fragments_of
 
 MARK_IT = "Mark the assistant's words in the template: {% generation %} … {% endgeneration %}."
 _SPOKEN = {"content", "reasoning", "name", "arguments", "argument"}  # fields that are an answer's own words
@@ -62,7 +62,7 @@ class Layout:
         loops: list[tuple[int, int]] = []
         begins: list[int] = []
         place = 0
-        for part in parts_of(text):
+        for part in fragments_of(text):
             event = part.event
             if event is None and part.text:
                 at = loops[-1][1] if loops else NOBODY

@@ -17,7 +17,7 @@ from flax import nnx
 from liger_jax.commands import _keyed_file
 from liger_jax.commands._distill_settings import DistillSettings
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._laid_rows import Column, LaidRows, RowParts
+from liger_jax.commands._laid_rows import Column, LaidRows, RowBatches
 from liger_jax.commands._teacher import NAME, Teacher
 from liger_jax.commands._training_rows import TrainingRows
 from liger_jax.models.core.head import head_logits, logit_options_of
@@ -131,17 +131,17 @@ def _contents(some: list[Stored], teacher: Teacher, settings: DistillSettings, m
     def teach(state, rows):
         return top_k(nnx.merge(graph, state), rows, k, settings.temperature, teacher.vocab_size)
 
-    size = settings.batch // settings.num_parts
+    size = settings.batch // settings.num_micro_batches
     for stored in some:
-        for number, part in enumerate(RowParts(stored.laid, size)):
-            rows = {name: part[name] for name in INPUTS if name in part}
+        for number, batch in enumerate(RowBatches(stored.laid, size)):
+            rows = {name: batch[name] for name in INPUTS if name in batch}
             top = teach(state, rows if layout is None else layout.place(rows, mesh))
             numbers = np.arange(number * size, min((number + 1) * size, stored.laid.num_rows))
             yield _entries(k, top, scored_places(stored.laid, numbers))
 
 
 def _entries(k: int, top: tuple[Any, Any], places: np.ndarray) -> bytes:
-    """What the file has of some rows; those that fill up the last part are left out."""
+    """What the file has of some rows; those that fill up the last batch are left out."""
     ids, log_probs = (np.asarray(x)[: len(places)][places] for x in top)
     if np.isnan(log_probs).any():
         raise UserError(

@@ -43,7 +43,7 @@ class Task:
     # where the rows are the batch.
     rollouts: Callable[..., Any] | None = None
     # Of a run, the number that must be divided by as many devices as split its batch.
-    rows: Callable[[Any], int] = lambda settings: settings.batch // settings.num_parts
+    rows: Callable[[Any], int] = lambda settings: settings.batch // settings.num_micro_batches
     # How many updates a step of the run has, which share its learning rate.
     updates: Callable[[Any], int] = lambda settings: 1
     # A frozen model that the loss reads as the model's attribute `teacher`, where it stays; `None` for none.

@@ -132,8 +132,8 @@ def find(place: Path, key: str) -> Tokens | None:
 def write(
     place: Path,
     key: str,
-    parts: Sequence[_sources.Part],
-    read: Callable[[_sources.Part], Iterable[Document]],
+    sources: Sequence[_sources.DataSource],
+    read: Callable[[_sources.DataSource], Iterable[Document]],
     tokenizer: Tokenizer,
     length: int,
     refused: _data.Refused = None,
@@ -144,8 +144,8 @@ def write(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with Writer(folder) as writer:
-            for part in parts:
-                for batch in batches(read(part)):
+            for source in sources:
+                for batch in batches(read(source)):
                     writer.add(batch, tokenizer.encoded(batch, length, refused), refused, tokenizer.left_out)
                 writer.end_part()
         meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks}

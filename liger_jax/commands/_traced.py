@@ -1,8 +1,9 @@
-"""Strings that know where their characters are from, so that a template's output tells which message each part is of.
+"""Strings that know where their characters are from, so that a template's output tells which message each fragment is
+of.
 
 A template takes such a string for the plain one that it equals: whatever it tests or cuts off, it prints what it would
-print anyway. What a template makes of strings keeps their origins part by part where it adds, cuts, strips, splits,
-joins or replaces. Everything else, such as `upper`, keeps the message only.
+print anyway. What a template makes of strings keeps their origins fragment by fragment where it adds, cuts, strips,
+splits, joins or replaces. Everything else, such as `upper`, keeps the message only.
 """
 
 import functools
@@ -32,45 +33,45 @@ class Event(NamedTuple):
     message: int = NOBODY  # index of the message that the loop is at
 
 
-class Part(NamedTuple):
+class Fragment(NamedTuple):
     """A stretch of a text."""
 
     text: str  # its characters; none at an event
     origin: Origin | None = None  # where they are from; `None` for the template's own words
     event: Event | None = None  # what happens there
 
-    def cut(self, begin: int, end: int) -> "Part":
-        """The part from one character to another."""
+    def cut(self, begin: int, end: int) -> "Fragment":
+        """The fragment from one character to another."""
         origin = self.origin
         if origin is not None and origin.at is not None:
             origin = origin._replace(at=origin.at + begin)
-        return Part(self.text[begin:end], origin, self.event)
+        return Fragment(self.text[begin:end], origin, self.event)
 
 
 class Traced(str):
-    """A string with its parts."""
+    """A string with its fragments."""
 
     __module__ = "builtins"  # errors of templates name it
     # The underscores keep them out of a template's reach. Texts of which one begins with all of the other share a list:
-    # a template that adds to a text a thousand times copies no part.
-    _list: list[Part]
+    # a template that adds to a text a thousand times copies no fragment.
+    _list: list[Fragment]
     _count: int
 
-    def __new__(cls, parts: Iterable[Part] | str):
-        if isinstance(parts, str):  # Jinja's sandbox makes the result of `format` so
-            parts = (Part(parts, Origin(NOBODY, "", at=None)),)
-        parts = list(parts)
-        return cls._of("".join(part.text for part in parts), parts)
+    def __new__(cls, fragments: Iterable[Fragment] | str):
+        if isinstance(fragments, str):  # Jinja's sandbox makes the result of `format` so
+            fragments = (Fragment(fragments, Origin(NOBODY, "", at=None)),)
+        fragments = list(fragments)
+        return cls._of("".join(fragment.text for fragment in fragments), fragments)
 
     @classmethod
-    def _of(cls, text: str, parts: list[Part]) -> "Traced":
-        """The string with this text, which is that of the parts."""
+    def _of(cls, text: str, fragments: list[Fragment]) -> "Traced":
+        """The string with this text, which is that of the fragments."""
         self = str.__new__(cls, text)
-        self._list, self._count = parts, len(parts)
+        self._list, self._count = fragments, len(fragments)
         return self
 
     @property
-    def _parts(self) -> list[Part]:
+    def _fragments(self) -> list[Fragment]:
         return self._list[: self._count]
 
     def __str__(self) -> str:
@@ -100,15 +101,15 @@ class Traced(str):
 
     def _between(self, begin: int, end: int) -> "Traced":
         """The characters from begin to end, with the events at both places and between them."""
-        parts, at = [], 0
-        for part in self._parts:
-            first, last = max(begin - at, 0), min(end - at, len(part.text))
+        fragments, at = [], 0
+        for fragment in self._fragments:
+            first, last = max(begin - at, 0), min(end - at, len(fragment.text))
             if first < last:
-                parts.append(part.cut(first, last))
-            elif part.event is not None and begin <= at <= end:
-                parts.append(part)
-            at += len(part.text)
-        return Traced(parts)
+                fragments.append(fragment.cut(first, last))
+            elif fragment.event is not None and begin <= at <= end:
+                fragments.append(fragment)
+            at += len(fragment.text)
+        return Traced(fragments)
 
     def strip(self, chars: str | None = None, /) -> str:
         return self.lstrip(chars).rstrip(chars)
@@ -162,21 +163,21 @@ class Traced(str):
 
 def join(texts: Iterable[Any], sep: str = "") -> str:
     """The texts one after the other, each with its origin."""
-    parts: list[Part] = []
+    fragments: list[Fragment] = []
     pieces: list[str] = []
     size = 0
     for i, text in enumerate(texts):
         if i and sep:
-            parts += _parts(sep)
+            fragments += _fragments(sep)
             pieces.append(sep)
         if i == 0 and isinstance(text, Traced) and text._count == len(text._list):
-            parts = text._list  # nothing was added to it yet
+            fragments = text._list  # nothing was added to it yet
         else:
-            parts += _parts(text)
+            fragments += _fragments(text)
         pieces.append(text if isinstance(text, str) else str(text))
         size += len(pieces[-1]) + len(sep)
         check_size(size)
-    return Traced._of("".join(pieces), parts)
+    return Traced._of("".join(pieces), fragments)
 
 
 def derived(text: str, *sources: Any) -> str:
@@ -184,14 +185,18 @@ def derived(text: str, *sources: Any) -> str:
 
     Returns the text, which is from the message of its sources if they have one message.
     """
-    origins = {part.origin for source in sources for part in _all_parts(source) if part.origin is not None}
+    origins = {
+        fragment.origin for source in sources for fragment in _all_fragments(source) if fragment.origin is not None
+    }
     if not origins or not text:
         return text
     messages, calls = {origin.message for origin in origins}, {origin.call for origin in origins}
     fields = sorted({field for origin in origins for field in origin.field.split("+")})
     if len(messages) > 1:
         return Traced(text)
-    return Traced([Part(text, Origin(messages.pop(), "+".join(fields), calls.pop() if len(calls) == 1 else -1, None))])
+    return Traced(
+        [Fragment(text, Origin(messages.pop(), "+".join(fields), calls.pop() if len(calls) == 1 else -1, None))]
+    )
 
 
 def mixed(text: str, *sources: Any) -> str:
@@ -199,7 +204,7 @@ def mixed(text: str, *sources: Any) -> str:
 
     Returns the text, which is of `NOBODY` if a source is from a message.
     """
-    has_origin = any(part.origin is not None for source in sources for part in _all_parts(source))
+    has_origin = any(fragment.origin is not None for source in sources for fragment in _all_fragments(source))
     return Traced(text) if has_origin and text else text
 
 
@@ -209,28 +214,28 @@ def traced(value: Any, origin: Origin) -> Any:
         return {traced(key, origin): traced(each, origin) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [traced(each, origin) for each in value]
-    return Traced([Part(value, origin)]) if isinstance(value, str) else value
+    return Traced([Fragment(value, origin)]) if isinstance(value, str) else value
 
 
-def parts_of(text: str) -> Sequence[Part]:
+def fragments_of(text: str) -> Sequence[Fragment]:
     """What a string consists of."""
-    return _parts(text)
+    return _fragments(text)
 
 
-def _parts(text: Any) -> Sequence[Part]:
-    return text._parts if isinstance(text, Traced) else (Part(str(text)),)
+def _fragments(text: Any) -> Sequence[Fragment]:
+    return text._fragments if isinstance(text, Traced) else (Fragment(str(text)),)
 
 
-def _all_parts(value: Any) -> Iterator[Part]:
-    """The parts of all strings in a value."""
+def _all_fragments(value: Any) -> Iterator[Fragment]:
+    """The fragments of all strings in a value."""
     if isinstance(value, Traced):
-        yield from value._parts
+        yield from value._fragments
     elif isinstance(value, dict):
         for item in value.items():
-            yield from _all_parts(item)
+            yield from _all_fragments(item)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _all_parts(each)
+            yield from _all_fragments(each)
 
 
 def _not_followed(name: str) -> Callable[..., Any]:

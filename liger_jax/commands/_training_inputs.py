@@ -40,16 +40,16 @@ class TrainingInputs:
     rate: Callable[[Any], Any]  # the learning rate of a step
     optimizer: Any  # any optax transformation
     rows_of: Callable[[int], rows.Rows]  # the rows of a step that this process reads
-    batch_of: Callable[[int], Any]  # the same on the devices, in whole parts
+    batch_of: Callable[[int], Any]  # the same on the devices, in whole micro-batches
 
 
 def training_inputs(run: Run) -> TrainingInputs:
     """Makes a run's rows, prints what they are, and decides what its steps do with them."""
     settings, task, devices = run.settings, run.task, run.devices
-    parts = _training_rows.parts_of(settings)
+    sources = _training_rows.sources_of(settings)
     tokenizer = _training_rows.tokenizer(run.source, run.architecture, task.tokenizer)
     with processes.first_before_others():
-        data = task.prepared(settings, tokenizer, run.out / _token_cache.FOLDER, parts)
+        data = task.prepared(settings, tokenizer, run.out / _token_cache.FOLDER, sources)
         if jax.process_count() > 1 and processes.is_first():
             data.keep()  # the others find them
     print(data.summary)

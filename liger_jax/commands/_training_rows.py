@@ -111,35 +111,37 @@ def tokenizer(source: Source, model: Architecture, kind: type[Tokenizer] = Token
     return kind(source, model.config.vocab_size, stops)
 
 
-def parts_of(settings: Settings) -> dict[str, list[_sources.Part]]:
+def sources_of(settings: Settings) -> dict[str, list[_sources.DataSource]]:
     """What the flags of a run name, which is looked for before anything is read.
 
     Returns files and datasets by flag; those of `--data` are left out for a stream.
     """
     given = {} if settings.stream else {"--data": settings.data}
     given |= {"--eval-data": settings.eval_data} if settings.eval_data else {}
-    sources = {flag: _sources.parts(data, flag) for flag, data in given.items()}
-    for part in sources.get("--eval-data", []):
-        if part.weight != 1:
-            raise UserError(f"--eval-data={part.name} has a weight, and all that is scored counts alike. Leave it out.")
+    sources = {flag: _sources.data_sources(data, flag) for flag, data in given.items()}
+    for source in sources.get("--eval-data", []):
+        if source.weight != 1:
+            raise UserError(
+                f"--eval-data={source.name} has a weight, and all that is scored counts alike. Leave it out."
+            )
     return sources
 
 
 def prepared(
-    settings: Settings, encoder: Tokenizer, place: Path, parts: Mapping[str, list[_sources.Part]] | None = None
+    settings: Settings, encoder: Tokenizer, place: Path, sources: Mapping[str, list[_sources.DataSource]] | None = None
 ) -> TrainingRows:
     """The rows of a run, whose tokens are made once: a later start finds them by the content of the data."""
-    parts = parts_of(settings) if parts is None else parts
+    sources = sources_of(settings) if sources is None else sources
     if settings.stream:
         stream = Stream(settings, encoder, place)
-        scored = tokens_of(settings, encoder, place, parts["--eval-data"], "--eval-data")
+        scored = tokens_of(settings, encoder, place, sources["--eval-data"], "--eval-data")
         laid = LaidRows(scored, [np.arange(len(scored))], settings.length, settings.pack)
         summary = f"data: a stream of {settings.data[0]}; {len(scored):,} pieces are scored"
         return TrainingRows(None, laid, None, summary, stream)
-    train = tokens_of(settings, encoder, place, parts["--data"])
+    train = tokens_of(settings, encoder, place, sources["--data"])
     if not settings.eval_data:
         return lay(settings, train)
-    scored = tokens_of(settings, encoder, place, parts["--eval-data"], "--eval-data")
+    scored = tokens_of(settings, encoder, place, sources["--eval-data"], "--eval-data")
     if train.meta["documents"] == scored.meta["documents"]:
         raise UserError("--eval-data has the content of --data, so that its score would say nothing. Pass other data.")
     return lay(settings, train, scored)
@@ -149,21 +151,23 @@ def tokens_of(
     settings: Settings,
     encoder: Tokenizer,
     place: Path,
-    parts: Sequence[_sources.Part],
+    sources: Sequence[_sources.DataSource],
     flag: str = "--data",
     refused: _data.Refused = None,
     is_kept: bool = True,
 ) -> Tokens:
     """The tokens of what a flag names. Prints what is to be known of them."""
-    _formats.tell([path for part in parts for path in part.paths])
-    loaded = {part.name: _data.dataset(part.name, settings.subset) for part in parts if not part.paths}
-    key = _key(settings, encoder, parts, loaded) if is_kept else flag.strip("-")
+    _formats.tell([path for source in sources for path in source.paths])
+    loaded = {source.name: _data.dataset(source.name, settings.subset) for source in sources if not source.paths}
+    key = _key(settings, encoder, sources, loaded) if is_kept else flag.strip("-")
     if not is_kept or (tokens := _token_cache.find(place, key)) is None:
-        read = lambda part: _data.documents_of(part, loaded.get(part.name), settings.column, settings.format, refused)
+        read = lambda source: _data.documents_of(
+            source, loaded.get(source.name), settings.column, settings.format, refused
+        )
         with telling("tokenising"):
-            tokens = _token_cache.write(place, key, parts, read, encoder, settings.length, refused)
+            tokens = _token_cache.write(place, key, sources, read, encoder, settings.length, refused)
     if not tokens.meta["count"] and not refused:
-        raise _data.no_text([part.name for part in parts], flag)
+        raise _data.no_text([source.name for source in sources], flag)
     if not len(tokens) and not refused:
         only_empty = [*tokens.meta["unused"]] == [NO_TOKEN]
         raise nothing_to_train_on(() if only_empty else _unused(tokens.meta))
@@ -226,18 +230,20 @@ def _unused(meta: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _key(settings: Settings, encoder: Tokenizer, parts: Sequence[_sources.Part], loaded: Mapping[str, Any]) -> str:
+def _key(
+    settings: Settings, encoder: Tokenizer, sources: Sequence[_sources.DataSource], loaded: Mapping[str, Any]
+) -> str:
     """What tokens are made of: the content of the data, how it is read, and the tokenizer."""
     made: list[Any] = [importlib.metadata.version("tokenizers"), encoder.identity(), settings.length]
     made += [settings.column, settings.subset, settings.format]
     made += map(digests.of_file, sorted(Path(__file__).parent.glob("*.py")))  # what makes them
     made += [str(datetime.date.today())] if encoder.tells_the_time else []
     with user_errors():
-        size = sum(path.stat().st_size for part in parts for path in part.paths)
+        size = sum(path.stat().st_size for source in sources for path in source.paths)
         with telling(f"looking at {disk.size(size)} of data"):
-            for part in parts:
-                files = {str(path): digests.of_file(path) for path in part.paths}
-                dataset = loaded.get(part.name)  # one that does not tell its content is read anew each time
+            for source in sources:
+                files = {str(path): digests.of_file(path) for path in source.paths}
+                dataset = loaded.get(source.name)  # one that does not tell its content is read anew each time
                 content = files or getattr(dataset, "_fingerprint", None) or f"at {datetime.datetime.now()}"
-                made.append([part.name, content])
+                made.append([source.name, content])
     return digests.of_bytes(json.dumps(made).encode())[:16]

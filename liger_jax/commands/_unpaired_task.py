@@ -112,7 +112,7 @@ def figures_of(unpaired: Unpaired) -> tuple[str, ...]:
 
 
 def _sums(graph: Any, settings: PairSettings, data: TrainingRows) -> Any:
-    """A part's loss, figures and numbers of answers, all of them sums."""
+    """A micro-batch's loss, figures and numbers of answers, all of them sums."""
 
     @jax.jit
     def sums(params, frozen, batch):

@@ -1,5 +1,5 @@
 """Ops on meshes with Explicit axes: the inputs' types say how they are sharded there, and each device computes on its
-own part. The linear losses do the same with concrete arrays on Auto axes.
+own shard. The linear losses do the same with concrete arrays on Auto axes.
 
 After its checks, a public op calls itself inside a `jax.shard_map` that these functions make. Devices exchange
 parameters and their gradients, and for a loss a few numbers.
@@ -45,16 +45,16 @@ def norm_spec(op: str, x: jax.Array) -> P | None:
 def on_rows(
     op: str, function: Callable[..., Any], spec: P, rows: tuple[Any, ...], whole: tuple[Any, ...] = (), results: int = 1
 ) -> Any:
-    """`on_parts` for rows. The results are sharded as the rows are, and each device has the parameters whole."""
+    """`on_shards` for rows. The results are sharded as the rows are, and each device has the parameters whole."""
     specs = *[spec] * len(rows), *[P()] * len(whole)
-    return on_parts(op, function, (*rows, *whole), specs, spec if results == 1 else (spec,) * results)
+    return on_shards(op, function, (*rows, *whole), specs, spec if results == 1 else (spec,) * results)
 
 
-def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], specs: tuple[P, ...], out: Any) -> Any:
-    """`function(*arrays)` on every device's parts of them.
+def on_shards(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], specs: tuple[P, ...], out: Any) -> Any:
+    """`function(*arrays)` on every device's shards of them.
 
     `arrays`: the first of them is seen to be sharded over a mesh (`layout.mesh_of`); `None` entries are passed on.
-    `specs`: how each array has to be sharded over the mesh. An array that every device has whole is cut into parts. A
+    `specs`: how each array has to be sharded over the mesh. An array that every device has whole is cut into shards. A
     vector that is split is gathered.
     """
     mesh: Any = mesh_of(arrays[0])
@@ -101,7 +101,7 @@ def token_spec(op: str, rows: jax.Array) -> tuple[P, Names]:
     return P(*spec[:-1]), names(spec[:-1])
 
 
-def loss_on_parts(
+def loss_on_shards(
     op: str,
     loss: Callable[..., Any],
     arrays: tuple[Any, ...],
@@ -110,13 +110,13 @@ def loss_on_parts(
     reduction: str,
     return_metrics: bool,
 ) -> Any:
-    """`on_parts` for the loss, and the metrics if asked for, of tokens that are sharded as `tokens` says.
+    """`on_shards` for the loss, and the metrics if asked for, of tokens that are sharded as `tokens` says.
 
     Each device has the sums over all tokens.
     """
     value = tokens if reduction == "none" else P()
     if not return_metrics:
-        return on_parts(op, loss, arrays, specs, value)
+        return on_shards(op, loss, arrays, specs, value)
     per_token = dict(predicted_tokens=tokens, max_logit=tokens, log_normalizer=tokens)
 
     def fields(*arrays):
@@ -124,5 +124,5 @@ def loss_on_parts(
         return value, vars(metrics)
 
     out = value, dict(accuracy=P(), num_tokens=P(), z_loss=value, **per_token)
-    value, metrics = on_parts(op, fields, arrays, specs, out)
+    value, metrics = on_shards(op, fields, arrays, specs, out)
     return value, LossMetrics(**metrics)

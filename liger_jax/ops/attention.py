@@ -246,7 +246,7 @@ def _on_mesh(q, k, v, segment_ids, sinks, q_offset, **options: Any):
         return causal_attention(q, k, v, segment_ids, sinks=sinks, **options)
 
     arrays, specs = (q, k, v, segment_ids, sinks), (spec, spec, spec, P(batch, None), P(heads))
-    return _explicit.on_parts(_OP, attend, arrays, specs, spec)
+    return _explicit.on_shards(_OP, attend, arrays, specs, spec)
 
 
 def _checked_offset(q, k, q_offset):

@@ -196,7 +196,7 @@ def reduced_cross_entropy(
         arrays = logits, labels, where, token_weights, class_weights
         specs = spec, tokens, tokens, tokens, P(*classes)
         kind = loss_options.reduction, return_metrics
-        return _explicit.loss_on_parts(loss_options.op, local, arrays, specs, tokens, *kind)
+        return _explicit.loss_on_shards(loss_options.op, local, arrays, specs, tokens, *kind)
     vocab_size = logits.shape[-1]
 
     def flat(x):

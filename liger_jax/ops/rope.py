@@ -180,7 +180,7 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
         key_spec = P(*spec[:2], *spec_of(k)[2:])  # the heads of k may be split or not
         local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=None)
         specs = spec, key_spec, table_spec, table_spec
-        return _explicit.on_parts(op, local, (q, k, cos, sin), specs, specs[:2])
+        return _explicit.on_shards(op, local, (q, k, cos, sin), specs, specs[:2])
     return _rotate(*_mesh.align_varying(q, k, cos, sin), sections, layout)
 
 

@@ -15,7 +15,7 @@ from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
 from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.step import LOSSES, Run
-from liger_jax.training.meshes import parts_of_batch
+from liger_jax.training.meshes import shards_of_batch
 
 LEVELS = ("estimate", "compiled")
 
@@ -120,7 +120,7 @@ def make_run(
     options = {name: value for name, value in options.items() if value is not None}
     sizes = mesh_sizes(mesh, devices.count)
     if batch is None:
-        batch = defaults.batch(parts_of_batch(sizes) * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
+        batch = defaults.batch(shards_of_batch(sizes) * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
     if rope_scaling is not None:
         config = stretched(model_architecture.config, MOST_POSITIONS if seq is None else seq, rope_scaling)
         model_architecture = dataclasses.replace(model_architecture, config=config)

@@ -132,7 +132,7 @@ class Run:
             raise ValueError(
                 f"expert={self.expert} devices: {self.model.name} has no experts. Give the devices to fsdp."
             )
-        if (tensor := self.layout.tensor_parts(self.mesh)) is not None:
+        if (tensor := self.layout.tensor_shards(self.mesh)) is not None:
             tensor.check(self.model.config)
 
     @property
@@ -176,7 +176,7 @@ class Run:
     @property
     def positions(self) -> int:
         """The positions of one device in a row, padding included."""
-        parts = self.layout.sequence_parts(self.mesh)
+        parts = self.layout.sequence_shards(self.mesh)
         return self.seq if parts is None else math.ceil(self.seq / parts.multiple) * parts.multiple // parts.size
 
     @property
@@ -295,7 +295,7 @@ def _batch(run: Run, mesh: Mesh) -> Any:
     """The types of a step's tokens, as `Layout.place` puts them on the mesh."""
     tokens: Any = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32)
     batch = dict.fromkeys(ARGUMENTS, tokens) if run.packed else tokens
-    if (parts := run.layout.sequence_parts(run.mesh)) is not None:
+    if (parts := run.layout.sequence_shards(run.mesh)) is not None:
         batch = jax.eval_shape(parts.prepared, batch)
 
     def typed(x):

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions, Layout
-from liger_jax.models.core.tensor_parts import nearest_divisor
+from liger_jax.models.core.tensor_shards import nearest_divisor
 from liger_jax.training.compiling import compiler_options
 
 BATCH_AXES = ("data", "fsdp")  # those along which each device has its own sequences, and expert's
@@ -140,10 +140,10 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
     return Layout(batch=BATCH_AXES, fsdp="fsdp", **others)
 
 
-def parts_of_batch(sizes: Mapping[str, int]) -> int:
+def shards_of_batch(sizes: Mapping[str, int]) -> int:
     """Into how many parts such a mesh splits a batch.
 
-    >>> parts_of_batch(parse_mesh("data=2,expert=4,tensor=8"))
+    >>> shards_of_batch(parse_mesh("data=2,expert=4,tensor=8"))
     8
     """
     return math.prod(sizes.get(name, 1) for name in layout_of(sizes).batch)
@@ -199,7 +199,7 @@ def _checked(
     text: str, sizes: Mapping[str, int], devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]
 ) -> Devices:
     """The mesh, which divides the rows and the model; one of a single device is none."""
-    parts = parts_of_batch(sizes)
+    parts = shards_of_batch(sizes)
     if rows % parts:
         raise ValueError(
             f"mesh={text!r} splits the batch into {parts} parts, which do not divide the {rows} rows that are computed "

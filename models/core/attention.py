@@ -17,7 +17,7 @@ from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_INPUT, Remat
 from liger_jax.models.core.row_tokens import RowTokens
-from liger_jax.models.core.tensor_collectives import all_tokens, axis_of_part, by_device, in_rows, product_of_parts
+from liger_jax.models.core.tensor_collectives import all_tokens, axis_of_shard, by_device, in_rows, product_of_shards
 from liger_jax.models.core.tiles import over_tokens
 from liger_jax.ops.decode_attention import DECODERS, decode_attention
 
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
     ) -> Float[Array, "B own D"]:
         layout = self.kernels.mesh_layout
-        tensor, heads_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention
+        tensor, heads_lie = axis_of_shard(layout.tensor, self.o_proj), layout.in_attention
 
         def heads(y):
             y = in_rows(y, tensor)
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
         if self.q_norm is None or self.k_norm is None:
             q, k = heads(q), heads(k)
         elif self.norm_is_wide:
-            q, k = heads(self.q_norm.of_part(q, tensor)), heads(self.k_norm.of_part(k, tensor))
+            q, k = heads(self.q_norm.of_shard(q, tensor)), heads(self.k_norm.of_shard(k, tensor))
         else:
             q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
         if cos is not None and sin is not None:
@@ -109,7 +109,7 @@ class Attention(nnx.Module):
             q, k, v = checkpoint_name((q, k, v), ATTENTION_INPUT)
         options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
         segments = None if rows is None else rows.segments
-        sequence = layout.sequence_parts()
+        sequence = layout.sequence_shards()
         sinks = None if self.sinks is None else self.sinks[...]
 
         def attend(q, k, v, segments, sinks):
@@ -139,7 +139,7 @@ class Attention(nnx.Module):
             out = cache.attend(q, k, v, **attends, **options, sinks=sinks)
         out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
         if tensor is not None or cache is not None:
-            return product_of_parts(self.o_proj, by_device(out, tensor), tensor)
+            return product_of_shards(self.o_proj, by_device(out, tensor), tensor)
         return over_tokens(lambda layers, tile: layers[0](tile), (self.o_proj,), out, self.remat, layout)
 
     def _projected(self, x: Float[Array, "B own D"], tensor: str | None) -> Any:

@@ -37,7 +37,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return self._run(ops.rms_norm if self.kernels.rms_norm else plain.rms_norm, x)
 
-    def of_part(self, x: Float[Array, "*rows own"], axis: str | None) -> Float[Array, "*rows own"]:
+    def of_shard(self, x: Float[Array, "*rows own"], axis: str | None) -> Float[Array, "*rows own"]:
         """Normalises rows of which a mesh axis splits the columns, inside `jax.shard_map`.
 
         Args:

@@ -17,7 +17,7 @@ from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded, LayerKind, LayerStack
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.row_tokens import RowTokens, attention_segments, tokens_of
-from liger_jax.models.core.vocabulary_parts import embed_parts
+from liger_jax.models.core.vocabulary_shards import embed_shards
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
 from liger_jax.ops.segment_ids import check_segment_ids, numbered
@@ -67,8 +67,8 @@ class Decoder(nnx.Module):
             return embed_tied(table, input_ids, self.dtype)
         if not self.layout.axes:
             return embed(table, input_ids, self.dtype), table
-        if (tensor := self.layout.tensor_parts()) is not None:
-            return embed_parts(tensor, table, tensor.padded(input_ids), self.dtype), table
+        if (tensor := self.layout.tensor_shards()) is not None:
+            return embed_shards(tensor, table, tensor.padded(input_ids), self.dtype), table
         look_up = lambda ids, table: embed(table, ids, self.dtype)
         sent = table.astype(sent_dtype(table.dtype, self.dtype))
         return self.layout.run(look_up, (input_ids,), (sent,)), table
@@ -86,7 +86,7 @@ class Decoder(nnx.Module):
         the last norm, the layers' sums over tokens, and the cache.
         """
         arguments = self.layers, self.last_layers, x, inputs
-        if (tensor := self.layout.tensor_parts()) is None:
+        if (tensor := self.layout.tensor_shards()) is None:
             return self.stack(*arguments, cache, dropout_words=dropout_words)
         return Decoded(*tensor_layers.run_layers(tensor, self.stack, *arguments, dropout_words, self.config), None)
 
@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
         `inputs_embeds` are the embeddings that `embed` returns, if the caller has them already. `dropout_words` are
         those of the tokens, for the adapters that drop.
         """
-        config, length, sequence = self.config, input_ids.shape[1], self.layout.sequence_parts()
+        config, length, sequence = self.config, input_ids.shape[1], self.layout.sequence_shards()
         if sequence is not None:
             sequence.check_rows(length, positions, cache)
         if length >= config.longest_sequence + (1 if sequence is None else sequence.multiple):  # rows may be padded
@@ -132,7 +132,7 @@ class Decoder(nnx.Module):
             check_segment_ids(x, name=name)
         ids = attention_segments(segment_ids, attention_mask)
         is_token = tokens_of(segment_ids, attention_mask, token_mask) if config.experts is not None else None
-        if (tensor := self.layout.tensor_parts()) is not None:
+        if (tensor := self.layout.tensor_shards()) is not None:
             if cache is not None:
                 raise ValueError(
                     f"cache is given on a mesh with {tensor.size} devices along tensor={tensor.axis!r}, on which it "

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
-from liger_jax.models.core.sequence_parts import SequenceParts
+from liger_jax.models.core.sequence_shards import SequenceShards
 from liger_jax.ops.layout import in_chunks
 
 _FIRST_WORD, _SECOND_WORD = np.uint32(0x9E3779B9), np.uint32(0x6A09E667)  # two hashes of the same numbers
@@ -58,7 +58,7 @@ def token_words(
     segment_ids: Int[Array, "B T"] | None = None,
     attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
     first: Any = 0,
-    sequence: SequenceParts | None = None,
+    sequence: SequenceShards | None = None,
 ) -> UInt32[Array, "B T 2"]:
     """Two words for each token, which follow from its piece and its position there.
 
@@ -97,7 +97,7 @@ def token_words(
     return jnp.stack([word(_FIRST_WORD), word(_SECOND_WORD)], axis=-1)
 
 
-def _counted(shape: tuple[int, ...], ids: list[Any], sequence: SequenceParts | None) -> Int[Array, "#B T"]:
+def _counted(shape: tuple[int, ...], ids: list[Any], sequence: SequenceShards | None) -> Int[Array, "#B T"]:
     """Positions since ids last changed."""
     positions = jnp.arange(shape[1], dtype=jnp.int32)[None]
     if ids := [x for x in ids if x is not None]:

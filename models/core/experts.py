@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from liger_jax import ops
 from liger_jax._tree import tree_dataclass
-from liger_jax.models.core.expert_parts import EXPERTS as EXPERTS
+from liger_jax.models.core.expert_shards import EXPERTS as EXPERTS
 from liger_jax.models.core.remat import Remat, keeps_products
 from liger_jax.models.core.row_tokens import RowTokens
 from liger_jax.models.core.tensor_collectives import all_tokens, summed_tokens
@@ -144,7 +144,7 @@ class ExpertsFeedForward(nnx.Module):
         if is_token is None:
             return None
         axes = () if tensor is None else (tensor,)
-        if (sequence := self.kernels.mesh_layout.sequence_parts()) is not None:
+        if (sequence := self.kernels.mesh_layout.sequence_shards()) is not None:
             is_token, axes = in_chunks(is_token, 1, sequence.size), (sequence.axis, *axes)
         if is_token.shape[1] == own:
             return is_token

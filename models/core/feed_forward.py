@@ -17,7 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat, keeps_products
-from liger_jax.models.core.tensor_collectives import all_tokens, axis_of_part, product_of_parts
+from liger_jax.models.core.tensor_collectives import all_tokens, axis_of_shard, product_of_shards
 from liger_jax.models.core.tiles import over_tokens
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`
@@ -83,17 +83,17 @@ class DenseFeedForward(nnx.Module):
         if self.fused and are_plain_products(gate, up, down):
             options = dict(recomputed=self.recomputed, implementation=self.kernels.implementation)
             return in_one_op(x, gate, up, down, activation=self.activation, **options)
-        tensor = axis_of_part(layout.tensor, down)
+        tensor = axis_of_shard(layout.tensor, down)
         x = all_tokens(x, tensor)
-        return product_of_parts(down, layout.run(self._gated, (gate(x), up(x))), tensor)
+        return product_of_shards(down, layout.run(self._gated, (gate(x), up(x))), tensor)
 
     def _of_gate_up(self, gate_up: Any, down: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, of one projection to gate and up."""
         if not (self.fused and are_plain_products(gate_up, down)):
             layout = self.kernels.mesh_layout
-            tensor = axis_of_part(layout.tensor, down)
+            tensor = axis_of_shard(layout.tensor, down)
             gate, up = jnp.split(gate_up(all_tokens(x, tensor)), 2, axis=-1)
-            return product_of_parts(down, layout.run(self._gated, (gate, up)), tensor)
+            return product_of_shards(down, layout.run(self._gated, (gate, up)), tensor)
         gate, up = jnp.split(gate_up.kernel[...].astype(gate_up.dtype), 2, axis=-1)
         return ops.gated_mlp(
             x.astype(gate_up.dtype),

@@ -12,14 +12,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.mesh_axes import open_axes, sizes_of
-from liger_jax.models.core.on_parts import on_parts
-from liger_jax.models.core.parameter_parts import ParameterParts
+from liger_jax.models.core.on_shards import on_shards
+from liger_jax.models.core.parameter_shards import ParameterShards
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
 from liger_jax.models.core.partitions import is_placed, partition, placed
-from liger_jax.models.core.sequence_parts import SequenceParts
+from liger_jax.models.core.sequence_shards import SequenceShards
 from liger_jax.models.core.state_shardings import state_shardings
-from liger_jax.models.core.tensor_parts import TensorParts
-from liger_jax.models.core.vocabulary_parts import loss_on_parts
+from liger_jax.models.core.tensor_shards import TensorShards
+from liger_jax.models.core.vocabulary_shards import loss_on_shards
 from liger_jax.ops.layout import Names, along
 
 
@@ -37,7 +37,7 @@ class Layout:
             axes that split them, as a tuple. They are among those of the batch and of sequences. `()` leaves every
             parameter whole.
         tensor: the axis that splits heads, feed-forwards, experts' among them, and the vocabulary. Its devices compute
-            the same sequences together; between sublayers each has its part of the positions. It must divide query
+            the same sequences together; between sublayers each has its shard of the positions. It must divide query
             heads and the feed-forward's width. Key heads, the vocabulary and the length may be anything.
         sequence: the axis that splits rows, so that they may be longer than one device holds. Its devices compute the
             same sequences together, each chunks of them, and attend to the keys and values of all. Batches for it
@@ -115,7 +115,7 @@ class Layout:
 
     @property
     def of_rows(self) -> P:
-        """How arrays (B, …) are sharded whose rows are whole on every device that computes a part of them."""
+        """How arrays (B, …) are sharded whose rows are whole on every device that computes a shard of them."""
         return partition(self.batch)
 
     @property
@@ -158,9 +158,9 @@ class Layout:
         Raises:
             ValueError: the mesh does not divide a matrix.
         """
-        if (tensor := self.tensor_parts(sizes)) is not None:
+        if (tensor := self.tensor_shards(sizes)) is not None:
             return tensor.spec(info, shape)
-        return self._parameter_parts(sizes).spec(info, shape)
+        return self._parameter_shards(sizes).spec(info, shape)
 
     def shardings(
         self, tree: Any, mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation | None = None
@@ -196,8 +196,8 @@ class Layout:
             return NamedSharding(mesh, self.spec(parameter(path_of(keys), x.shape), x.shape, sizes))
 
         params, state = tree if optimizer is not None else (tree, None)
-        tensor, config = self.tensor_parts(sizes), getattr(params, "config", None)
-        if self._parameter_parts(sizes).splits_experts and config is not None and config.experts is None:
+        tensor, config = self.tensor_shards(sizes), getattr(params, "config", None)
+        if self._parameter_shards(sizes).splits_experts and config is not None and config.experts is None:
             raise ValueError(
                 f"expert={self.expert!r} has {sizes[self.expert]} devices, and {type(config).__name__} has no experts. "
                 "Give the devices to fsdp."
@@ -211,9 +211,9 @@ class Layout:
         return of_params, state_shardings(optimizer, state, params, of_params, NamedSharding(mesh, P()))
 
     def place(self, batch: Any, mesh: Mesh | None = None) -> Any:
-        """Puts a batch on the mesh, each device's rows where the device computes them, or its part of them.
+        """Puts a batch on the mesh, each device's rows where the device computes them, or its shard of them.
 
-        Where several devices share rows, the batch becomes what `SequenceParts.prepared` says: labels are shifted,
+        Where several devices share rows, the batch becomes what `SequenceShards.prepared` says: labels are shifted,
         positions attached, rows padded and put in the order of the devices' chunks. A batch that has been placed stays
         as it is. `ops.layout.from_chunks(x, 1, devices)` gives what a model returns for each position its own order.
 
@@ -243,7 +243,7 @@ class Layout:
             raise ValueError("place: no mesh is in context. Call it under jax.set_mesh(mesh), or pass mesh=….")
         sizes = sizes_of(mesh, self)
         length = None
-        if (sequence := self.sequence_parts(sizes)) is not None:
+        if (sequence := self.sequence_shards(sizes)) is not None:
             batch = batch if is_placed(batch, sequence.axis) else sequence.prepared(batch)
             length = batch["input_ids"].shape[1]
         return placed(batch, mesh, self.batch, self.sequence, length)
@@ -258,7 +258,7 @@ class Layout:
         spec: P | tuple[P, ...] | None = None,
         out: Any = None,
     ) -> Any:
-        """Runs `function(*split, *whole)` on every device's part; on one device, a plain call.
+        """Runs `function(*split, *whole)` on every device's shard; on one device, a plain call.
 
         The shard_map keeps kernels from the compiler's partitioner, which would gather their inputs. In it all axes of
         the mesh are Manual.
@@ -280,7 +280,7 @@ class Layout:
             ValueError: the mesh in context and the layout do not fit.
         """
         spec = self.between_blocks if spec is None else spec
-        return self._on_parts(function, split, whole, head, spec, spec if out is None else out)
+        return self._on_shards(function, split, whole, head, spec, spec if out is None else out)
 
     def run_sum(
         self,
@@ -311,7 +311,7 @@ class Layout:
             return jax.lax.psum(total, axes) if axes else total, others
 
         spec = self.in_loss if spec is None else spec
-        return self._on_parts(local, split, whole, head, spec, (P(), self.in_loss))
+        return self._on_shards(local, split, whole, head, spec, (P(), self.in_loss))
 
     def gathered(self, parameters: Any, dtype: Any) -> Any:
         """Gathers a layer's parameters on every device just before their use, as FSDP does.
@@ -328,11 +328,11 @@ class Layout:
             The tree of whole arrays; on one device, the tree as it is.
         """
         sizes = open_axes(self)
-        return self._parameter_parts(sizes).gathered(parameters, dtype) if sizes else parameters
+        return self._parameter_shards(sizes).gathered(parameters, dtype) if sizes else parameters
 
     def expert_axis(self) -> str | None:
         """The axis that splits experts, if the mesh in context has several devices along it."""
-        return self.expert if self._parameter_parts(open_axes(self)).splits_experts else None
+        return self.expert if self._parameter_shards(open_axes(self)).splits_experts else None
 
     def tokens_of_device(self, rows: int, length: int) -> int:
         """How many tokens between blocks each device has.
@@ -348,14 +348,14 @@ class Layout:
         splits = (*self.batch, *(axis for axis in (self.sequence, self.tensor) if axis is not None))
         return rows * length // math.prod(sizes.get(axis, 1) for axis in splits)
 
-    def tensor_parts(self, sizes: Mapping[str, int] | None = None) -> TensorParts | None:
+    def tensor_shards(self, sizes: Mapping[str, int] | None = None) -> TensorShards | None:
         """How the tensor axis splits a model.
 
         Args:
             sizes: the devices along each axis; `None` for the axes of the mesh in context that are not Manual.
 
         Returns:
-            The parts; `None` where no axis of several devices does.
+            The shards; `None` where no axis of several devices does.
 
         Raises:
             ValueError: the mesh in context and the layout do not fit.
@@ -366,9 +366,9 @@ class Layout:
         if sizes.get(self.tensor, 1) == 1:
             return None
         between = partition(*along(self.between_blocks, sizes))
-        return TensorParts.of(self.tensor, sizes, self.fsdp_axes, self.batch, self.sequence, self.expert, between)
+        return TensorShards.of(self.tensor, sizes, self.fsdp_axes, self.batch, self.sequence, self.expert, between)
 
-    def sequence_parts(self, sizes: Mapping[str, int] | None = None) -> SequenceParts | None:
+    def sequence_shards(self, sizes: Mapping[str, int] | None = None) -> SequenceShards | None:
         """How the sequence axis splits rows.
 
         Args:
@@ -376,17 +376,17 @@ class Layout:
                 attention asks inside of a `jax.shard_map`.
 
         Returns:
-            The parts; `None` where no axis of several devices does.
+            The shards; `None` where no axis of several devices does.
         """
         sizes = jax.sharding.get_abstract_mesh().shape if sizes is None else sizes
         if self.sequence is None or sizes.get(self.sequence, 1) == 1:
             return None
-        return SequenceParts.of(self.sequence, sizes, self.tensor, self.of_rows)
+        return SequenceShards.of(self.sequence, sizes, self.tensor, self.of_rows)
 
-    def _parameter_parts(self, sizes: Mapping[str, int]) -> ParameterParts:
-        return ParameterParts(self.fsdp_axes, self.expert, self.batch, sizes)
+    def _parameter_shards(self, sizes: Mapping[str, int]) -> ParameterShards:
+        return ParameterShards(self.fsdp_axes, self.expert, self.batch, sizes)
 
-    def _on_parts(self, function, split, whole, head, spec, out):
+    def _on_shards(self, function, split, whole, head, spec, out):
         """`run`, with results that are sharded as `out` says."""
         sizes = open_axes(self)
         if not sizes:
@@ -394,11 +394,11 @@ class Layout:
         here = lambda spec: partition(*along(spec, sizes))
         out = jax.tree.map(here, out, is_leaf=lambda x: isinstance(x, P))
         spec = tuple(map(here, spec)) if isinstance(spec, tuple) else here(spec)
-        tensor = self.tensor_parts(sizes)
+        tensor = self.tensor_shards(sizes)
         if tensor is not None and head is not None:
-            return loss_on_parts(tensor, function, split, whole, head, spec, out)
+            return loss_on_shards(tensor, function, split, whole, head, spec, out)
         fsdp = {name: sizes[name] for name in self.fsdp_axes if name in sizes}
-        return on_parts(function, split, whole, head, spec, out, fsdp, tuple(sizes))
+        return on_shards(function, split, whole, head, spec, out, fsdp, tuple(sizes))
 
 
 ONE_DEVICE = Layout(batch=(), fsdp=())

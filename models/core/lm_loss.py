@@ -15,7 +15,7 @@ from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.memory import Head, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.vocabulary_parts import vocabulary_of
+from liger_jax.models.core.vocabulary_shards import vocabulary_of
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._place import device_of
 from liger_jax.ops.block_quantized import BlockQuantized
@@ -131,7 +131,7 @@ class LanguageModelLoss:
             return loss, own and (own.predicted_tokens, own.max_logit, own.log_normalizer)
 
         # Where there are logits, the head would be gathered once more for nothing.
-        vocabulary, of_logits, tensor = self._vocabulary(), {}, layout.tensor_parts()
+        vocabulary, of_logits, tensor = self._vocabulary(), {}, layout.tensor_shards()
         per_token, specs = (hidden, None), None
         if logits is not None:
             per_token, head, tokens = (None, logits), None, layout.in_loss
@@ -144,7 +144,7 @@ class LanguageModelLoss:
 
     def _vocabulary(self) -> Callable[[Any], dict[str, Any]]:
         """What a linear loss has to know of a device's part of the head, from this part: nothing if it has it all."""
-        tensor = self.kernels.mesh_layout.tensor_parts()
+        tensor = self.kernels.mesh_layout.tensor_shards()
         return lambda head: {} if tensor is None else vocabulary_of(tensor, head, self.config)
 
     def _local(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics, **vocabulary):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from liger_jax.models.core.head import head_logits
 from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.core.output import CausalLMOutput
-from liger_jax.models.core.vocabulary_parts import logits_parts, without_padding
+from liger_jax.models.core.vocabulary_shards import logits_shards, without_padding
 from liger_jax.models.quantized import is_quantized
 
 
@@ -55,8 +55,8 @@ def _logits(loss, hidden, head):
     """Logits (B, T, V), with padding after them if a mesh axis does not divide the vocabulary."""
     config, layout = loss.config, loss.kernels.mesh_layout
     head = head.astype(hidden.dtype) if is_quantized(head) else head
-    if (tensor := layout.tensor_parts()) is not None:
-        logits = logits_parts(tensor, hidden, head)
+    if (tensor := layout.tensor_shards()) is not None:
+        logits = logits_shards(tensor, hidden, head)
     else:
         logits = layout.run(head_logits, (hidden,), (head,), spec=layout.in_loss)
     softcap, scale = config.final_logit_softcapping, config.logit_scale

@@ -45,8 +45,8 @@ def in_rows(x: jax.Array, axis: str | None) -> jax.Array:
     if axis is None:
         return x
     devices, width = jax.lax.axis_size(axis), x.shape[2]
-    parts = x.reshape(devices, -1, *x.shape[1:])
-    return jnp.swapaxes(parts, 0, 1).reshape(parts.shape[1], -1, width)
+    shards = x.reshape(devices, -1, *x.shape[1:])
+    return jnp.swapaxes(shards, 0, 1).reshape(shards.shape[1], -1, width)
 
 
 def by_device(x: jax.Array, axis: str | None) -> jax.Array:
@@ -54,17 +54,17 @@ def by_device(x: jax.Array, axis: str | None) -> jax.Array:
     if axis is None:
         return x
     devices, width = jax.lax.axis_size(axis), x.shape[2]
-    parts = x.reshape(x.shape[0], devices, -1, width)
-    return jnp.swapaxes(parts, 0, 1).reshape(-1, *parts.shape[2:])
+    shards = x.reshape(x.shape[0], devices, -1, width)
+    return jnp.swapaxes(shards, 0, 1).reshape(-1, *shards.shape[2:])
 
 
-def product_of_parts(projection: Any, x: jax.Array, axis: str | None) -> jax.Array:
+def product_of_shards(projection: Any, x: jax.Array, axis: str | None) -> jax.Array:
     """A sublayer's last projection, whose inputs a mesh axis splits."""
     if axis is not None and hasattr(type(projection), "magnitude"):  # DoRA's norms are those of whole columns
         return summed_tokens(projection(x, input_axis=axis), axis)
     return summed_tokens(projection(x), axis)
 
 
-def axis_of_part(axis: str | None, projection: Any) -> str | None:
+def axis_of_shard(axis: str | None, projection: Any) -> str | None:
     """The mesh axis whose devices have the other inputs of a projection."""
     return axis if projection.kernel.shape[-2] < projection.in_features else None

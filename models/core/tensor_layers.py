@@ -1,10 +1,10 @@
-"""Layers under tensor parallelism: how they run on one device's part of their matrices.
+"""Layers under tensor parallelism: how they run on one device's shard of their matrices.
 
-All layers run inside one `jax.shard_map`, in which every axis is Manual. So kernels see one device's heads and its part
-of the feed-forward's width, and no array is sent but by the collectives of `tensor_collectives`, and by those here that
-make of a parameter what a device uses of it.
+All layers run inside one `jax.shard_map`, in which every axis is Manual. So kernels see one device's heads and its
+shard of the feed-forward's width, and no array is sent but by the collectives of `tensor_collectives`, and by those
+here that make of a parameter what a device uses of it.
 
-Between sublayers a device has its part of the positions, for which alone it computes norms and sums. A parameter that
+Between sublayers a device has its shard of the positions, for which alone it computes norms and sums. A parameter that
 devices have in common is differentiated on each of them for its own tokens and heads, and summed where it entered.
 """
 
@@ -17,19 +17,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.expert_parts import own_experts
-from liger_jax.models.core.on_parts import mapped
+from liger_jax.models.core.expert_shards import own_experts
+from liger_jax.models.core.on_shards import mapped
 from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
 from liger_jax.models.core.partitions import partition
 from liger_jax.models.core.tensor_collectives import by_device
-from liger_jax.models.core.tensor_parts import KEY_HEADS, TensorParts
+from liger_jax.models.core.tensor_shards import KEY_HEADS, TensorShards
 from liger_jax.ops.layout import along
 
 _WIDE_NORMS = ("q_norm", "k_norm")
 
 
 def run_layers(
-    parts: TensorParts,
+    shards: TensorShards,
     stack: Any,
     layers: Any,
     last_layers: Any,
@@ -38,12 +38,12 @@ def run_layers(
     dropout_words: jax.Array | None,
     config: Any,
 ) -> tuple[jax.Array, Any]:
-    """Runs a `LayerStack` on every device's part of the layers.
+    """Runs a `LayerStack` on every device's shard of the layers.
 
-    Returns hidden states (B, T, D), which are sharded as `parts.between` says, and the layers' sums over the tokens of
+    Returns hidden states (B, T, D), which are sharded as `shards.between` says, and the layers' sums over the tokens of
     all devices.
     """
-    parts.check(config)
+    shards.check(config)
     (graph, state), (last_graph, last_state) = nnx.split(layers), nnx.split(last_layers)
     parameters = dict(layers=state, last_layers=last_state)
     leaves, tree = jax.tree.flatten((inputs, dropout_words))
@@ -59,34 +59,34 @@ def run_layers(
             nnx.merge(last_graph, parameters["last_layers"]),
             x,
             inputs,
-            gathered=lambda state, dtype: _of_layer(parts, state, dtype, config),
-            dropout_words=None if words is None else by_device(words, parts.axis),
+            gathered=lambda state, dtype: _of_layer(shards, state, dtype, config),
+            dropout_words=None if words is None else by_device(words, shards.axis),
         )
-        return decoded.hidden, jax.tree.map(lambda sums: jax.lax.psum(sums, parts.axes), decoded.aux)
+        return decoded.hidden, jax.tree.map(lambda sums: jax.lax.psum(sums, shards.axes), decoded.aux)
 
-    of_parameters = jax.tree_util.tree_map_with_path(lambda keys, x: _entry(parts, keys, x), parameters)
-    of_arrays = [_of_input(parts, leaf) for leaf in arrays]
-    specs = parts.between, of_parameters, of_arrays
-    return mapped(local, specs, (parts.between, P()), parts.axes)(x, parameters, arrays)
+    of_parameters = jax.tree_util.tree_map_with_path(lambda keys, x: _entry(shards, keys, x), parameters)
+    of_arrays = [_of_input(shards, leaf) for leaf in arrays]
+    specs = shards.between, of_parameters, of_arrays
+    return mapped(local, specs, (shards.between, P()), shards.axes)(x, parameters, arrays)
 
 
-def _of_input(parts: TensorParts, x: Any) -> P:
+def _of_input(shards: TensorShards, x: Any) -> P:
     """How a layer's input is sharded: segments (B, T), whose rows are whole, or (B, T, …) of tokens or (1, T, R) of
     rows.
     """
-    batch = parts.batch if x.shape[0] > 1 else ()
-    return partition(batch, parts.sequence_axes) if x.ndim == 3 else partition(batch)
+    batch = shards.batch if x.shape[0] > 1 else ()
+    return partition(batch, shards.sequence_axes) if x.ndim == 3 else partition(batch)
 
 
-def _entry(parts: TensorParts, keys: Any, x: Any) -> P:
-    """How a layer's parameter enters the shard_map: fsdp's parts of vectors are gathered before."""
+def _entry(shards: TensorShards, keys: Any, x: Any) -> P:
+    """How a layer's parameter enters the shard_map: fsdp's shards of vectors are gathered before."""
     info = parameter(path_of(keys), x.shape)
-    spec = parts.spec(info, x.shape)
-    is_gathered_inside = info.expert_axis is not None or parts.fsdp_axis(info, 0) is not None
-    return spec if is_gathered_inside else along(spec, (parts.axis,))
+    spec = shards.spec(info, x.shape)
+    is_gathered_inside = info.expert_axis is not None or shards.fsdp_axis(info, 0) is not None
+    return spec if is_gathered_inside else along(spec, (shards.axis,))
 
 
-def _of_layer(parts: TensorParts, state: Any, dtype: Any, config: Any) -> Any:
+def _of_layer(shards: TensorShards, state: Any, dtype: Any, config: Any) -> Any:
     """One layer's parameters as this device uses them: gathered over fsdp, with the columns of its own heads.
 
     Matrices are sent in the computation's dtype, and codes as they are.
@@ -98,20 +98,20 @@ def _of_layer(parts: TensorParts, state: Any, dtype: Any, config: Any) -> Any:
         info = parameter(("layers", 0, *path_of(keys)), x.shape)
         x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
         if info.expert_axis is not None:
-            return own_experts(parts, x, info, config)
+            return own_experts(shards, x, info, config)
         inputs = config.intermediate_size if info.is_in("down_proj") else heads * config.head_dim
         inputs = config.hidden_size if info.is_in(*FUSED) else inputs
-        axis = parts.fsdp_axis(info, inputs)
-        if axis is not None and parts.fsdp_size > 1:
-            x = jax.lax.all_gather(x, parts.fsdp, axis=axis, tiled=True)
+        axis = shards.fsdp_axis(info, inputs)
+        if axis is not None and shards.fsdp_size > 1:
+            x = jax.lax.all_gather(x, shards.fsdp, axis=axis, tiled=True)
         if info.kind == "bias" and info.is_in(*SPLIT_INPUTS):
-            return x / parts.size  # each device adds it to its summand
-        return _own_columns(parts, x, info, config)
+            return x / shards.size  # each device adds it to its summand
+        return _own_columns(shards, x, info, config)
 
     return jax.tree_util.tree_map_with_path(of_leaf, state)
 
 
-def _own_columns(parts: TensorParts, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
+def _own_columns(shards: TensorShards, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
     """The columns that this device computes, of a parameter whose columns are not stored as they are computed.
 
     Where the tensor axis does not divide the keys' heads, each is repeated so often that it does. A head's gradient
@@ -129,14 +129,14 @@ def _own_columns(parts: TensorParts, x: jax.Array, info: ParameterInfo, config: 
         pieces = ((config.num_attention_heads, 1),)
     elif config.qk_norm_is_wide and info.is_in(*_WIDE_NORMS):
         pieces = (of_queries if info.is_in("q_norm") else of_keys,)
-    elif info.is_in(*KEY_HEADS) and config.num_key_value_heads % parts.size:
+    elif info.is_in(*KEY_HEADS) and config.num_key_value_heads % shards.size:
         pieces = (of_keys,)
         if x.shape[-1] < math.prod(of_keys):
-            x = jax.lax.all_gather(x, parts.axis, axis=x.ndim - 1, tiled=True)
+            x = jax.lax.all_gather(x, shards.axis, axis=x.ndim - 1, tiled=True)
     else:
         return x
-    x = parts.by_devices(x, pieces)
+    x = shards.by_devices(x, pieces)
     if info.kind.startswith("kernel") and info.is_in(*FUSED):  # this device's rows, and all columns
-        x = jax.lax.all_to_all(x, parts.axis, split_axis=x.ndim - 2, concat_axis=0, tiled=True)
+        x = jax.lax.all_to_all(x, shards.axis, split_axis=x.ndim - 2, concat_axis=0, tiled=True)
         return x.squeeze(-2)
-    return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(parts.axis), x.ndim - 2, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(shards.axis), x.ndim - 2, keepdims=False)

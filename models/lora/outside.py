@@ -61,7 +61,7 @@ class AdaptedDecoder(Decoder):
     def embed(self, input_ids):
         """As the decoder's own, with what is trained of the embedding."""
         x, table = super().embed(input_ids)
-        if (tensor := self.layout.tensor_parts()) is not None:
+        if (tensor := self.layout.tensor_shards()) is not None:
             input_ids = tensor.padded(input_ids)
         if self.embed_tokens_adapter is not None and self.embed_tokens_adapter.on:
             x = self.embed_tokens_adapter(x, input_ids, self.layout)

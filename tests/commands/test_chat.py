@@ -8,7 +8,7 @@ import pytest
 from liger_jax.commands import _budget
 from liger_jax.commands._chat import ChatTemplate
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._traced import Origin, Part, Traced, parts_of
+from liger_jax.commands._traced import Fragment, Origin, Traced, fragments_of
 from tests.commands import _templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -302,8 +302,8 @@ def test_characters_that_no_text_has_change_no_span():
 
 
 def test_texts_that_share_a_beginning_keep_their_parts():
-    a, b, c = (Traced([Part(each, Origin(i, "content"))]) for i, each in enumerate("abc"))
+    a, b, c = (Traced([Fragment(each, Origin(i, "content"))]) for i, each in enumerate("abc"))
     ab, both = a + b, a + c
     longer, other = ab + c, ab + "x"
-    found = {str.__str__(text): [part.text for part in parts_of(text)] for text in (a, ab, both, longer, other)}
+    found = {str.__str__(text): [part.text for part in fragments_of(text)] for text in (a, ab, both, longer, other)}
     assert found == {"a": ["a"], "ab": ["a", "b"], "ac": ["a", "c"], "abc": ["a", "b", "c"], "abx": ["a", "b", "x"]}

@@ -160,7 +160,7 @@ def test_columns_have_at_each_scored_place_what_was_written_for_it(packed, sourc
 
     def contents(some, *_):
         for stored in some:
-            for number, part in enumerate(_stored_top_k.RowParts(stored.laid, 4)):
+            for number, part in enumerate(_stored_top_k.RowBatches(stored.laid, 4)):
                 numbers = np.arange(number * 4, min(number * 4 + 4, stored.laid.num_rows))
                 yield _stored_top_k._entries(2, said(part), _stored_top_k.scored_places(stored.laid, numbers))
 

@@ -318,7 +318,7 @@ def ones(completions):
 
 def test_an_epoch_has_each_line_and_whole_steps_and_weights_count():
     lines = [_prompt_rows.Line(str(i), np.ones(1 + i, np.int32), {}) for i in range(7)]
-    data = _prompt_rows.PromptRows(lines, batch=6, group=2, seed=3, parts=[("a", 2.0, 3), ("b", 1.0, 4)])
+    data = _prompt_rows.PromptRows(lines, batch=6, group=2, seed=3, sources=[("a", 2.0, 3), ("b", 1.0, 4)])
     assert data.num_in_epoch == 4 * 6 and data.length == 16  # 10 visits in steps of 3 prompts
     epochs = [[line.where for step in range(4 * e, 4 * e + 4) for line in data.lines_of(step)] for e in range(2)]
     for epoch in epochs:
@@ -368,7 +368,9 @@ def test_prompts_of_unknown_roles_are_told(source, tmp_path, capsys):
     (tmp_path / "roles.jsonl").write_text("\n".join(lines))
     tokenizer = Tokenizer(source, 320, [])
     settings = types.SimpleNamespace(subset=None, prompt_length=64, batch=2, group=2, seed=0)
-    _prompt_rows.prepared(settings, tokenizer, tmp_path, {"--data": _sources.parts([str(tmp_path / "roles.jsonl")])})
+    _prompt_rows.prepared(
+        settings, tokenizer, tmp_path, {"--data": _sources.data_sources([str(tmp_path / "roles.jsonl")])}
+    )
     assert capsys.readouterr().out.startswith("role 'human' in 2 rows (first: ")
 
 

@@ -40,7 +40,7 @@ def names(part):
 
 def test_several_files_globs_and_weights_are_parts_in_their_order():
     write(b_jsonl=LINE, a_jsonl=LINE, c_txt="one")
-    found = _sources.parts(["b.jsonl=2", "a.*=.5", "c.txt", "org/set=3"])
+    found = _sources.data_sources(["b.jsonl=2", "a.*=.5", "c.txt", "org/set=3"])
     assert [(names(part), part.weight) for part in found] == [
         (["b.jsonl"], 2.0), (["a.jsonl"], 0.5), (["c.txt"], 1.0), ([], 3.0)
     ]  # fmt: skip
@@ -49,13 +49,13 @@ def test_several_files_globs_and_weights_are_parts_in_their_order():
 
 def test_a_name_with_an_equals_sign_is_a_name_first():
     write(**{"a=2_jsonl": LINE})
-    (part,) = _sources.parts(["a=2.jsonl"])
+    (part,) = _sources.data_sources(["a=2.jsonl"])
     assert names(part) == ["a=2.jsonl"] and part.weight == 1
     write(x_jsonl=LINE)
     Path("x.jsonl=2").write_text(LINE)
     with pytest.raises(UserError, match=r"both x.jsonl and x.jsonl=2 are there. Write x.jsonl=2.0 or x.jsonl=2=1."):
-        _sources.parts(["x.jsonl=2"])
-    assert [(names(p), p.weight) for p in _sources.parts(["x.jsonl=2.0", "x.jsonl=2=1"])] == [
+        _sources.data_sources(["x.jsonl=2"])
+    assert [(names(p), p.weight) for p in _sources.data_sources(["x.jsonl=2.0", "x.jsonl=2=1"])] == [
         (["x.jsonl"], 2.0), (["x.jsonl=2"], 1.0)
     ]  # fmt: skip
 
@@ -83,26 +83,26 @@ def test_what_is_unclear_is_refused(here, data, message):
     write(a_jsonl=LINE, mixed__a_jsonl=LINE, mixed__b_txt="one", splits__train_jsonl=LINE, splits__other_jsonl=LINE)
     (here / "empty").mkdir()
     with pytest.raises(UserError, match=message):
-        _sources.parts(data)
+        _sources.data_sources(data)
 
 
 def test_a_folder_is_its_files_without_what_tells_about_them(capsys):
     write(one__a_jsonl=LINE, one__b__c_csv="text\none", one__README_md="# one", **{"one__.hidden_jsonl": LINE})
-    (part,) = _sources.parts(["one"])
+    (part,) = _sources.data_sources(["one"])
     assert names(part) == ["one/a.jsonl", "one/b/c.csv"]
     assert capsys.readouterr().out == "data: one/README.md: passed over, as what tells about the data\n"
     write(prose__a_txt="one", prose__README_md="two")
-    assert names(_sources.parts(["prose"])[0]) == ["prose/README.md", "prose/a.txt"]
+    assert names(_sources.data_sources(["prose"])[0]) == ["prose/README.md", "prose/a.txt"]
 
 
 def test_of_a_folder_with_splits_the_training_data_is_taken(capsys):
     write(d__train_0_jsonl=LINE, d__train_1_jsonl=LINE, d__test_0_jsonl=LINE, e__validation__a_csv="text\none")
-    (part,) = _sources.parts(["d"])
+    (part,) = _sources.data_sources(["d"])
     assert names(part) == ["d/train_0.jsonl", "d/train_1.jsonl"]
     assert "d/test_0.jsonl: passed over, as by their names they are not to be trained on" in capsys.readouterr().out
-    assert names(_sources.parts(["e"], "--eval-data")[0]) == ["e/validation/a.csv"]
+    assert names(_sources.data_sources(["e"], "--eval-data")[0]) == ["e/validation/a.csv"]
     with pytest.raises(UserError, match="d holds files of several splits"):
-        _sources.parts(["d"], "--eval-data")
+        _sources.data_sources(["d"], "--eval-data")
 
 
 def test_a_mixture_has_each_file_s_rows_as_often_as_its_weight_says():

@@ -7,7 +7,7 @@ import pytest
 
 from liger_jax.commands import _data, _long_text, _token_cache, _training_rows
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._laid_rows import LaidRows, RowParts
+from liger_jax.commands._laid_rows import LaidRows, RowBatches
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
@@ -47,8 +47,8 @@ def test_rows_from_files_are_those_of_all_documents_at_once(source, tmp_path, pa
         np.testing.assert_array_equal(laid[name], array)
         np.testing.assert_array_equal(laid[name][[5, 2]], array[[5, 2]])
         np.testing.assert_array_equal(laid[name][3, :5], array[3, :5])
-    parts = list(RowParts(laid, 4))
-    assert len(parts) == len(RowParts(laid, 4)) == -(-laid.num_rows // 4)
+    parts = list(RowBatches(laid, 4))
+    assert len(parts) == len(RowBatches(laid, 4)) == -(-laid.num_rows // 4)
     for part, other in zip(parts, rows.parts(expected, 4), strict=True):
         np.testing.assert_array_equal(part["labels"], other["labels"])
     found = [laid.tokens.piece(i) for i in range(len(pieces))]

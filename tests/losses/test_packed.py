@@ -250,7 +250,7 @@ def test_rows_over_a_mesh(kind, devices, tokens, rng):
             for level in ("token", "sequence")
         )
 
-    def on_parts(*arrays):
+    def on_shards(*arrays):
         denominator = losses.policy_weights(arrays[3], "grpo", segment_ids=arrays[4], **count)[1]
         denominator = jax.lax.psum(denominator, "rows")
         return jax.lax.psum(loss(*arrays, denominator=denominator), "rows")
@@ -259,7 +259,9 @@ def test_rows_over_a_mesh(kind, devices, tokens, rng):
     expected, truth = run(*arrays)
     placed = [jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows"))) for x in arrays]
     if kind == "shard_map":
-        run = jax.jit(jax.value_and_grad(jax.shard_map(on_parts, mesh=mesh, in_specs=jax.P("rows"), out_specs=jax.P())))
+        run = jax.jit(
+            jax.value_and_grad(jax.shard_map(on_shards, mesh=mesh, in_specs=jax.P("rows"), out_specs=jax.P()))
+        )
     with jax.set_mesh(mesh):
         found, gradient = run(*placed)
     close(found, expected, EXACT, scale=1.0)

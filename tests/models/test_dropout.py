@@ -154,7 +154,7 @@ def test_inside_shard_map_rows_need_numbers(rng, devices):
         return model.log_probs(tokens, labels=tokens).log_probs
 
     jax.eval_shape(jax.shard_map(reference, **by_rows), tokens)  # drops nothing, and needs no numbers
-    parts = Layout(batch=(), fsdp=(), sequence="data").sequence_parts({"data": len(devices)})
+    parts = Layout(batch=(), fsdp=(), sequence="data").sequence_shards({"data": len(devices)})
     of_split_rows = lambda tokens: token_words(tokens.shape, pieces=tokens, sequence=parts)
     with pytest.raises(ValueError, match="where a device does not know which positions of a row it has"):
         jax.eval_shape(jax.shard_map(of_split_rows, **by_rows), tokens)

@@ -256,11 +256,11 @@ def gradients_on_parts(loss, axes, way):
         own = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), parameters)
         return jax.lax.psum(jax.value_and_grad(loss)(own, batch), axes)
 
-    on_parts = functools.partial(jax.shard_map, in_specs=(P(), P(axes)), axis_names={*axes})
+    on_shards = functools.partial(jax.shard_map, in_specs=(P(), P(axes)), axis_names={*axes})
     if way == WAYS[0]:
         summed = lambda parameters, batch: jax.lax.psum(loss(parameters, batch), axes)
-        return jax.jit(jax.value_and_grad(on_parts(summed, out_specs=P())))
-    return jax.jit(on_parts(inside, out_specs=(P(), P())))
+        return jax.jit(jax.value_and_grad(on_shards(summed, out_specs=P())))
+    return jax.jit(on_shards(inside, out_specs=(P(), P())))
 
 
 def assert_same_gradients(found, expected):

@@ -182,10 +182,10 @@ def test_a_shard_map_around_the_model_gives_the_whole_batch_s_gradients(kind, de
         output = model(tokens, labels=tokens, return_logits=True, loss_normalizer=5.0)
         return output.loss + c * jnp.sum(output.logits**2)
 
-    def on_parts(*arguments):
+    def on_shards(*arguments):
         local = lambda *arguments: jax.lax.psum(total(*arguments), "data")
         return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P("data"), P()), out_specs=P())(*arguments)
 
     arguments = state, tokens, jnp.array([1.0, -0.5]), jnp.float32(0.1)
-    found, expected = (jax.jit(jax.value_and_grad(f, (0, 2, 3)))(*arguments) for f in (on_parts, total))
+    found, expected = (jax.jit(jax.value_and_grad(f, (0, 2, 3)))(*arguments) for f in (on_shards, total))
     jax.tree.map(lambda x, y: close(x, y, atol=1e-4 * np.max(np.abs(y))), found, expected)

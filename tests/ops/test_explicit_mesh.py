@@ -220,11 +220,11 @@ def test_gradients_are_right_in_a_shard_map_over_the_other_axes(name, mesh, rng)
     value_and_gradients = lambda f: jax.jit(jax.value_and_grad(f, argnums=range(len(arrays))))
     expected = value_and_gradients(loss)(*arrays)
     with jax.set_mesh(mesh):
-        on_parts = jax.shard_map(
+        on_shards = jax.shard_map(
             lambda *arrays: jax.lax.psum(loss(*arrays), "data"), in_specs=specs, out_specs=P(), axis_names={"data"}
         )
         placed = [jax.device_put(x, BATCH if spec else P()) for x, spec in zip(arrays, specs, strict=True)]
-        found = value_and_gradients(on_parts)(*placed)
+        found = value_and_gradients(on_shards)(*placed)
     for x, truth in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert largest_error(np.asarray(x), truth) <= TOLERANCE
 

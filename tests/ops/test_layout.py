@@ -48,4 +48,4 @@ def test_a_head_whose_mesh_axes_have_one_device_is_not_split():
     assert head_split(P("data"), sizes) is None
     assert head_split(P(), sizes) is None
     split = head_split(P("data", "fsdp"), sizes)
-    assert split is not None and split.parts == (1, 4) and split.spec == P("data", "fsdp")
+    assert split is not None and split.shards == (1, 4) and split.spec == P("data", "fsdp")

@@ -12,7 +12,7 @@ from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops._place import Place, place_of
 from liger_jax.ops.layout import are_seen, gathered
-from liger_jax.ops.linear._parts import parts_of
+from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
 from liger_jax.ops.linear.distillation_plan import KERNELS, DistillationProblem, plan_distillation
 from liger_jax.ops.linear.plan import Plan
@@ -245,30 +245,30 @@ def loss(student: Head, teacher: Head | TopK, labels: Any, where: Any, denominat
     if options.vocab_axis is not None or not are_seen(*heads):
         return _local(student, teacher, labels, where, denominator, options, static, ())
     op = static.op
-    parts = parts_of(op, student.hidden, student.weight, options.student.vocab_dim)
-    specs = [(parts.hidden, parts.weight, parts.vocabulary), (parts.hidden, parts.hidden)]
+    shards = shards_of(op, student.hidden, student.weight, options.student.vocab_dim)
+    specs = [(shards.hidden, shards.weight, shards.vocabulary), (shards.hidden, shards.hidden)]
     sent_of_teacher = P()
     if isinstance(teacher, Head):
-        own = parts_of(op, student.hidden, teacher.weight, options.teacher.vocab_dim)
-        if own.vocab_axis != parts.vocab_axis:
+        own = shards_of(op, student.hidden, teacher.weight, options.teacher.vocab_dim)
+        if own.vocab_axis != shards.vocab_axis:
             raise ValueError(
-                f"{op}: the student's vocabulary is split over the mesh axis {parts.vocab_axis}, and the teacher's "
+                f"{op}: the student's vocabulary is split over the mesh axis {shards.vocab_axis}, and the teacher's "
                 f"over {own.vocab_axis}. Move one of the heads by jax.sharding.reshard."
             )
         specs[1], sent_of_teacher = (own.hidden, own.weight, own.vocabulary), own.along_tokens
-    own_options = dataclasses.replace(options, vocab_axis=parts.vocab_axis)
+    own_options = dataclasses.replace(options, vocab_axis=shards.vocab_axis)
 
     def local(*arrays):
         student, rest = Head(*arrays[:3]), arrays[3:]
         own_teacher, (labels, where, denominator) = type(teacher)(*rest[: len(specs[1])]), rest[len(specs[1]) :]
-        student = student._replace(weight=gathered(student.weight, parts.along_tokens))
+        student = student._replace(weight=gathered(student.weight, shards.along_tokens))
         if isinstance(own_teacher, Head):
             own_teacher = own_teacher._replace(weight=gathered(own_teacher.weight, sent_of_teacher))
-        return _local(student, own_teacher, labels, where, denominator, own_options, static, parts.token_axes)
+        return _local(student, own_teacher, labels, where, denominator, own_options, static, shards.token_axes)
 
     arrays = *student, *teacher, labels, where, denominator
-    out = parts.tokens if static.reduction == "none" else P()
-    return _explicit.on_parts(op, local, arrays, (*specs[0], *specs[1], parts.tokens, parts.tokens, P()), out)
+    out = shards.tokens if static.reduction == "none" else P()
+    return _explicit.on_shards(op, local, arrays, (*specs[0], *specs[1], shards.tokens, shards.tokens, P()), out)
 
 
 def _local(student, teacher, labels, where, denominator, options, static, token_axes):

@@ -5,7 +5,7 @@ devices gather these, in the products' dtype. The kernels read the gathered slic
 Then it is dropped, and its gradient is summed over the devices and scattered at once. So a slice holds the same few
 entries of every part, and its columns have to be told from the vocabulary's entries:
 
-    column = owner · size + place        entry = owner · entries_of_a_part + start + place
+    column = owner · size + place        entry = owner · entries_of_a_shard + start + place
 
 In mode "fast" every chunk of tokens reads the whole weight. There it is gathered once, and its gradient scattered once.
 """
@@ -41,7 +41,7 @@ def statistics(
         return jax.tree.map(lambda all_, x: put(all_, x[None], start // slices.size), statistics, own)
 
     kinds = jax.eval_shape(lambda: run(slices.take(0, slices.size)))
-    number = cdiv(slices.entries_of_a_part, slices.size)
+    number = cdiv(slices.entries_of_a_shard, slices.size)
     start = jax.tree.map(lambda x: full_like(inputs.hidden, (number, n), 0, x.dtype), kinds)
     return _merged(slices.over(body, start), logit)
 
@@ -68,13 +68,13 @@ def gradients(
         if needs.hidden:
             dhidden += own.hidden.astype(jnp.float32)
         if needs.bias:
-            dbias = put(dbias, own.bias.reshape(slices.parts, size), start, 1)
+            dbias = put(dbias, own.bias.reshape(slices.shards, size), start, 1)
         return Gradients(dhidden, dweight, dbias)
 
     zeros = Gradients(
         full_like(hidden, hidden.shape, 0, jnp.float32) if needs.hidden else None,
         full_like(hidden, weight.shape, 0, weight.dtype) if needs.weight else None,
-        full_like(hidden, (slices.parts, slices.entries_of_a_part), 0, bias.dtype) if needs.bias else None,
+        full_like(hidden, (slices.shards, slices.entries_of_a_shard), 0, bias.dtype) if needs.bias else None,
     )
     dhidden, dweight, dbias = slices.over(body, zeros)
     return Gradients(
@@ -87,32 +87,32 @@ class _Slices:
 
     def __init__(self, inputs: Inputs, split: HeadSplit, vocab_dim: int, entries: int) -> None:
         self.inputs, self.split, self.vocab_dim = inputs, split, vocab_dim
-        self.parts = split.parts[vocab_dim]
-        self.entries_of_a_part = inputs.weight.shape[vocab_dim]
-        self.size = min(max(1, entries // self.parts), self.entries_of_a_part)
+        self.shards = split.shards[vocab_dim]
+        self.entries_of_a_shard = inputs.weight.shape[vocab_dim]
+        self.size = min(max(1, entries // self.shards), self.entries_of_a_shard)
         self.dtype = split.whole(inputs.weight, inputs.hidden).dtype
 
     def over(self, body: Callable[[Any, Any, int], Any], carry: Any) -> Any:
         """carry = body(carry, start, size) for each slice."""
-        return over_slices(self.entries_of_a_part, self.size, body, carry, last_waits=True)
+        return over_slices(self.entries_of_a_shard, self.size, body, carry, last_waits=True)
 
     def take(self, start: Any, size: int) -> Inputs:
         """The inputs with the gathered slice as the vocabulary."""
         hidden, weight, labels, bias, class_weights = self.inputs
-        owner, place = labels // self.entries_of_a_part, labels % self.entries_of_a_part - start
+        owner, place = labels // self.entries_of_a_shard, labels % self.entries_of_a_shard - start
         is_here = (labels >= 0) & (place >= 0) & (place < size)
         # The label of another slice must match no column of this one, and no column of padding after them.
         missing = jnp.where(labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL)
         column = jnp.where(is_here, owner * size + place, missing)
         part = take(weight, start, size, self.vocab_dim).astype(self.dtype)
         return Inputs(hidden, gathered(part, self.split.spec), column, *(
-            None if x is None else take(x.reshape(self.parts, -1), start, size, 1).reshape(-1)
+            None if x is None else take(x.reshape(self.shards, -1), start, size, 1).reshape(-1)
             for x in (bias, class_weights)
         ))  # fmt: skip
 
     def entry_of(self, column: jax.Array, start: Any, size: int) -> jax.Array:
         """The vocabulary's entry of a slice's column."""
-        return column // size * self.entries_of_a_part + start + column % size
+        return column // size * self.entries_of_a_shard + start + column % size
 
 
 def _merged(slices: Statistics, options: LogitOptions) -> Statistics:

@@ -11,7 +11,7 @@ from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.layout import are_seen
-from liger_jax.ops.linear._parts import parts_of
+from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear._sum import RowLoss, linear_sum
 from liger_jax.ops.linear.plan import choose_mode
@@ -173,23 +173,23 @@ def named_loss(
     if vocab_axis is not None or split is not None:
         return _local(*arrays, options=loss_options, vocab_axis=vocab_axis, split=split, **static)
     _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
-    by_device = _on_parts if are_seen(hidden, weight) else _local
+    by_device = _on_shards if are_seen(hidden, weight) else _local
     return by_device(*arrays, options=loss_options, **static)
 
 
 # --- the computation of one device ------------------------------------------------------------------------------------
 
 
-def _on_parts(hidden, weight, labels, bias, where, token_weights, class_weights, *, options, **static):
+def _on_shards(hidden, weight, labels, bias, where, token_weights, class_weights, *, options, **static):
     """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
     op = options.op
-    parts = parts_of(op, hidden, weight, static["weight_layout"].index("v"))
-    own = dataclasses.replace(options, token_axes=parts.token_axes)
-    local = functools.partial(_local, options=own, vocab_axis=parts.vocab_axis, split=parts.split, **static)
-    tokens, vocabulary = parts.tokens, parts.vocabulary
-    specs = parts.hidden, parts.weight, tokens, vocabulary, tokens, tokens, vocabulary
+    shards = shards_of(op, hidden, weight, static["weight_layout"].index("v"))
+    own = dataclasses.replace(options, token_axes=shards.token_axes)
+    local = functools.partial(_local, options=own, vocab_axis=shards.vocab_axis, split=shards.split, **static)
+    tokens, vocabulary = shards.tokens, shards.vocabulary
+    specs = shards.hidden, shards.weight, tokens, vocabulary, tokens, tokens, vocabulary
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
-    return _explicit.loss_on_parts(op, local, arrays, specs, tokens, options.reduction, static["return_metrics"])
+    return _explicit.loss_on_shards(op, local, arrays, specs, tokens, options.reduction, static["return_metrics"])
 
 
 def _local(

@@ -13,7 +13,7 @@ from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.layout import are_seen
-from liger_jax.ops.linear._parts import parts_of
+from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear.split_head import SplitHead, taken_apart
 from liger_jax.pallas_kernels.cross_entropy import formulas
@@ -144,15 +144,15 @@ def fused_linear_log_probs(
     if vocab_axis is not None or split is not None:
         return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
-    return (_on_parts if are_seen(hidden, weight) else _local)(*arrays, **static)
+    return (_on_shards if are_seen(hidden, weight) else _local)(*arrays, **static)
 
 
-def _on_parts(hidden, weight, labels, bias, where, **static) -> TokenLogProbs:
+def _on_shards(hidden, weight, labels, bias, where, **static) -> TokenLogProbs:
     """The log-probabilities of tokens on an Explicit mesh: each device computes its own tokens'."""
-    parts = parts_of(OP, hidden, weight, static["linear"].vocab_dim)
-    local = functools.partial(_local, vocab_axis=parts.vocab_axis, split=parts.split, **static)
-    specs = parts.hidden, parts.weight, parts.tokens, parts.vocabulary, parts.tokens
-    return _explicit.on_parts(OP, local, (hidden, weight, labels, bias, where), specs, parts.tokens)
+    shards = shards_of(OP, hidden, weight, static["linear"].vocab_dim)
+    local = functools.partial(_local, vocab_axis=shards.vocab_axis, split=shards.split, **static)
+    specs = shards.hidden, shards.weight, shards.tokens, shards.vocabulary, shards.tokens
+    return _explicit.on_shards(OP, local, (hidden, weight, labels, bias, where), specs, shards.tokens)
 
 
 def _local(

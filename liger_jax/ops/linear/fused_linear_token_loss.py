@@ -16,7 +16,7 @@ from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.layout import are_seen
-from liger_jax.ops.linear._parts import parts_of
+from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear._sum import RowLoss, linear_sum
 from liger_jax.ops.linear.plan import choose_mode
@@ -169,7 +169,7 @@ def fused_linear_token_loss(
     if vocab_axis is not None or split is not None:
         return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
-    return (_on_parts if are_seen(hidden, weight) else _local)(*arrays, **static)
+    return (_on_shards if are_seen(hidden, weight) else _local)(*arrays, **static)
 
 
 # --- the function of one token ----------------------------------------------------------------------------------------
@@ -297,22 +297,22 @@ def _as_denominator(denominator: Any) -> jax.Array:
 # --- the computation of one device, and of many -----------------------------------------------------------------------
 
 
-def _on_parts(hidden, weight, labels, bias, where, per_token, constants, *, options, **static):
+def _on_shards(hidden, weight, labels, bias, where, per_token, constants, *, options, **static):
     """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
-    parts = parts_of(OP, hidden, weight, static["linear"].vocab_dim)
-    own = dataclasses.replace(options, token_axes=parts.token_axes)
+    shards = shards_of(OP, hidden, weight, static["linear"].vocab_dim)
+    own = dataclasses.replace(options, token_axes=shards.token_axes)
 
     def local(hidden, weight, labels, bias, where, *rest):
         per_token_here, constants_here = rest[: len(per_token)], rest[len(per_token) :]
         return _local(
             hidden, weight, labels, bias, where, per_token_here, constants_here,
-            options=own, vocab_axis=parts.vocab_axis, split=parts.split, **static,
+            options=own, vocab_axis=shards.vocab_axis, split=shards.split, **static,
         )  # fmt: skip
 
-    specs = parts.hidden, parts.weight, parts.tokens, parts.vocabulary, parts.tokens
-    specs = *specs, *(parts.tokens for _ in per_token), *(P() for _ in constants)
+    specs = shards.hidden, shards.weight, shards.tokens, shards.vocabulary, shards.tokens
+    specs = *specs, *(shards.tokens for _ in per_token), *(P() for _ in constants)
     arrays = hidden, weight, labels, bias, where, *per_token, *constants
-    return _explicit.on_parts(OP, local, arrays, specs, (P(), parts.tokens))
+    return _explicit.on_shards(OP, local, arrays, specs, (P(), shards.tokens))
 
 
 def _local(

@@ -16,50 +16,50 @@ class HeadSplit:
     """How the devices that split the tokens split a head's weight, too."""
 
     axes: tuple[Names, Names]  # for each dimension of the weight, the mesh axes that split it
-    parts: tuple[int, int]  # for each dimension, into how many parts
+    shards: tuple[int, int]  # for each dimension, into how many shards
 
     @property
     def spec(self) -> P:
         """The spec of the weight."""
         return P(*(axes or None for axes in self.axes))
 
-    def whole(self, part: Any, hidden: Any) -> jax.ShapeDtypeStruct:
+    def whole(self, shard: Any, hidden: Any) -> jax.ShapeDtypeStruct:
         """The type of the gathered weight."""
-        shape = tuple(size * parts for size, parts in zip(part.shape, self.parts, strict=True))
-        return jax.ShapeDtypeStruct(shape, sent_dtype(part.dtype, hidden.dtype))
+        shape = tuple(size * shards for size, shards in zip(shard.shape, self.shards, strict=True))
+        return jax.ShapeDtypeStruct(shape, sent_dtype(shard.dtype, hidden.dtype))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SplitHead:
-    """This device's part of a head's weight. The linear losses take it in the weight's place."""
+    """This device's shard of a head's weight. The linear losses take it in the weight's place."""
 
-    part: jax.Array  # the part, inside `jax.shard_map`
+    shard: jax.Array  # the shard, inside `jax.shard_map`
     split: HeadSplit = dataclasses.field(metadata=dict(static=True))  # how the devices split the weight
 
     @property
     def dtype(self) -> Any:
         """The weight's dtype."""
-        return self.part.dtype
+        return self.shard.dtype
 
 
 def head_split(spec: P, sizes: Mapping[str, int]) -> HeadSplit | None:
     """The split of a head that is sharded as a spec says.
 
     >>> head_split(P(("data", "fsdp")), {"data": 2, "fsdp": 4})
-    HeadSplit(axes=(('data', 'fsdp'), ()), parts=(8, 1))
+    HeadSplit(axes=(('data', 'fsdp'), ()), shards=(8, 1))
     """
     first, second = (names(entry) for entry in full_spec(spec, 2))
-    parts = [math.prod(sizes[name] for name in axes) for axes in (first, second)]
-    return HeadSplit((first, second), (parts[0], parts[1])) if max(parts) > 1 else None
+    shards = [math.prod(sizes[name] for name in axes) for axes in (first, second)]
+    return HeadSplit((first, second), (shards[0], shards[1])) if max(shards) > 1 else None
 
 
 def taken_apart(weight: Any) -> tuple[Any, HeadSplit | None]:
     """A linear loss's weight, and how it is split.
 
-    Returns (the weight or this device's part of it, its split or None).
+    Returns (the weight or this device's shard of it, its split or None).
     """
-    return (weight.part, weight.split) if isinstance(weight, SplitHead) else (weight, None)
+    return (weight.shard, weight.split) if isinstance(weight, SplitHead) else (weight, None)
 
 
 def whole_weight(weight: jax.Array, split: HeadSplit | None, hidden: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Runs a function on every device's part of its operands, and gathers parameters that are split there."""
+"""Runs a function on every device's shard of its operands, and gathers parameters that are split there."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from liger_jax.ops.layout import gathered
 from liger_jax.ops.linear.split_head import HeadSplit, SplitHead, head_split
 
 
-def on_parts(
+def on_shards(
     function: Callable[..., Any],
     split: tuple[Any, ...],
     whole: tuple[Any, ...],
@@ -27,8 +27,8 @@ def on_parts(
     `whole`: arrays that are whole inside the function. A matrix enters split over `fsdp` if that divides its rows.
     `axes`: the mesh's axes that are not Manual yet. Inside the function all are.
     """
-    names, parts = tuple(fsdp), math.prod(fsdp.values())
-    is_cut = [bool(names) and x is not None and x.ndim == 2 and x.shape[0] % parts == 0 for x in whole]
+    names, shards = tuple(fsdp), math.prod(fsdp.values())
+    is_cut = [bool(names) and x is not None and x.ndim == 2 and x.shape[0] % shards == 0 for x in whole]
     # A quantised head is small, and enters whole.
     split_of_head = _split_of(head, fsdp) if isinstance(head, jax.Array) else None
 
@@ -51,7 +51,7 @@ def mapped(function: Callable[..., Any], specs: Any, out: Any, axes: tuple[str, 
 
 def _split_of(head: jax.Array, fsdp: Mapping[str, int]) -> HeadSplit | None:
     """How mesh axes split a head (V, D): its vocabulary, or else its width. None where they divide neither."""
-    names, parts = tuple(fsdp), math.prod(fsdp.values())
-    if head.shape[0] % parts == 0:
+    names, shards = tuple(fsdp), math.prod(fsdp.values())
+    if head.shape[0] % shards == 0:
         return head_split(P(names), fsdp)
-    return head_split(P(None, names), fsdp) if head.shape[1] % parts == 0 else None
+    return head_split(P(None, names), fsdp) if head.shape[1] % shards == 0 else None

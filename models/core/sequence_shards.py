@@ -27,19 +27,19 @@ _PADDING = {"shift_labels": IGNORE_INDEX}
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceParts:
+class SequenceShards:
     """A mesh axis that splits rows over several devices."""
 
     axis: str  # its name
     size: int  # its devices c, more than one
-    # What the length of a row is a multiple of: 2c chunks, and on each device equal parts for the devices of a tensor
+    # What the length of a row is a multiple of: 2c chunks, and on each device equal shards for the devices of a tensor
     # axis.
     multiple: int
     rows: P  # how arrays (B, …) are sharded whose rows are whole
 
     @classmethod
-    def of(cls, axis: str, sizes: Mapping[str, int], tensor: str | None, rows: P) -> "SequenceParts":
-        """The parts on a mesh."""
+    def of(cls, axis: str, sizes: Mapping[str, int], tensor: str | None, rows: P) -> "SequenceShards":
+        """The shards on a mesh."""
         size = sizes[axis]
         return cls(axis, size, size * math.lcm(2, sizes.get(tensor, 1) if tensor else 1), rows)
 

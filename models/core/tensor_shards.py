@@ -1,4 +1,4 @@
-"""How a mesh axis splits a model's matrices and its positions: the parts that tensor parallelism is made of."""
+"""How a mesh axis splits a model's matrices and its positions: the shards that tensor parallelism is made of."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.expert_parts import EXPERTS, entries_of_experts, width_field
+from liger_jax.models.core.expert_shards import EXPERTS, entries_of_experts, width_field
 from liger_jax.models.core.parameters import ParameterInfo
 from liger_jax.models.core.partitions import partition
 from liger_jax.ops.layout import Names
@@ -18,7 +18,7 @@ KEY_HEADS = ("k_proj", "v_proj")
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorParts:
+class TensorShards:
     """A mesh axis that splits heads, feed-forwards and the vocabulary over several devices."""
 
     axis: str  # its name
@@ -42,8 +42,8 @@ class TensorParts:
         sequence: str | None,
         expert: str | None,
         between: P,
-    ) -> "TensorParts":
-        """The parts on a mesh, of a layout whose other axes the mesh may lack."""
+    ) -> "TensorShards":
+        """The shards on a mesh, of a layout whose other axes the mesh may lack."""
         has = lambda names: tuple(name for name in names if name in sizes)
         experts = sizes.get(expert, 1) if expert else 1
         return cls(
@@ -104,12 +104,12 @@ class TensorParts:
         is_vector = info.kind in ("bias", "norm")
         other = info.out_axis if is_vector else self.fsdp_axis(info, shape[-2] if len(shape) > 1 else 0)
         if other is not None and self.fsdp_size > 1:
-            parts = self.fsdp_size * (self.size if entries[other] else 1)
-            if shape[other] % parts == 0:
+            shards = self.fsdp_size * (self.size if entries[other] else 1)
+            if shape[other] % shards == 0:
                 entries[other] = (*entries[other], *self.fsdp)
             elif not is_vector:
                 names = "·".join((*entries[other], *self.fsdp))
-                raise ValueError(self.does_not_divide(names, parts, other, info, shape))
+                raise ValueError(self.does_not_divide(names, shards, other, info, shape))
         return partition(*entries)
 
     def check(self, config: Any) -> None:
@@ -164,7 +164,8 @@ class TensorParts:
         return vocab_size % (self.size * self.fsdp_size) == 0
 
     def of_vocabulary(self, vocab_size: int, width: int) -> P:
-        """How an embedding or a head (V, D) is sharded, padded so that the devices of the tensor axis have equal parts.
+        """How an embedding or a head (V, D) is sharded, padded so that the devices of the tensor axis have equal
+        shards.
 
         A head with an adapter's columns may be of a width that fsdp does not divide.
         """
@@ -186,11 +187,11 @@ class TensorParts:
             start += heads * width
         return jnp.concatenate(by_devices, axis=-1)
 
-    def does_not_divide(self, names: str, parts: int, axis: int, info: ParameterInfo, shape: tuple[int, ...]) -> str:
+    def does_not_divide(self, names: str, shards: int, axis: int, info: ParameterInfo, shape: tuple[int, ...]) -> str:
         """The sentence that says that so many devices do not divide an axis of a parameter of this shape."""
         return (
-            f"{names}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
-            f"that divides {shape[axis]}; the nearest to {parts} is {nearest_divisor(shape[axis], parts)}."
+            f"{names}={shards} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a "
+            f"size that divides {shape[axis]}; the nearest to {shards} is {nearest_divisor(shape[axis], shards)}."
         )
 
 

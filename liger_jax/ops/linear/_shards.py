@@ -12,8 +12,8 @@ from liger_jax.ops.linear.split_head import HeadSplit, head_split
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """The part of a linear loss that one device computes, as the types of its hidden states and its weight say."""
+class Shards:
+    """The shard of a linear loss that one device computes, as the types of its hidden states and its weight say."""
 
     tokens: P  # how tokens are sharded
     token_axes: Names  # the mesh axes that split them
@@ -37,8 +37,8 @@ class Parts:
         return along(self.weight, self.token_axes)
 
 
-def parts_of(op: str, hidden: jax.Array, weight: jax.Array, vocab_dim: int) -> Parts:
-    """The parts of hidden states (..., D) and of a weight, whose axis `vocab_dim` is the vocabulary.
+def shards_of(op: str, hidden: jax.Array, weight: jax.Array, vocab_dim: int) -> Shards:
+    """The shards of hidden states (..., D) and of a weight, whose axis `vocab_dim` is the vocabulary.
 
     A mesh axis that splits the weight and the tokens is FSDP's.
     """
@@ -53,4 +53,4 @@ def parts_of(op: str, hidden: jax.Array, weight: jax.Array, vocab_dim: int) -> P
         )
     mesh: Any = mesh_of(weight)  # None if every device has it whole
     split = None if mesh is None else head_split(along(spec, token_axes), mesh.shape)
-    return Parts(tokens, token_axes, spec, vocab_axes[0] if vocab_axes else None, split)
+    return Shards(tokens, token_axes, spec, vocab_axes[0] if vocab_axes else None, split)

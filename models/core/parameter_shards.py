@@ -22,7 +22,7 @@ _ADAPTERS_OF_EXPERTS = ("experts_lora_a", "experts_lora_b")
 
 
 @dataclasses.dataclass(frozen=True)
-class ParameterParts:
+class ParameterShards:
     """Mesh axes that split parameters, and one that splits experts."""
 
     fsdp: Names  # the axes that split parameters
@@ -41,16 +41,16 @@ class ParameterParts:
             return self._of_experts(info, shape)
         if (of_fsdp := self._of_fsdp(info, shape)) is not None:
             return of_fsdp
-        parts = math.prod(self.sizes[name] for name in self.fsdp)
-        axis = _split_axis(info, shape, parts)
+        shards = math.prod(self.sizes[name] for name in self.fsdp)
+        axis = _split_axis(info, shape, shards)
         split = "·".join(self.fsdp)
         others = next((name for name in self.batch if name not in self.fsdp), "an axis that splits the batch alone")
         padded = (
             " Layout(tensor=…) pads a vocabulary that its axis does not divide." if info.kind == "embedding" else ""
         )
         raise ValueError(
-            f"{split}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
-            f"that divides {shape[axis]}, and give the other devices to {others}.{padded}"
+            f"{split}={shards} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a "
+            f"size that divides {shape[axis]}, and give the other devices to {others}.{padded}"
         )
 
     def gathered(self, parameters: Any, dtype: Any) -> Any:
@@ -85,32 +85,32 @@ class ParameterParts:
             )
         others = tuple(name for name in self.fsdp if name != expert)
         split = info.in_axis if info.kind == "experts" else info.out_axis
-        parts = math.prod(self.sizes[name] for name in others)
-        if parts > 1 and split is not None and info.kind.startswith("experts"):
-            if shape[axis] % (parts * self.sizes[expert]) == 0:
+        shards = math.prod(self.sizes[name] for name in others)
+        if shards > 1 and split is not None and info.kind.startswith("experts"):
+            if shape[axis] % (shards * self.sizes[expert]) == 0:
                 entries[axis] = (expert, *others)
-            elif shape[split] % parts == 0:
+            elif shape[split] % shards == 0:
                 entries[split] = others
         return partition(*entries)
 
     def _of_fsdp(self, info: ParameterInfo, shape: tuple[int, ...]) -> P | None:
         """How fsdp splits a parameter; `None` for a matrix that it does not divide."""
-        parts = math.prod(self.sizes.get(name, 1) for name in self.fsdp)
-        if parts == 1 or info.kind in _WHOLE:
+        shards = math.prod(self.sizes.get(name, 1) for name in self.fsdp)
+        if shards == 1 or info.kind in _WHOLE:
             return P()
-        axis = _split_axis(info, shape, parts)
-        if shape[axis] % parts == 0:
+        axis = _split_axis(info, shape, shards)
+        if shape[axis] % shards == 0:
             return partition(*[None] * axis, tuple(name for name in self.fsdp if name in self.sizes))
         return P() if info.in_axis is None or info.kind in _ADAPTERS_OF_EXPERTS else None
 
 
-def _split_axis(info: ParameterInfo, shape: tuple[int, ...], parts: int) -> Any:
+def _split_axis(info: ParameterInfo, shape: tuple[int, ...], shards: int) -> Any:
     """The axis of a parameter that so many devices of fsdp split.
 
     Experts are gathered as they are. XLA would transpose a matrix's inputs, and does so for all layers at once.
     """
     experts = info.expert_axis
-    if info.kind in _ADAPTERS_OF_EXPERTS or experts is not None and shape[experts] % parts == 0:
+    if info.kind in _ADAPTERS_OF_EXPERTS or experts is not None and shape[experts] % shards == 0:
         return experts
     return info.in_axis if info.kind in ("embedding", "kernel", "router", "experts") else info.out_axis
 

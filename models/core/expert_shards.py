@@ -19,41 +19,41 @@ from liger_jax.ops.layout import Names
 EXPERTS = "experts"  # the kind of a layer whose feed-forward is `ExpertsFeedForward`
 
 
-def entries_of_experts(parts: Any, info: ParameterInfo, shape: tuple[int, ...]) -> list[Names]:
+def entries_of_experts(shards: Any, info: ParameterInfo, shape: tuple[int, ...]) -> list[Names]:
     """How a parameter of a layer's experts is sharded over the mesh."""
     entries: list[Names] = [() for _ in shape]
     sizes = {}
     experts: Any = info.expert_axis
-    if parts.expert is not None:
-        entries[experts], sizes[experts] = (parts.expert,), parts.expert_size
+    if shards.expert is not None:
+        entries[experts], sizes[experts] = (shards.expert,), shards.expert_size
     if info.tensor_axis is not None:
-        entries[info.tensor_axis], sizes[info.tensor_axis] = (parts.axis,), parts.size
-    other = _other_axis(parts, info, shape[experts], shape[-2])
-    if other is not None and parts.others:
-        entries[other], sizes[other] = (*entries[other], *parts.others), sizes.get(other, 1) * parts.others_size
+        entries[info.tensor_axis], sizes[info.tensor_axis] = (shards.axis,), shards.size
+    other = _other_axis(shards, info, shape[experts], shape[-2])
+    if other is not None and shards.others:
+        entries[other], sizes[other] = (*entries[other], *shards.others), sizes.get(other, 1) * shards.others_size
     for axis, size in sizes.items():
         if shape[axis] % size:
-            raise ValueError(parts.does_not_divide("·".join(entries[axis]), size, axis, info, shape))
+            raise ValueError(shards.does_not_divide("·".join(entries[axis]), size, axis, info, shape))
     return entries
 
 
-def own_experts(parts: Any, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
+def own_experts(shards: Any, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
     """A parameter of one layer's experts as this device uses it, inside `jax.shard_map`.
 
     Returns the parameter of this device's experts and columns. The bias of a sum over devices is this device's share.
     """
     experts, is_down = config.experts, any(name.startswith("down") for name in info.name.split("."))
-    other = _other_axis(parts, info, experts.count, experts.width if is_down else config.hidden_size)
-    if other is not None and parts.others:
-        x = jax.lax.all_gather(x, parts.others, axis=other, tiled=True)
+    other = _other_axis(shards, info, experts.count, experts.width if is_down else config.hidden_size)
+    if other is not None and shards.others:
+        x = jax.lax.all_gather(x, shards.others, axis=other, tiled=True)
     if is_down:
-        return x / parts.size if info.kind == "experts_bias" else x
+        return x / shards.size if info.kind == "experts_bias" else x
     if info.kind == "experts_lora_a":
         return x
-    x = parts.by_devices(x, ((experts.width, 1),) * 2)
+    x = shards.by_devices(x, ((experts.width, 1),) * 2)
     if info.tensor_axis is None:
-        return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(parts.axis), x.ndim - 2, keepdims=False)
-    x = jax.lax.all_to_all(x, parts.axis, split_axis=x.ndim - 2, concat_axis=x.ndim - 3, tiled=True)
+        return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(shards.axis), x.ndim - 2, keepdims=False)
+    x = jax.lax.all_to_all(x, shards.axis, split_axis=x.ndim - 2, concat_axis=x.ndim - 3, tiled=True)
     return x.squeeze(-2)
 
 
@@ -62,12 +62,12 @@ def width_field(config: Any) -> str:
     return "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
 
 
-def _other_axis(parts: Any, info: ParameterInfo, count: int, in_width: int) -> int | None:
+def _other_axis(shards: Any, info: ParameterInfo, count: int, in_width: int) -> int | None:
     """The axis that fsdp splits, by the number of experts and the size of a weight's inputs; `None` for none."""
     if info.kind == "experts_bias":
         return None
-    if count % (parts.expert_size * parts.others_size) == 0:
+    if count % (shards.expert_size * shards.others_size) == 0:
         return info.expert_axis
     if info.kind == "experts":
-        return info.out_axis if in_width % (parts.size * parts.others_size) else info.in_axis
+        return info.out_axis if in_width % (shards.size * shards.others_size) else info.in_axis
     return None if info.kind in ("experts_lora_a", "experts_lora_b") else info.out_axis  # blocks of codes stay whole
