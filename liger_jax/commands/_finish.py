@@ -1,13 +1,24 @@
 """How a training run ends: which step its result is of, what stays in its folder, and its last words."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from liger_jax.commands import _output
 from liger_jax.commands._decided_run import Run
+from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
 from liger_jax.training import Checkpoints
 from liger_jax.training.loop import figure
+
+
+def check_learned(run: Run, log: list[dict[str, Any]]) -> None:
+    """Refuses to make a result of a run whose rewards have never been numbers."""
+    if all(math.isnan(row[run.task.main_figure]) for row in log):
+        raise UserError(
+            f"No completion of all {len(log)} steps has a reward, since the functions have answered each with None. So "
+            "nothing was learned, and no model is written. Let them return numbers, and pass --fresh."
+        )
 
 
 def best_state(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:

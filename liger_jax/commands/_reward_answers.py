@@ -37,10 +37,11 @@ class Notes:
         """The mean of each metric, of the values that are not NaN."""
         by_metric: dict[str, list[float]] = {}
         for metric, value in self._metrics:
-            if not isinstance(metric, str) or metric in _OF_THE_RUN or metric.startswith(_KINDS_OF_THE_RUN):
+            if not isinstance(metric, str):
+                raise UserError(f"The reward {name} logs a metric {shown(metric)}, and its name must be a text.")
+            if metric in _OF_THE_RUN or metric.startswith(_KINDS_OF_THE_RUN):
                 raise UserError(
-                    f"The reward {name} logs a metric {shown(metric)}, which is a figure of the run, or no "
-                    "text. Rename it."
+                    f"The reward {name} logs a metric {shown(metric)}, which is a figure of the run. Rename it."
                 )
             if (figure := number(value)) is None:
                 raise UserError(f"The reward {name} logs {shown(value)} as {metric!r}, and must log a number.")

@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 import inspect
 import math
+import operator
 import os.path
 import sys
 import traceback
@@ -117,10 +118,31 @@ def found(text: str, home: str | None, seconds: float, tell: Callable[[str], Non
         ) from error
     if note := taken():
         raise UserError(f"--reward={text}:{note}")
-    if not callable(function := getattr(imported, name, None)):
+    try:
+        function = operator.attrgetter(name)(imported)
+    except AttributeError:
+        function = None
+    _check_callable(text, module, name, imported, function)
+    return Reward(name, function, weight, module)
+
+
+def _check_callable(text: str, module: str, name: str, imported: Any, function: Any) -> None:
+    """Refuses what cannot be called with completions: no function, a class, or a method that has no object."""
+    if not callable(function):
         there = ", ".join(key for key, value in vars(imported).items() if inspect.isfunction(value)) or "none"
         raise UserError(f"--reward={text}: {module} has no function {name}. Its functions are: {there}.")
-    return Reward(name, function, weight, module)
+    owner, _, method = name.rpartition(".")
+    held = operator.attrgetter(owner)(imported) if owner else None
+    if inspect.isclass(function):
+        cls, call = name, ""
+    elif inspect.isclass(held) and inspect.isfunction(inspect.getattr_static(held, method, None)):
+        cls, call = owner, f".{method}"
+    else:
+        return
+    raise UserError(
+        f"--reward={text}: {module}.{cls} is a class, and a reward is called{' on an object of it' if call else ''}. "
+        f"Make one in {module}, as in scorer = {cls}(), and pass --reward {module}:scorer{call}."
+    )
 
 
 def _taken(module: str, home: str | None) -> Callable[[], str]:

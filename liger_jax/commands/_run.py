@@ -112,6 +112,7 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     if stopped_by:
         print(f"stopped after step {len(log['steps'])} of {steps}, which is saved; the same command goes on from there")
         return 128 + stopped_by
+    _finish.check_learned(run, log["steps"])
     done, early = steps, len(log["steps"]) < steps
     if early:
         state = _resume.shapes(state)

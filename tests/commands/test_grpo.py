@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import re
 import signal
 import types
@@ -133,6 +134,13 @@ def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys, uncheck
     run: Any = types.SimpleNamespace(task=TASK, out=tmp_path)
     _finish.print_result(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
     assert capsys.readouterr().out.startswith("3 steps; reward 0.125 → 0.750; model in ")
+
+
+def test_a_run_in_which_no_completion_has_a_reward_is_refused(unchecked_types):
+    run: Any = types.SimpleNamespace(task=TASK)
+    _finish.check_learned(run, [{"reward": math.nan}, {"reward": 0.5}])
+    with pytest.raises(UserError, match="^No completion of all 2 steps has a reward"):
+        _finish.check_learned(run, [{"reward": math.nan}] * 2)
 
 
 CALLS = itertools.count()  # of `late`: one before the run, and one in each step

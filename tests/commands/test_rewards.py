@@ -375,6 +375,38 @@ def test_a_function_that_is_not_there_is_refused(reward, message, beside):
         _rewards.Rewards(["mine:f", "mine:f=2"], LINES)
 
 
+SCORER = """
+class Scorer:
+    def of_object(self, completions):
+        return [1.0 for _ in completions]
+
+    @staticmethod
+    def static(completions):
+        return [2.0 for _ in completions]
+
+    @classmethod
+    def of_class(cls, completions):
+        return [3.0 for _ in completions]
+
+    __call__ = of_object
+
+scorer = Scorer()
+"""
+
+
+def test_methods_and_objects_that_are_called_are_rewards_and_a_class_is_none(beside):
+    beside("scored", SCORER)
+    given = [f"scored:{each}" for each in ("Scorer.static", "Scorer.of_class", "scorer.of_object", "scorer=4")]
+    assert _rewards.Rewards(given, LINES).tried(LINES).numbers[:, 0].tolist() == [2, 3, 1, 1]
+    for name, cure in {"Scorer": "scored:scorer", "Scorer.of_object": "scored:scorer.of_object"}.items():
+        with pytest.raises(
+            UserError, match=rf"scored.Scorer is a class, .* scorer = Scorer\(\), and pass --reward {cure}\."
+        ):
+            _rewards.Rewards([f"scored:{name}"], LINES)
+    with pytest.raises(UserError, match="scored has no function Scorer.gone"):
+        _rewards.Rewards(["scored:Scorer.gone"], LINES)
+
+
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
