@@ -29,8 +29,8 @@ from benchmarks import _attention_peers as peers
 from benchmarks import _figures
 from benchmarks._measure import heading, in_own_process, program_ms, save, table, versions
 from liger_jax import Segments, causal_attention
-from liger_jax.pallas_kernels.attention import reference
 from liger_jax.pallas_kernels.attention.intervals import intervals
+from tests.ops.references import attention as reference
 
 SEED = 6  # its packed rows have about as many visible pairs as the mean row
 TOKENS = 32768  # of each length

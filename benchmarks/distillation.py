@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks import _figures, _measure, _peers
 from benchmarks._token_losses import HEADER, Data, compiled_steps, installed, jax_rows, lines, torch_rows
 from liger_jax import fused_linear_cross_entropy, fused_linear_distillation, fused_linear_topk_distillation
-from liger_jax.pallas_kernels.fused_linear_distillation import reference
+from tests.ops.references import distillation as reference
 
 STUDENT, TEACHER, STORED = 2048, 4096, 64  # widths, and log-probabilities of a stored teacher
 UNIT = "liger-jax fused_linear_cross_entropy"

@@ -3,8 +3,9 @@
     Kernels ── choose(implementation, *inputs) ──► Choice ── kernel("forward", eps=eps) ──► Kernel
 
 An op has one `Kernels`: its modules by name. A module's `unsupported(...)` says why it cannot run a case, or returns
-None; the same sentence serves the error, the warning and the tests. A `Kernel` is a function of the module that was
-chosen, with its static options. The op's differentiation rules take it as a static argument, and call it so:
+None; "xla" has none, since it runs every case. The same sentence serves the error, the warning and the tests. A
+`Kernel` is a function of the module that was chosen, with its static options. The op's differentiation rules take it as
+a static argument, and call it so:
 
     y = kernel.run(*kernel.guarded(x, scale))
 """
@@ -96,8 +97,8 @@ class Kernels:
     """The implementations of an op."""
 
     op: str  # the op's public name, for messages
-    # By name, the module with the functions, or another value with them. Each has `unsupported(*inputs, **case) -> str
-    # | None`.
+    # By name, the module with the functions, or another value with them. Each but "xla" has `unsupported(*inputs,
+    # **case) -> str | None`.
     modules: Mapping[str, Any]
     # For a platform, the names to try in order when `implementation` is None; "xla" follows.
     defaults: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -179,21 +180,12 @@ class Kernels:
             reason = reason or place.mesh_refusal
         if name != "xla" and any(is_symbolic(size) for x in inputs if x is not None for size in x.shape):
             reason = reason or "its kernels are compiled for sizes that are known, and a shape is symbolic; use 'xla'."
-        return reason or self.modules[name].unsupported(*inputs, **case)
-
-
-class _Xla:
-    """The one implementation of an op that is plain jnp: the op has no function of it to choose."""
-
-    @staticmethod
-    def unsupported(*arrays: jax.Array | None, **case: Any) -> str | None:
-        """XLA runs every case."""
-        return None
+        return reason or (None if name == "xla" else self.modules[name].unsupported(*inputs, **case))
 
 
 def only_xla(op: str) -> Kernels:
     """The implementations of an op that is plain jnp."""
-    return Kernels(op, {"xla": _Xla})
+    return Kernels(op, {"xla": None})
 
 
 def _with_options(

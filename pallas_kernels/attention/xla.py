@@ -20,11 +20,6 @@ _SPANS = 8  # groups of chunks, each with its own number of keys: 9/16 of all sc
 MASKED_SCORE = -1e30
 
 
-def unsupported(*_: Any, **__: Any) -> str | None:
-    """XLA runs every case."""
-    return None
-
-
 def attend(
     q: jax.Array,
     k: jax.Array,

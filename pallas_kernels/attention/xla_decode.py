@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import cdiv, full_like
 from liger_jax.pallas_kernels.attention.formulas import NO_SCORE
-from liger_jax.pallas_kernels.attention.xla import unsupported as unsupported
 
 _FEWEST_SLOTS = 128  # of a block
 _MOST_BLOCKS = 8  # an iteration takes some time, and reads up to a block too much

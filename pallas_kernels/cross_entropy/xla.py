@@ -14,11 +14,6 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 gradient = formulas.gradient
 
 
-def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:
-    """XLA runs every case."""
-    return None
-
-
 def statistics(
     logits: jax.Array, labels: jax.Array, class_weights: jax.Array | None, *, options: LogitOptions
 ) -> Statistics:

@@ -19,16 +19,11 @@ from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy import xla as cross_entropy
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import product, put, take
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.xla_buffers import MEMORY as MEMORY
 
 _ENTRIES_OF_SYMBOLIC = 2048  # in a slice of logits where the number of tokens is not known
-
-
-def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
-    """XLA runs every case."""
-    return None
 
 
 def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:

@@ -15,13 +15,8 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
 from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes, buffers_with_sum
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
-from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
+from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
-
-
-def unsupported(*arrays: jax.Array | None, options: Options) -> str | None:
-    """XLA runs every case."""
-    return None
 
 
 def buffers(sizes: Sizes, mode: str, tokens: int) -> Buffers:

@@ -10,9 +10,6 @@ import jax
 
 from liger_jax.pallas_kernels.gated_mlp.formulas import down_gradient, up_product
 from liger_jax.pallas_kernels.glu import formulas as glu
-from liger_jax.pallas_kernels.glu import xla
-
-unsupported = xla.unsupported
 
 
 def up_and_product(

@@ -6,11 +6,6 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels.glu import formulas
 
 
-def unsupported(gate: jax.Array, up: jax.Array | None, *, activation: str) -> str | None:
-    """XLA runs every case."""
-    return None
-
-
 def forward(gate: jax.Array, up: jax.Array | None, *, activation: str) -> jax.Array:
     """gate, up (..., F), or both side by side in gate (..., 2F) → act(gate) · up in up's dtype."""
     if up is None:

@@ -14,11 +14,6 @@ from liger_jax.pallas_kernels._tiles import full_like, promoted
 from liger_jax.pallas_kernels.grouped_matmul import config, formulas
 
 
-def unsupported(x: Any, w: Any) -> str | None:
-    """XLA runs every case."""
-    return None
-
-
 def _tile(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, rows)
 

@@ -1,17 +1,11 @@
 """A row pass in plain XLA: whole arrays, fused as the compiler sees fit."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass
-
-
-def unsupported(*arrays: jax.Array | None, **case: Any) -> str | None:
-    """XLA runs every case."""
-    return None
 
 
 def run(

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax import ops
-from liger_jax.pallas_kernels.attention import reference
 from tests.fuzz.case import Case, Draw, options_text
-from tests.ops import _references
+from tests.ops.references import attention as reference
+from tests.ops.references import plain
 
 HEAD_WIDTHS = (1, 2, 7, 8, 13, 16, 24)
 LARGE_HEAD_WIDTHS = (8, 13, 32, 40, 64, 64, 72, 80, 96, 128, 128, 192, 256)
@@ -91,8 +91,8 @@ def _rotated(draw: Draw, name: str, tables: tuple[int, ...], options, formula) -
 
 
 def apply_rope(draw: Draw) -> Case:
-    return _rotated(draw, "apply_rope", (), draw.optional(layout=("half", "interleaved")), _references.apply_rope)
+    return _rotated(draw, "apply_rope", (), draw.optional(layout=("half", "interleaved")), plain.apply_rope)
 
 
 def apply_mrope(draw: Draw) -> Case:
-    return _rotated(draw, "apply_mrope", (3,), draw.optional(layout=("half", "interleaved")), _references.apply_mrope)
+    return _rotated(draw, "apply_mrope", (3,), draw.optional(layout=("half", "interleaved")), plain.apply_mrope)

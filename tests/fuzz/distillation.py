@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax import ops
-from liger_jax.pallas_kernels.fused_linear_distillation import reference as distillation
 from tests.fuzz.case import Arrays, Case, Draw, options_text
 from tests.fuzz.linear import (
     Head,
@@ -24,6 +23,7 @@ from tests.fuzz.linear import (
     scaled,
     without,
 )
+from tests.ops.references import distillation
 
 
 def _with_labels(draw: Draw, options: dict[str, Any], tokens: Tokens) -> Arrays:

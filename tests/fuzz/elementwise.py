@@ -5,10 +5,9 @@ import functools
 import jax.numpy as jnp
 
 from liger_jax import ops
-from liger_jax.pallas_kernels.glu import reference as glu_formulas
-from liger_jax.pallas_kernels.norms import reference as norms
 from tests.fuzz.case import Case, Draw, options_text
-from tests.ops import _references
+from tests.ops.references import glu as glu_formulas
+from tests.ops.references import norms, plain
 
 WIDTH = dict(most=150, most_if_large=9000)
 
@@ -115,9 +114,7 @@ def group_norm(draw: Draw) -> Case:
     return Case(
         "group_norm",
         lambda x, scale=None, bias=None: ops.group_norm(x, scale, bias, **options),
-        lambda x, scale=None, bias=None: (
-            _references.group_norm(x, scale, bias, **{"eps": 1e-6, **options}) if len(x) else x
-        ),
+        lambda x, scale=None, bias=None: plain.group_norm(x, scale, bias, **{"eps": 1e-6, **options}) if len(x) else x,
         inputs,
         options_text(options),
         refuses=refused,
@@ -132,7 +129,7 @@ def dyt(draw: Draw) -> Case:
         arrays = {"x": draw.normal(shape, dtype, draw.magnitude()), "alpha": draw.uniform((), jnp.float32)}
         return arrays | {name: draw.normal(shape[-1:], own) for name, own in parameters.items()}, {}
 
-    truth = lambda x, alpha, scale=None, bias=None: _references.dyt(x, alpha, scale, bias)
+    truth = lambda x, alpha, scale=None, bias=None: plain.dyt(x, alpha, scale, bias)
     return Case("dyt", lambda **arrays: ops.dyt(**arrays), truth, inputs)
 
 
@@ -148,7 +145,7 @@ def poly_norm(draw: Draw) -> Case:
     return Case(
         "poly_norm",
         lambda **arrays: ops.poly_norm(**arrays, **options),
-        lambda x, weight, bias=None: _references.poly_norm(x, weight, bias, eps=options.get("eps", 1e-6)),
+        lambda x, weight, bias=None: plain.poly_norm(x, weight, bias, eps=options.get("eps", 1e-6)),
         inputs,
         options_text(options),
         refuses=refused,
@@ -158,7 +155,7 @@ def poly_norm(draw: Draw) -> Case:
 def relu_squared(draw: Draw) -> Case:
     shape, dtype = _rows(draw)
     inputs = lambda draw: ({"x": draw.normal(shape, dtype, draw.magnitude())}, {})
-    return Case("relu_squared", lambda x: ops.relu_squared(x), _references.relu_squared, inputs)
+    return Case("relu_squared", lambda x: ops.relu_squared(x), plain.relu_squared, inputs)
 
 
 def _along_an_axis(name: str, draw: Draw) -> Case:
@@ -173,7 +170,7 @@ def _along_an_axis(name: str, draw: Draw) -> Case:
     return Case(
         name,
         lambda x: getattr(ops, name)(x, **options),
-        lambda x: getattr(_references, name)(x, **options),
+        lambda x: getattr(plain, name)(x, **options),
         inputs,
         options_text(options),
     )

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax import ops
-from liger_jax.pallas_kernels.grouped_matmul import reference
 from tests.fuzz.case import Case, Draw, options_text
+from tests.ops.references import grouped_matmul as reference
 
 
 def grouped_matmul(draw: Draw) -> Case:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax import cross_entropy, fused_linear_cross_entropy
-from liger_jax.pallas_kernels.cross_entropy import reference as logits_reference
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import reference as linear_reference
+from tests.ops.references import cross_entropy as logits_reference
+from tests.ops.references import linear_cross_entropy as linear_reference
 
 IGNORE = -100
 

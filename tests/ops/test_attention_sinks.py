@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from liger_jax.models.core.cache import cached_attention
 from liger_jax.ops import causal_attention, layout
-from liger_jax.pallas_kernels.attention import cudnn, reference, splash
+from liger_jax.pallas_kernels.attention import cudnn, splash
 from tests.ops._oracle import (
     ROUNDED,
     TOLERANCE,
@@ -22,6 +22,7 @@ from tests.ops._oracle import (
     truth,
     value_and_gradients,
 )
+from tests.ops.references import attention as reference
 
 OPTIONS = {
     "plain": {},

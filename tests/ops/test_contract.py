@@ -9,12 +9,8 @@ import pytest
 from flax import nnx
 
 from liger_jax import losses, ops
-from liger_jax.pallas_kernels.attention import reference as attention
-from liger_jax.pallas_kernels.cross_entropy import reference as cross_entropy
-from liger_jax.pallas_kernels.glu import reference as glu
-from liger_jax.pallas_kernels.norms import reference as norms
-from tests.ops import _references
 from tests.ops._oracle import TOLERANCE, largest_error
+from tests.ops.references import attention, cross_entropy, glu, norms, plain
 
 D, F, V = 6, 4, 7
 X = (3, D)  # rows
@@ -175,18 +171,18 @@ TRUTHS = {
     "rms_norm": functools.partial(norms.rms_norm, offset=0.0, **EPS),
     "layer_norm": functools.partial(norms.layer_norm, **EPS),
     "fused_add_rms_norm": functools.partial(norms.fused_add_rms_norm, offset=0.0, **EPS),
-    "group_norm": functools.partial(_references.group_norm, num_groups=2, channel_axis=1, **EPS),
-    "dyt": _references.dyt,
-    "poly_norm": functools.partial(_references.poly_norm, **EPS),
-    "relu_squared": _references.relu_squared,
-    "softmax": _references.softmax,
-    "sparsemax": _references.sparsemax,
+    "group_norm": functools.partial(plain.group_norm, num_groups=2, channel_axis=1, **EPS),
+    "dyt": plain.dyt,
+    "poly_norm": functools.partial(plain.poly_norm, **EPS),
+    "relu_squared": plain.relu_squared,
+    "softmax": plain.softmax,
+    "sparsemax": plain.sparsemax,
     "swiglu": functools.partial(glu.gated, activation="silu"),
     "geglu": functools.partial(glu.gated, activation="gelu_tanh"),
     "gated_mlp": gated_mlp,
-    "apply_rope": _references.apply_rope,
+    "apply_rope": plain.apply_rope,
     "causal_attention": attention.causal_attention,
-    "apply_mrope": functools.partial(_references.apply_mrope, sections=(1, 0, 1)),
+    "apply_mrope": functools.partial(plain.apply_mrope, sections=(1, 0, 1)),
     "cross_entropy": label_loss,
     "softmax_cross_entropy_with_integer_labels": lambda logits, labels, where: label_loss(
         logits, labels, jnp.ones(4), where=where, reduction="none"

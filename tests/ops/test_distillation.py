@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from liger_jax import fused_linear_distillation, fused_linear_topk_distillation
-from liger_jax.pallas_kernels.fused_linear_distillation import reference
 from tests._devices import temporary_bytes
 from tests.ops._oracle import TOLERANCE, check_float32, check_half, first, largest_error, normal, rms_error
+from tests.ops.references import distillation as reference
 
 N, D, E, V, K = 37, 24, 40, 101, 7
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")

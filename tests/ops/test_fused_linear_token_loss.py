@@ -17,9 +17,9 @@ from liger_jax.ops.linear.fused_linear_token_loss import _TokenLoss
 from liger_jax.ops.linear.plan import choose_mode
 from liger_jax.ops.linear.problem import problem_of
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import reference
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 from tests.ops._oracle import check_float32, check_half, largest_error
+from tests.ops.references import linear_cross_entropy as reference
 
 N, D, V = 21, 19, 53
 BETA, BONUS, EPSILON = 0.1, 0.05, 0.2

@@ -12,9 +12,9 @@ from liger_jax import ops
 from liger_jax.ops import gated_mlp
 from liger_jax.pallas_kernels import _hopper_product
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu
-from liger_jax.pallas_kernels.glu import reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
+from tests.ops.references import glu as reference
 
 KERNELS = ("xla", "triton")
 OPS = {"silu": ops.swiglu, "gelu_tanh": ops.geglu, "gelu": functools.partial(ops.geglu, approximate=False)}

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from liger_jax import geglu, swiglu
-from liger_jax.pallas_kernels.glu import reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
+from tests.ops.references import glu as reference
 
 KERNELS = ("xla", "triton")
 # Ragged in every tile, one row, width 1, one axis, three axes, full tiles in both packings.

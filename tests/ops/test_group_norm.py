@@ -7,8 +7,8 @@ import pytest
 
 from liger_jax import group_norm, layer_norm
 from tests.ops import _norms, _oracle
-from tests.ops import _references as reference
 from tests.ops._oracle import normal
+from tests.ops.references import plain as reference
 
 KERNELS = ("xla",)
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from liger_jax import grouped_matmul
-from liger_jax.pallas_kernels.grouped_matmul import formulas, mosaic_gpu, mosaic_gpu_block, mosaic_tpu, reference
+from liger_jax.pallas_kernels.grouped_matmul import formulas, mosaic_gpu, mosaic_gpu_block, mosaic_tpu
 from tests.ops import _oracle
 from tests.ops._oracle import normal
+from tests.ops.references import grouped_matmul as reference
 
 KERNELS = ("xla", "mosaic_tpu")
 FULL_KERNELS = ("mosaic_tpu:interpret",)

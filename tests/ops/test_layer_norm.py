@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from liger_jax import layer_norm
-from liger_jax.pallas_kernels.norms import reference
 from tests.ops import _norms, _oracle
 from tests.ops._oracle import normal
+from tests.ops.references import norms as reference
 
 
 class TestLayerNorm(_norms.KernelPromises):

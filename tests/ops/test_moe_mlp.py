@@ -10,9 +10,10 @@ import pytest
 from liger_jax import moe_mlp
 from liger_jax.ops.grouped_matmul import KERNELS as GROUPED
 from liger_jax.ops.moe_mlp import ACTIVATIONS, EXPERT_GATE_UP
-from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu_block, reference
+from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu_block
 from tests.ops import _oracle
 from tests.ops._oracle import normal
+from tests.ops.references import grouped_matmul as reference
 
 KERNELS = ("xla",)
 INPUTS = ("x", "weights", "gate_up", "down", "gate_up_bias", "down_bias")

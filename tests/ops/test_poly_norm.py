@@ -5,8 +5,8 @@ import pytest
 
 from liger_jax import poly_norm
 from tests.ops import _norms
-from tests.ops import _references as reference
 from tests.ops._oracle import normal
+from tests.ops.references import plain as reference
 
 KERNELS = ("xla",)
 

@@ -8,8 +8,8 @@ import pytest
 
 from liger_jax import relu_squared
 from tests.ops import _oracle
-from tests.ops import _references as reference
 from tests.ops._oracle import normal
+from tests.ops.references import plain as reference
 
 KERNELS = ("xla",)
 HALF = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

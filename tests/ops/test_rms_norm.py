@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from liger_jax import fused_add_rms_norm, rms_norm
-from liger_jax.pallas_kernels.norms import reference
 from tests.ops import _norms, _oracle
 from tests.ops._oracle import normal
+from tests.ops.references import norms as reference
 
 CASTING_MODES = ["llama", "gemma", "none"]
 casting_modes = pytest.mark.parametrize("casting_mode", CASTING_MODES)

@@ -10,8 +10,8 @@ import pytest
 
 from liger_jax import apply_mrope, apply_rope, rope_table
 from tests.ops import _oracle
-from tests.ops import _references as reference
 from tests.ops._oracle import normal
+from tests.ops.references import plain as reference
 
 KERNELS = ("xla",)
 BY_HEADS = (0, 1)  # cos and sin are constants

@@ -9,8 +9,8 @@ import pytest
 
 from liger_jax import softmax, sparsemax
 from tests.ops import _oracle
-from tests.ops import _references as reference
 from tests.ops._oracle import normal
+from tests.ops.references import plain as reference
 
 KERNELS = ("xla",)
 # Ragged in every tile, one row, width 1, one axis, three axes.

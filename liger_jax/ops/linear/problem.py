@@ -141,7 +141,8 @@ def problem_of(
     mode = options.mode
     if mode == "auto" and options.logit.entropy:  # which not every kernel makes in mode "fast"
         as_fast = dataclasses.replace(options, mode="fast")
-        mode = "auto" if choice.module.unsupported(hidden, weight, *others, options=as_fast) is None else "lean"
+        is_possible = choice.name == "xla" or not choice.module.unsupported(hidden, weight, *others, options=as_fast)
+        mode = "auto" if is_possible else "lean"
     n, d = hidden.shape
     return Problem(
         least_size(n),

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels.cross_entropy import reference
+from tests.ops.references import cross_entropy as reference
 
 
 def linear_cross_entropy(

@@ -6,7 +6,7 @@ Each is dense over groups: every row meets every weight, and a mask keeps one.
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels.glu import reference as glu
+from tests.ops.references import glu
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool = False) -> jax.Array:
