@@ -118,7 +118,7 @@ def check_layout(op: str, weight_layout: str, prefix: str = "") -> None:
 def check_mode(op: str, mode: str, chunk_size: int | None) -> None:
     """Raises a ValueError unless a linear loss has this mode, and chunks of this size."""
     check_choice(op, "mode", mode, ("auto", "fast", "lean"))
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    if chunk_size is not None and (type(chunk_size) is bool or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"{op}: chunk_size={chunk_size!r} must be a Python int of at least 1; None chooses one.")
 
 
@@ -147,6 +147,8 @@ def linear_head(
             f"{prefix}hidden of width D={hidden.shape[-1]} it must be {wanted}; "
             f"the other layout is the other value of weight_layout{logits}."
         )
+    if hidden.shape[-1] == 0:
+        raise ValueError(f"{op}: {prefix}hidden has shape {hidden.shape}, whose last axis, D, must be at least 1.")
     vocab_size = whole.shape[weight_layout.index("v")]
     check_shape(op, f"{prefix}bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
     return hidden, weight, bias, vocab_size

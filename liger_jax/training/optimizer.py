@@ -132,8 +132,8 @@ def adamw(
         The transformation. It needs `params`. With `seed` its updates are float32.
 
     Raises:
-        ValueError: `mask` and `decays_all=False`, or `mu_dtype` and `state_dtype`, are given together; or `state_dtype`
-            is neither float32 nor bfloat16.
+        ValueError: `mask` and `decays_all=False`, or `mu_dtype` and `state_dtype`, are given together; `state_dtype`
+            is neither float32 nor bfloat16; or `max_norm` is not above 0.
         TypeError: `b1` or `b2` is an array of 16 bits.
 
     Example:
@@ -187,6 +187,9 @@ def sgd(
     Returns:
         The transformation. With `seed` it needs `params`, and its updates are float32.
 
+    Raises:
+        ValueError: `max_norm` is not above 0.
+
     Example:
         >>> params = {"kernel": jnp.ones((2, 2))}
         >>> optimizer = sgd(0.5)
@@ -222,7 +225,8 @@ def optimizer_named(
         The transformation. Its updates are float32, and it needs `params`.
 
     Raises:
-        ValueError: no optimizer has this name, or `state_dtype` is given to one whose state has its own dtype.
+        ValueError: no optimizer has this name, or `state_dtype` is given to one whose state has its own dtype; or
+            `max_norm` is not above 0.
 
     Example:
         >>> import jax
@@ -247,6 +251,8 @@ def optimizer_named(
 def _finished(optimizer, max_norm, state_dtype, seed):
     """What is asked for around an optimizer, in this order: clipping, rounding, and the dtype of its state."""
     if max_norm is not None:
+        if isinstance(max_norm, (int, float)) and not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm} must be more than 0; None clips no gradient.")
         optimizer = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
     if seed is not None:
         optimizer = stochastic_rounding(optimizer, seed)

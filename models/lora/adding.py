@@ -32,8 +32,10 @@ def check_options(caller: str, rank: int, alpha: float | int, dropout: float | i
     """Raises a ValueError unless adapters can have these numbers."""
     if rank < 1:
         raise ValueError(f"{caller}: rank={rank} must be at least 1.")
-    if alpha <= 0:
-        raise ValueError(f"{caller}: alpha={alpha} must be more than 0; the adapters are scaled by alpha/rank.")
+    if not 0 < alpha <= _MOST_ALPHA:
+        raise ValueError(
+            f"{caller}: alpha={alpha} must be more than 0, and finite in float32; adapters are scaled by alpha/rank."
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"{caller}: dropout={dropout} must be in [0, 1); 0 drops nothing.")
 

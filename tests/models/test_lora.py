@@ -594,8 +594,9 @@ def test_arguments_that_do_not_fit_are_refused():
         add(targets=())
     with pytest.raises(ValueError, match="rank=0 must be at least 1"):
         add(0)
-    with pytest.raises(ValueError, match="alpha=0 must be more than 0"):
-        add(alpha=0)
+    for alpha in (0, float("nan"), float("inf"), 1e39):
+        with pytest.raises(ValueError, match=f"alpha={re.escape(str(alpha))} must be more than 0, and finite"):
+            add(alpha=alpha)
     with pytest.raises(ValueError, match=r"dropout=1.0 must be in \[0, 1\)"):
         add(dropout=1.0)
     with pytest.raises(ValueError, match="trainable: the model has no adapters, or they are off"):

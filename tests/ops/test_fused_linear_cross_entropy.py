@@ -356,8 +356,11 @@ def test_wrong_arguments_are_refused(unchecked_types):
         fused_linear_cross_entropy(hidden, weight, labels, weight_layout="vv")
     with pytest.raises(ValueError, match="mode='slow' is unknown"):
         fused_linear_cross_entropy(hidden, weight, labels, mode="slow")
-    with pytest.raises(ValueError, match="chunk_size=0 must be a Python int of at least 1"):
-        fused_linear_cross_entropy(hidden, weight, labels, chunk_size=0)
+    for size in (0, True):
+        with pytest.raises(ValueError, match=f"chunk_size={size} must be a Python int of at least 1"):
+            fused_linear_cross_entropy(hidden, weight, labels, chunk_size=size)
+    with pytest.raises(ValueError, match=r"hidden has shape \(4, 0\), whose last axis, D, must be at least 1"):
+        fused_linear_cross_entropy(hidden[:, :0], weight[:, :0], labels)
     with pytest.raises(ValueError, match=r"bias has shape \(8,\), but must have shape \(16,\)"):
         fused_linear_cross_entropy(hidden, weight, labels, bias=jnp.zeros(8))
 

@@ -1,5 +1,6 @@
 """Optimizers and schedules: they are optax's, in one order, and each option does what it says."""
 
+import functools
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ from liger_jax.training import (
     cosine_schedule_with_warmup,
     held_in,
     linear_schedule_with_warmup,
+    optimizer_named,
     sgd,
     stochastic_rounding,
 )
@@ -231,3 +233,10 @@ def test_numbers_out_of_their_range_are_refused(make):
         make(1.0, 0)
     with pytest.raises(ValueError, match=rf"^{make.__name__}: warm_up=3\.0 is a share, and must be in \[0, 1\]\.$"):
         make(1.0, 10, warm_up=3.0)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
+def test_gradients_are_not_clipped_at_a_norm_that_is_none(max_norm):
+    for make in (adamw, sgd, functools.partial(optimizer_named, "adamw8bit")):
+        with pytest.raises(ValueError, match=rf"^max_norm={max_norm} must be more than 0; None clips no gradient\.$"):
+            make(1.0, max_norm=max_norm)
