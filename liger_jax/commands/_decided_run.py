@@ -23,26 +23,15 @@ TaskOf = Callable[[Any, Source, Architecture], Task]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that is decided, before its rows are made and its weights are read.
+    """A run that is decided, before its rows are made and its weights are read."""
 
-    Attributes:
-        asked: the settings as they were given.
-        settings: the same with all that was left to the run.
-        task: what the run trains for.
-        source: the model's folder.
-        architecture: what the model is.
-        precision: names of the dtypes of the computation and of the weights.
-        devices: where it runs.
-        out: its folder.
-    """
-
-    asked: Settings
-    settings: Settings
-    task: Task
-    source: Source
-    architecture: Architecture
-    precision: dict[str, str]
-    devices: meshes.Devices
+    asked: Settings  # the settings as they were given
+    settings: Settings  # the same with all that was left to the run
+    task: Task  # what the run trains for
+    source: Source  # the model's folder
+    architecture: Architecture  # what the model is
+    precision: dict[str, str]  # names of the dtypes of the computation and of the weights
+    devices: meshes.Devices  # where it runs
     out: Path
 
 

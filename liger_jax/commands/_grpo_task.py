@@ -21,17 +21,10 @@ DIFFERENCE = "sampling/sampling_logp_difference/mean"  # TRL's name
 
 
 def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
-    """The loss function of a run.
+    """The loss function of a run: of a model, a batch as `Rollouts.example`, and its denominator and number of tokens.
 
-    Where a rollout has one update, the policy which sampled is the one that is trained, without gradient.
-
-    Args:
-        settings: the run.
-        data: its prompts, which say nothing more.
-
-    Returns:
-        A function of a model, a batch as `Rollouts.example`, and what `_denominators` makes. It returns the loss and
-        figures that add up over micro-batches. Nothing is computed for rows without tokens.
+    It returns the loss and figures that add up over micro-batches. Where a rollout has one update, the policy which
+    sampled is the one that is trained, without gradient. Nothing is computed for rows without tokens.
     """
 
     def loss(model: Any, batch: Mapping[str, Any], denominators: Any) -> Any:

@@ -29,18 +29,7 @@ class DataSource:
 
 
 def data_sources(given: Sequence[str], flag: str = "--data") -> list[DataSource]:
-    """What the arguments of a flag name.
-
-    Args:
-        given: files, globs, folders and ids of datasets, each perhaps with a weight: `chats.jsonl=2`.
-        flag: the flag, for messages.
-
-    Returns:
-        One source for each argument, in their order.
-
-    Raises:
-        UserError: nothing is found, or a name can be read in two ways.
-    """
+    """What the arguments of a flag name, each perhaps with a weight, as in `chats.jsonl=2`: one source for each."""
     sources = [_data_source(text, flag) for text in given]
     seen: set[str] = set()
     for source in sources:

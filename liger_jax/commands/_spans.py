@@ -31,19 +31,12 @@ class Span(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Characters of one origin, printed at one message.
+    """Characters of one origin, printed at one message."""
 
-    Attributes:
-        begin: the first of them.
-        end: the character after the last.
-        origin: where they are from; `None` for the template's own words.
-        at: the message at which the template's loop was; `NOBODY` outside of loops.
-    """
-
-    begin: int
-    end: int
-    origin: Origin | None
-    at: int
+    begin: int  # the first of them
+    end: int  # the character after the last
+    origin: Origin | None  # where they are from; `None` for the template's own words
+    at: int  # the message at which the template's loop was; `NOBODY` outside of loops
 
     def is_spoken_by(self, message: int) -> bool:
         """Whether they are a message's own words, and not its role or another small field."""
@@ -51,11 +44,7 @@ class Run(NamedTuple):
 
 
 class Layout:
-    """The parts of a rendered conversation.
-
-    Args:
-        text: what the template printed.
-    """
+    """The parts of a rendered conversation, from the text that the template printed."""
 
     def __init__(self, text: str):
         self.text, self.runs, self.marked = str.__str__(text), [], []
@@ -135,19 +124,10 @@ class Layout:
                 )
 
     def answer(self, i: int, is_last: bool, prompts: Prompts) -> Span:
-        """Where message i, which is an answer, stands.
+        """Where message i, which is an answer, stands; `is_last` says whether no message follows.
 
-        Args:
-            i: its index.
-            is_last: whether no message follows.
-            prompts: what the template prints before answers.
-
-        Returns:
-            The stretch. With a mark that ends the text after the last answer only, it has the white space before that
-            mark, too: nothing but the model writes it.
-
-        Raises:
-            UserError: nothing proves which words are the answer.
+        With a mark that ends the text after the last answer only, it has the white space before that mark, too: nothing
+        but the model writes it. An error is raised where nothing proves which words are the answer.
         """
         first, last = self._printed_at(i)
         own = [n for n in self._spoken[i] if first <= n < last]
@@ -178,14 +158,7 @@ class Layout:
         return "".join(self.text[run.begin : run.end] for run in self.runs[first:last])
 
     def own_words(self, spans: Sequence[Span]) -> set[str]:
-        """The template's own words within answers, such as those between thoughts and a content; not those at the end.
-
-        Args:
-            spans: the answers.
-
-        Returns:
-            Texts.
-        """
+        """The template's own words within answers, such as between thoughts and a content; not those at the end."""
         words = set()
         for span in spans:
             own = (run.end for run in self.between(span.begin, span.end) if run.is_spoken_by(span.message))

@@ -17,20 +17,7 @@ _JSON_LINES = (".jsonl", ".ndjson")
 
 
 def generate(options: Generation, prompt: str | None, file: str | None, chat: bool) -> int:
-    """Prints how the model goes on with each prompt.
-
-    Args:
-        options: which model, and how its tokens are chosen.
-        prompt: the prompt, if it is not in a file.
-        file: the file with prompts.
-        chat: prompts are messages.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        UserError: whatever the user can mend.
-    """
+    """Prints how the model goes on with each prompt, which are messages for `chat`. Returns the exit code, 0."""
     documents = [Document("--prompt", prompt or "")] if file is None else list(_prompts(Path(file)))
     if chat:
         documents = [_as_conversation(document, options.system) for document in documents]
@@ -45,17 +32,7 @@ def generate(options: Generation, prompt: str | None, file: str | None, chat: bo
 
 
 def chat(options: Generation) -> int:
-    """Answers one line after another, until the input ends.
-
-    Args:
-        options: which model, and how its tokens are chosen.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        UserError: the model cannot be used, or has no chat template.
-    """
+    """Answers one line after another, until the input ends. Returns the exit code, 0."""
     generator = TextGenerator(options)
     generator.check_template()
     beginning = _system(options.system)

@@ -59,20 +59,6 @@ def hidden_and_head(
 
     The adapter's own call drops the hidden states, so the decoder is called here. Under `jit` the logits that it makes
     are never read, and the compiler leaves them out.
-
-    Args:
-        adapter: MaxText's `TunixMaxTextAdapter`.
-        input_tokens: (B, T) token ids.
-        positions: (B, T) rotary positions.
-        attention_mask: (B, T, T), of which the last row tells padding, as the adapter reads it.
-        segment_ids: (B, T); they go before the mask.
-
-    Returns:
-        The hidden states (B, T, D) after the last norm, and the head as the linear losses take it.
-
-    Raises:
-        ValueError: the model has dropout, several streams of hidden states or multi-token prediction, or its head has
-            LoRA or is quantised.
     """
     model, config = adapter.base, adapter.base.config
     _check(config)

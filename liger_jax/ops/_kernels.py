@@ -110,21 +110,11 @@ class Kernels:
         place: Place | None = None,
         **case: Any,
     ) -> Choice:
-        """Chooses the implementation that runs the op on `inputs`.
+        """The implementation that runs the op on `inputs`, arrays or their types, which is hashable.
 
-        Args:
-            implementation: None, one name, or several names to try in order. ":interpret" after a Pallas kernel's
-                name runs it in the Pallas interpreter, on any platform.
-            *inputs: the op's array arguments, or their types.
-            place: where the op is meant to run; None for `place_of(*inputs)`.
-            **case: the static options, as `unsupported` takes them.
-
-        Returns:
-            The choice, which is hashable.
-
-        Raises:
-            ValueError: a name is unknown, or no named kernel can run this case; the message says why for each.
-            TypeError: `implementation` is neither a string, a tuple of strings nor None.
+        `implementation` is None, one name, or several names to try in order; ":interpret" after a Pallas kernel's name
+        runs it in the Pallas interpreter. `place` is None for `place_of(*inputs)`, and `case` the static options, as
+        `unsupported` takes them. An error says for each name that was tried why it cannot run this case.
         """
         place = place or place_of(*inputs)
         candidates = self._candidates(implementation, place.platform)

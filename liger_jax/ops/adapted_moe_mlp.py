@@ -46,33 +46,16 @@ def adapted_moe_mlp(
     implementation: Implementation = None,
     axis: str | None = None,
 ) -> Float[Array, "N D"]:
-    """`moe_mlp` with experts that have adapters, are quantised, or are sharded over the devices of a mesh axis.
+    """`moe_mlp` with experts that have adapters, are `BlockQuantized`, or are sharded over the devices of a mesh axis.
 
     A weight's product and its adapter's are apart: rows · w + (rows · a) · b, where the grouped product makes all
     three. No sum w + a · b is made, and no gradient of a w that is not trained. Quantised experts, which never are, are
     made dense a few at a time, forward and backward: `DENSE_BYTES` of them. Beside what `moe_mlp` keeps for the
     backward, rows of D for each choice are kept, twice, and rows of F.
 
-    With an `axis` each device has its own tokens and its own E of the experts, in the axis' order. Rows go to their
+    With an `axis`, inside `jax.shard_map`, each device has its own tokens and its own E of the experts, in the axis'
+    order. `experts` are then numbers among those of all devices, and each of a token's is another one. Rows go to their
     experts' devices and back as `expert_exchange` describes.
-
-    Args:
-        x: (N, D), any float dtype.
-        weights: (N, k), as `moe_mlp` takes them.
-        experts: (N, k), as `moe_mlp` takes them; with an axis, numbers among the experts of all devices, and each of a
-            token's another one.
-        gate_up: (E, D, 2F) in x.dtype, or a `BlockQuantized` of that shape.
-        down: (E, F, D) in x.dtype, or a `BlockQuantized` of that shape.
-        gate_up_bias: (E, 2F) in x.dtype, or None.
-        down_bias: (E, D) in x.dtype, or None.
-        gate_up_adapter: in x.dtype, or None.
-        down_adapter: in x.dtype, or None.
-        activation: as `moe_mlp` takes it.
-        implementation: of the grouped products.
-        axis: a mesh axis, inside `jax.shard_map`; None where all experts are here.
-
-    Returns:
-        (N, D) in x.dtype.
     """
 
     def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -30,33 +30,14 @@ def decode_attention(
 ) -> Float[Array, "B Q H"]:
     """softmax(softcap·tanh(scale·q·kᵀ/softcap))·v over a layer's keys that the last token of each row sees.
 
-    Nothing of the cache is copied, and no more of it is read than is written, up to a block of slots. There are no
-    derivatives.
+    `q` are the queries of the tokens in slot `filled` − 1, `keys` and `values` the whole cache's, and `positions` the
+    numbers of the slots' tokens among their row's, ascending, −1 where there is none. Nothing of the cache is copied,
+    and no more of it is read than is written, up to a block of slots. There are no derivatives. For a query in a slot
+    without a token the numbers are finite and mean nothing.
 
-    Args:
-        q: the queries of the tokens in slot `filled` − 1, any float dtype.
-        keys: the whole cache's keys, any float dtype; Q is a multiple of K. Slots from `filled` on may hold anything.
-        values: the whole cache's values.
-        positions: the number of a slot's token among its row's tokens, ascending; −1 where there is no token.
-        layer: int32, the layer's number.
-        filled: int32, how many slots are written, at least 1.
-        window: a token sees itself and window − 1 before it; `None` for all before it.
-        softcap: bound of the scores; `None` for none.
-        scale: factor of the scores; `None` for 1/√H.
-        sinks: one more score for each head, of a key without a value; `None` for none.
-        implementation: `None` for the platform's default, or "xla", "triton" (NVIDIA GPUs from Ampere on) or
-            "triton:interpret".
-
-    Returns:
-        An array like `q`. For a query in a slot without a token the numbers are finite and mean nothing.
-
-    Raises:
-        ValueError: `implementation` is unknown, or the named one cannot run here.
-
-    Example:
-        >>> q, cache = jnp.ones((1, 2, 8)), jnp.ones((3, 1, 4, 1, 8))
-        >>> decode_attention(q, cache, cache, jnp.array([[0, 1, -1, -1]]), jnp.int32(0), jnp.int32(2)).shape
-        (1, 2, 8)
+    >>> q, cache = jnp.ones((1, 2, 8)), jnp.ones((3, 1, 4, 1, 8))
+    >>> decode_attention(q, cache, cache, jnp.array([[0, 1, -1, -1]]), jnp.int32(0), jnp.int32(2)).shape
+    (1, 2, 8)
     """
     first = None if window is None else _first_seen(positions, filled, window)
     arrays: Any = q, keys, values, positions, layer, filled, first, sinks

@@ -42,16 +42,7 @@ def room_for(tokens: int, per_token: int, own_experts: int) -> int:
 
 
 def plan(sizes: jax.Array, room: int, axis: str) -> Exchange:
-    """Tells the devices how many rows each has for each expert.
-
-    Args:
-        sizes: (E,) int32, this device's rows for each expert, of all devices'.
-        room: of `room_for`.
-        axis: the mesh axis.
-
-    Returns:
-        The exchange.
-    """
+    """Tells the devices how many rows each has for each expert; `sizes` (E,) are those of this device."""
     number = jax.lax.axis_index(axis)
     counts = jax.lax.all_gather(sizes.reshape(jax.lax.axis_size(axis), -1), axis)  # (from, to, expert)
     rows = counts.sum(2, dtype=jnp.int32)

@@ -17,16 +17,7 @@ from liger_jax.models.core.remat import Remat
 
 
 class RMSNorm(nnx.Module):
-    """x/√(mean(x²) + eps)·(offset + scale) over the last axis.
-
-    Args:
-        width: D.
-        eps: added to the mean square.
-        offset: added to the scale, which starts at 1 − offset.
-        casting_mode: where `ops.rms_norm` rounds, "llama" or "gemma".
-        kernels: whether the norm, and its fusion with the sum before it, run as kernels.
-        param_dtype: dtype of the scale.
-    """
+    """x/√(mean(x²) + eps)·(offset + scale) over the last axis; the scale starts at 1 − offset."""
 
     def __init__(
         self, width: int, *, eps: float, offset: float, casting_mode: str, kernels: KernelOptions, param_dtype: Any
@@ -38,41 +29,18 @@ class RMSNorm(nnx.Module):
         return self._run(ops.rms_norm if self.kernels.rms_norm else plain.rms_norm, x)
 
     def of_shard(self, x: Float[Array, "*rows own"], axis: str | None) -> Float[Array, "*rows own"]:
-        """Normalises rows of which a mesh axis splits the columns, inside `jax.shard_map`.
-
-        Args:
-            x: this device's columns; the scale is that of these.
-            axis: the mesh axis; `None` for whole rows.
-
-        Returns:
-            The columns of the normalised rows.
-        """
+        """Normalises rows whose columns and scale a mesh axis splits in `jax.shard_map`; `None` for whole rows."""
         if axis is None:
             return self(x)
         options: dict[str, Any] = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
         return plain.rms_norm(x, self.scale[...], **options, axis=axis)
 
     def fork(self, x: Float[Array, "*rows D"]) -> Any:
-        """Normalises the residual stream and returns the stream too, so that one kernel sums the gradients of both.
-
-        Args:
-            x: the residual stream.
-
-        Returns:
-            The normalised stream, and the stream.
-        """
+        """Normalises the residual stream and returns the stream too, so that one kernel sums the gradients of both."""
         return self._fused(x, None)
 
     def add(self, x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"]) -> Any:
-        """Adds to the residual stream and normalises it, in one pass.
-
-        Args:
-            x: a sublayer's output.
-            residual: the residual stream.
-
-        Returns:
-            The normalised sum, and the sum.
-        """
+        """Adds a sublayer's output to the residual stream, and returns the normalised sum and the sum, in one pass."""
         return self._fused(x, residual)
 
     def _fused(self, x: Array, residual: Array | None) -> Any:

@@ -20,16 +20,8 @@ def rms_norm(
 ) -> Float[Array, "*rows D"]:
     """Normalises and scales; the mean square and its root are float32.
 
-    Args:
-        x: float array.
-        scale: one factor per column, in any float dtype.
-        eps: added to the mean square.
-        offset: added to the scale.
-        casting_mode: "llama" rounds to x's dtype before the scale, in the wider of the two dtypes; "gemma" after it.
-        axis: the mesh axis whose devices have as many other columns of each row each; `None` for whole rows.
-
-    Returns:
-        An array like `x`.
+    `casting_mode` "llama" rounds to x's dtype before the scale, in the wider of the two dtypes; "gemma" after it.
+    `axis` is the mesh axis whose devices have as many other columns of each row; `None` for whole rows.
     """
     x32, scale = x.astype(jnp.float32), jnp.expand_dims(jnp.asarray(scale), tuple(range(x.ndim - 1)))
     mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
@@ -44,17 +36,7 @@ def rms_norm(
 def fused_add_rms_norm(
     x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"] | None, scale: Float[Array, " D"], **options: Any
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
-    """The sum and its norm, one after the other.
-
-    Args:
-        x: float array.
-        residual: float array of the same shape and dtype, or `None` to add nothing.
-        scale: one factor per column, as in `rms_norm`.
-        **options: options of `rms_norm`.
-
-    Returns:
-        The normalised sum, and the sum.
-    """
+    """The normalised sum, and the sum; `residual` is `None` to add nothing."""
     added = x if residual is None else residual + x
     return rms_norm(added, scale, **options), added
 
@@ -62,17 +44,7 @@ def fused_add_rms_norm(
 def apply_rope(
     q: Float[Array, "B T Q H"], k: Float[Array, "B T K H"], cos: Float[Array, "#B T R"], sin: Float[Array, "#B T R"]
 ) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
-    """Rotates the halves of the first R columns of each head in float32.
-
-    Args:
-        q: queries.
-        k: keys.
-        cos: cosines; the second half repeats the first.
-        sin: sines; the second half repeats the first.
-
-    Returns:
-        Rotated queries and keys, in their own dtypes.
-    """
+    """Rotates the halves of the first R columns of each head in float32; the tables' halves are alike."""
 
     width = cos.shape[-1]
 
@@ -88,28 +60,12 @@ def apply_rope(
 
 
 def swiglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """silu(gate)·up with silu in float32.
-
-    Args:
-        gate: float array.
-        up: float array of the same shape and dtype.
-
-    Returns:
-        An array like `gate`.
-    """
+    """silu(gate)·up with silu in float32."""
     return jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype) * up
 
 
 def geglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """gelu(gate)·up with gelu by tanh in float32.
-
-    Args:
-        gate: float array.
-        up: float array of the same shape and dtype.
-
-    Returns:
-        An array like `gate`.
-    """
+    """gelu(gate)·up with gelu by tanh in float32."""
     return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype) * up
 
 
@@ -120,17 +76,10 @@ def cross_entropy(
     ignore_index: int,
     reduction: str,
 ) -> tuple[Float[Array, ""], LossMetrics]:
-    """Σ t·(lse(z) − z_y), over Σ t if the reduction is "mean", in float32.
+    """Σ t·(lse(z) − z_y), over Σ t if the reduction is "mean", in float32; t are the token weights, z the logits.
 
-    Args:
-        logits: z, any float dtype.
-        labels: integers in [0, V), or `ignore_index`; any other label makes the loss NaN.
-        token_weights: t; `None` for ones.
-        ignore_index: the label of tokens that do not count.
-        reduction: "mean" or "sum".
-
-    Returns:
-        The loss and its metrics; under jit the metrics cost nothing unless they are used.
+    A label that is neither in [0, V) nor `ignore_index` makes the loss NaN. Under jit the metrics cost nothing unless
+    used.
     """
     z = logits.astype(jnp.float32)
     t = jnp.ones(labels.shape, jnp.float32) if token_weights is None else token_weights.astype(jnp.float32)
