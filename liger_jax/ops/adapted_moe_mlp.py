@@ -115,15 +115,11 @@ def _rows_of_experts(x: jax.Array, order: Order) -> jax.Array:
     return _gathered(x, order)
 
 
-def _of_experts_forward(x, order):
-    return _gathered(x, order), order
-
-
 def _of_experts_backward(order, drows):
     return jnp.where(order.is_right, summed(drows, order), jnp.nan).astype(drows.dtype), None
 
 
-_rows_of_experts.defvjp(_of_experts_forward, _of_experts_backward)
+_rows_of_experts.defvjp(lambda x, order: (_gathered(x, order), order), _of_experts_backward)
 
 
 @jax.custom_vjp
@@ -154,17 +150,13 @@ def _gated(both: jax.Array, activation: str) -> jax.Array:
     return glu.product(*jnp.split(both, 2, axis=1), activation=activation)
 
 
-def _gated_forward(both, activation):
-    return _gated(both, activation), both
-
-
 def _gated_backward(activation, both, dh):
     gate, up = jnp.split(both, 2, axis=1)
     gradients = glu.gradients(dh.astype(promoted(dh.dtype, jnp.float32)), gate, up, activation=activation)
     return (jnp.concatenate(gradients, axis=1),)
 
 
-_gated.defvjp(_gated_forward, _gated_backward)
+_gated.defvjp(lambda both, activation: (_gated(both, activation), both), _gated_backward)
 
 
 # --- quantised experts ------------------------------------------------------------------------------------------------

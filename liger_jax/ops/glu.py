@@ -24,15 +24,11 @@ def _gated(gate, up, forward, backward):
     return forward.run(*forward.guarded(gate, up))
 
 
-def _forward_rule(gate, up, forward, backward):
-    return forward.run(*forward.guarded(gate, up)), (gate, up)
-
-
 def _backward_rule(forward, backward, residuals, dy):
     return backward.run(*backward.guarded(dy, *residuals))
 
 
-_gated.defvjp(_forward_rule, _backward_rule)
+_gated.defvjp(lambda gate, up, forward, backward: (forward.run(*forward.guarded(gate, up)), (gate, up)), _backward_rule)
 
 
 def swiglu(

@@ -114,10 +114,6 @@ def _look_up(table, ids, dtype):
     )
 
 
-def _look_up_forward(table, ids, dtype):
-    return _look_up(table, ids, dtype), (ids,)
-
-
 def _look_up_backward(dtype, residuals, cotangents):
     (ids,) = residuals
     dx, dtable, rounding_errors = cotangents
@@ -130,7 +126,7 @@ def _look_up_backward(dtype, residuals, cotangents):
 
 
 _looked_up = jax.custom_vjp(_look_up, nondiff_argnums=(2,))
-_looked_up.defvjp(_look_up_forward, _look_up_backward)
+_looked_up.defvjp(lambda table, ids, dtype: (_look_up(table, ids, dtype), (ids,)), _look_up_backward)
 
 
 @jax.custom_vjp
@@ -142,10 +138,6 @@ def _widened(table, rounding_errors, ids):
     return table.astype(jnp.float32)
 
 
-def _widened_forward(table, rounding_errors, ids):
-    return _widened(table, rounding_errors, ids), ids
-
-
 def _widened_backward(ids, dtable):
     # The compiler may drop a conversion to bfloat16 and back, but not this.
     rounded = jax.lax.reduce_precision(dtable, exponent_bits=8, mantissa_bits=7)
@@ -153,4 +145,4 @@ def _widened_backward(ids, dtable):
     return rounded.astype(jnp.bfloat16), at_ids(dtable) - at_ids(rounded), None
 
 
-_widened.defvjp(_widened_forward, _widened_backward)
+_widened.defvjp(lambda table, rounding_errors, ids: (_widened(table, rounding_errors, ids), ids), _widened_backward)

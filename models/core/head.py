@@ -28,10 +28,6 @@ def _head_logits(hidden, weight):
     return jnp.einsum("btd,vd->btv", hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-def _head_logits_forward(hidden, weight):
-    return _head_logits(hidden, weight), (hidden, weight)
-
-
 def _head_logits_backward(residuals, dlogits):
     hidden, weight = residuals
     dlogits = dlogits.astype(hidden.dtype)
@@ -40,4 +36,4 @@ def _head_logits_backward(residuals, dlogits):
     return dhidden, dweight.astype(weight.dtype)
 
 
-_head_logits.defvjp(_head_logits_forward, _head_logits_backward)
+_head_logits.defvjp(lambda hidden, weight: (_head_logits(hidden, weight), (hidden, weight)), _head_logits_backward)
