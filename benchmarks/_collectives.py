@@ -15,23 +15,14 @@ _CALLED = ("calls", "to_apply", "body", "true_computation", "false_computation")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of a program, as often as its loops run it.
+    """A collective of a program, as often as its loops run it."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        devices: how many take part.
-        bytes: of the whole: what an all-gather makes, a reduce-scatter takes, an all-reduce sums.
-        largest: elements of the largest array in it.
-        runs: how often a step runs it.
-        source: the operation of the model that it stands for.
-    """
-
-    kind: str
-    devices: int
-    bytes: int
-    largest: int
-    runs: int
-    source: str
+    kind: str  # one of `KINDS`
+    devices: int  # how many take part
+    bytes: int  # of the whole: what an all-gather makes, a reduce-scatter takes, an all-reduce sums
+    largest: int  # elements of the largest array in it
+    runs: int  # how often a step runs it
+    source: str  # the operation of the model that it stands for
 
     @property
     def sent(self) -> float:

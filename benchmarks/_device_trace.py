@@ -12,31 +12,20 @@ Interval = tuple[float, float]
 
 
 class Share(NamedTuple):
-    """Shares of the time from a profile's first kernel to its last.
+    """Shares of the time from a profile's first kernel to its last."""
 
-    Attributes:
-        sending: the time in which a collective runs.
-        exposed: the part of it in which no other kernel runs.
-        idle: the time in which nothing runs.
-    """
-
-    sending: float
-    exposed: float
-    idle: float
+    sending: float  # the time in which a collective runs
+    exposed: float  # the part of it in which no other kernel runs
+    idle: float  # the time in which nothing runs
 
 
 def shares(kernels: Iterable[tuple[str, float, float]]) -> Share:
     """The shares of a device's kernels.
 
-    Args:
-        kernels: name, start and end of each, in any order; NCCL's begin with "nccl".
+    `kernels`: name, start and end of each, in any order; NCCL's begin with "nccl".
 
-    Returns:
-        The shares.
-
-    Example:
-        >>> shares([("ncclDevKernel_AllGather", 0, 4), ("gemm", 2, 8), ("ncclDevKernel_AllReduce", 9, 10)])
-        Share(sending=0.5, exposed=0.3, idle=0.1)
+    >>> shares([("ncclDevKernel_AllGather", 0, 4), ("gemm", 2, 8), ("ncclDevKernel_AllReduce", 9, 10)])
+    Share(sending=0.5, exposed=0.3, idle=0.1)
     """
     found = list(kernels)
     sending = _union((start, end) for name, start, end in found if name.lower().startswith("nccl"))
@@ -50,11 +39,7 @@ def shares(kernels: Iterable[tuple[str, float, float]]) -> Share:
 def profiled(run: Callable[[], Any]) -> list[Share]:
     """The shares of each of this process's GPUs while `run` runs and its result comes.
 
-    Args:
-        run: queues some steps.
-
-    Returns:
-        One for each GPU that the profile knows.
+    `run`: queues some steps. Returns one for each GPU that the profile knows.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -20,11 +20,7 @@ STEPS = 8
 def main(values: dict[str, Any], rows: int, seq: int, recomputed: bool) -> None:
     """Prints milliseconds a step and the peak of the first process's GPU.
 
-    Args:
-        values: config.json.
-        rows: of each GPU.
-        seq: tokens in a row.
-        recomputed: with gradient checkpointing.
+    `values`: config.json. `rows`: of each GPU. `seq`: tokens in a row. `recomputed`: with gradient checkpointing.
     """
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     fsdp = importlib.import_module("torch.distributed.fsdp")

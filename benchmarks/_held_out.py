@@ -29,13 +29,7 @@ NUDGE = 1e-4  # of the weights from which chance's training begins
 def training_of(steps: int, batch: int, **options: Any) -> Training:
     """`make train`'s training with other options; layers keep all for the backward, which is faster on a CPU.
 
-    Args:
-        steps: of the training.
-        batch: sequences of a step.
-        **options: other fields of `Training`.
-
-    Returns:
-        The training.
+    `steps`: of the training. `batch`: sequences of a step. `**options`: other fields of `Training`.
     """
     return dataclasses.replace(SIZE.training, steps=steps, batch=batch, remat="none", **options)
 
@@ -43,10 +37,8 @@ def training_of(steps: int, batch: int, **options: Any) -> Training:
 class Trainings:
     """Trainings that differ in their seed alone, compiled once.
 
-    Args:
-        corpus: the text.
-        training: how the model is trained.
-        mesh: the devices, as `examples.train_llama --mesh` takes them; None for one.
+    `corpus`: the text. `training`: how the model is trained. `mesh`: the devices, as `examples.train_llama --mesh`
+    takes them; None for one.
     """
 
     def __init__(self, corpus: text.Text, training: Training, mesh: str | None = None):
@@ -87,11 +79,7 @@ class Trainings:
 def load(out: Path) -> text.Text:
     """`make train`'s text.
 
-    Args:
-        out: folder for its tokens.
-
-    Returns:
-        The text.
+    `out`: folder for its tokens.
     """
     return text.load(None, SIZE.vocab, out, SIZE.characters)
 
@@ -99,12 +87,7 @@ def load(out: Path) -> text.Text:
 def compared(trainings: dict[str, Trainings], seeds: tuple[int, ...]) -> str:
     """The table of held-out losses at the end of trainings, one after another.
 
-    Args:
-        trainings: those to compare, by name. The others are compared with the first.
-        seeds: a row for each.
-
-    Returns:
-        The table.
+    `trainings`: those to compare, by name. The others are compared with the first. `seeds`: a row for each.
     """
     first, *_ = trainings
     compared, rows, shares = [*trainings, "chance"], [], []

@@ -35,14 +35,9 @@ def training_step(
 ) -> Step:
     """The step of a random model in bfloat16, AdamW's state too.
 
-    Args:
-        values: config.json.
-        tokens: (B, T), which are the labels too.
-        compiled: by torch.compile.
-        recomputed: with gradient checkpointing.
-        learning_rate: AdamW's.
-        decay: the weights' decay.
-        rank: of adapters on all projections of layers, which alone are trained; PEFT's, in bfloat16. None for none.
+    `values`: config.json. `tokens`: (B, T), which are the labels too. `compiled`: by torch.compile. `recomputed`: with
+    gradient checkpointing. `learning_rate`: AdamW's. `decay`: the weights' decay. `rank`: of adapters on all
+    projections of layers, which alone are trained; PEFT's, in bfloat16. None for none.
     """
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     cuda = torch.cuda if torch.cuda.is_available() else None
@@ -92,9 +87,7 @@ class Generation(NamedTuple):
 def generation(values: dict[str, Any], prompts: np.ndarray) -> Generation:
     """Generation by a random model in bfloat16, with a static cache; on a GPU transformers compiles its steps.
 
-    Args:
-        values: config.json.
-        prompts: (B, T).
+    `values`: config.json. `prompts`: (B, T).
     """
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     cuda = torch.cuda if torch.cuda.is_available() else None

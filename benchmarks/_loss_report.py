@@ -9,15 +9,7 @@ from typing import NamedTuple
 from benchmarks import _figures
 
 REFERENCE = "XLA full logits, bf16"
-HEADER = [
-    "(N, D, V)",
-    "who",
-    "fwd ms",
-    "fwd+bwd ms",
-    "× three matmuls",
-    "extra MiB",
-    "dW error, × unfused bf16",
-]
+HEADER = ["(N, D, V)", "who", "fwd ms", "fwd+bwd ms", "× three matmuls", "extra MiB", "dW error, × unfused bf16"]
 COLOURS = {"liger-jax": "tab:red", "jax": "tab:blue", "torch": "tab:green"}
 
 

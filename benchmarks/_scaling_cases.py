@@ -15,35 +15,20 @@ from liger_jax.training.meshes import parse_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its batch and its mesh.
+    """A model, its batch and its mesh."""
 
-    Attributes:
-        how: "weak" or "strong".
-        model: as the planner takes it.
-        layers: how many of its layers; `None` for all.
-        scan: whether layers are scanned.
-        remat: as the models take it.
-        rows: of one GPU alone.
-        seq: tokens in a row.
-        mesh: the sizes of its axes.
-    """
-
-    how: str
-    model: str
-    layers: int | None
-    scan: bool
-    remat: str
-    rows: int
-    seq: int
-    mesh: tuple[tuple[str, int], ...]
+    how: str  # "weak" or "strong"
+    model: str  # as the planner takes it
+    layers: int | None  # how many of its layers; `None` for all
+    scan: bool  # whether layers are scanned
+    remat: str  # as the models take it
+    rows: int  # of one GPU alone
+    seq: int  # tokens in a row
+    mesh: tuple[tuple[str, int], ...]  # the sizes of its axes
 
     @classmethod
     def of(cls, text: str) -> "Case":
-        """The case of a text.
-
-        Raises:
-            ValueError: the text is none.
-        """
+        """The case of a text."""
         try:
             how, model, sizes, mesh = text.split(":")
             model, *options = model.split("+")
@@ -105,11 +90,7 @@ def with_layers(model: Architecture, layers: int | None) -> Architecture:
 
 
 def run_of(case: Case, device: str) -> Run:
-    """The run that the planner knows.
-
-    Raises:
-        ValueError: the mesh has an axis that is not there yet, or does not divide the model or the batch.
-    """
+    """The run that the planner knows."""
     model = with_layers(architecture(case.model), case.layers)
     devices = target(f"{device}:{case.count}" if case.count > 1 else device)
     options: Any = dict.fromkeys(("param_dtype", "state_dtype", "dtype"), "bfloat16")

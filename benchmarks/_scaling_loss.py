@@ -16,31 +16,19 @@ _AXIS = "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class LossCase:
-    """A loss and both its gradients, in bfloat16.
+    """A loss and both its gradients, in bfloat16."""
 
-    Attributes:
-        batch: tokens.
-        width: of the hidden states.
-        vocab: entries of the head.
-        count: the GPUs that split them.
-        mode: of the loss.
-    """
-
-    batch: int
-    width: int
-    vocab: int
-    count: int
-    mode: Any = "auto"
+    batch: int  # tokens
+    width: int  # of the hidden states
+    vocab: int  # entries of the head
+    count: int  # the GPUs that split them
+    mode: Any = "auto"  # of the loss
     how: str = "strong"
     seq: int = 1  # tokens in one of the batch
 
     @classmethod
     def of(cls, text: str) -> "LossCase":
-        """The case of a text such as loss:8192x4096x128256:tensor=2, or loss+fast:…
-
-        Raises:
-            ValueError: the text is none, or the GPUs divide neither tokens nor entries.
-        """
+        """The case of a text such as loss:8192x4096x128256:tensor=2, or loss+fast:…"""
         try:
             name, sizes, mesh = text.split(":")
             tokens, width, vocab = map(int, sizes.split("x"))

@@ -13,18 +13,9 @@ def dpo_step(
 ) -> Callable[[], Any]:
     """A function that makes one step, and returns its loss.
 
-    The reference's log-probabilities are given to the trainer, as 0.
-
-    Args:
-        model: transformers', in the dtype of the computation.
-        batch: `input_ids` and `labels` (pairs, 2, T), the chosen answer first; labels are -100 where a token does not
-            count.
-        parts: the micro-batches of a step.
-        beta: DPO's.
-        learning_rate: SGD's.
-
-    Raises:
-        ImportError: TRL, or a package that its trainer needs, is not installed.
+    The reference's log-probabilities are given to the trainer, as 0. `model`: transformers', in the dtype of the
+    computation. `batch`: `input_ids` and `labels` (pairs, 2, T), the chosen answer first; labels are -100 where a token
+    does not count. `parts`: the micro-batches of a step. `beta`: DPO's. `learning_rate`: SGD's.
     """
     torch, trl, datasets, tokenizers, transformers = map(
         importlib.import_module, ("torch", "trl", "datasets", "tokenizers", "transformers")

@@ -89,31 +89,18 @@ def lengths_of(new: np.ndarray, stops: list[int]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A generation's figures.
+    """A generation's figures."""
 
-    Attributes:
-        case: what was generated.
-        compact: whether rows that had ended left the batch.
-        tokens: new tokens of all rows, up to their ends.
-        mean: of the rows' new tokens.
-        steps: tokens of the longest row after the first.
-        needed_bytes: what the steps after the first token must read.
-        whole: milliseconds of a generation.
-        first: milliseconds of its prompt and first token.
-        start: seconds of the generation that compiles.
-        device: the device's kind.
-    """
-
-    case: Case
-    compact: bool
-    tokens: int
-    mean: float
-    steps: int
-    needed_bytes: int
-    whole: float
-    first: float
-    start: float
-    device: str
+    case: Case  # what was generated
+    compact: bool  # whether rows that had ended left the batch
+    tokens: int  # new tokens of all rows, up to their ends
+    mean: float  # of the rows' new tokens
+    steps: int  # tokens of the longest row after the first
+    needed_bytes: int  # what the steps after the first token must read
+    whole: float  # milliseconds of a generation
+    first: float  # milliseconds of its prompt and first token
+    start: float  # seconds of the generation that compiles
+    device: str  # the device's kind
 
 
 def ours(cases: list[Case]) -> list[Measured]:

@@ -46,19 +46,12 @@ MESHES = (
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step on each device.
+    """Seconds of a step on each device."""
 
-    Attributes:
-        compute: of the products.
-        parameters: of the collectives of fsdp, and of sequence where it splits parameters, too.
-        keys: of sequence's other collectives.
-        activations: of tensor's collectives.
-    """
-
-    compute: float
-    parameters: float
-    keys: float
-    activations: float
+    compute: float  # of the products
+    parameters: float  # of the collectives of fsdp, and of sequence where it splits parameters, too
+    keys: float  # of sequence's other collectives
+    activations: float  # of tensor's collectives
 
     @property
     def share(self) -> float:
@@ -69,14 +62,9 @@ class Prediction:
 def seconds(size: float, devices: int, others: int, platform: str) -> float:
     """The time of a collective whose whole has `size` bytes.
 
-    Args:
-        size: bytes of what is gathered, or of what is scattered.
-        devices: that take part.
-        others: devices along the axes inside of this one, which are its neighbours in a host.
-        platform: "gpu" or "tpu".
-
-    Returns:
-        The time of the slower of the links inside hosts and between them.
+    `size`: bytes of what is gathered, or of what is scattered. `devices`: that take part. `others`: devices along the
+    axes inside of this one, which are its neighbours in a host. `platform`: "gpu" or "tpu". Returns the time of the
+    slower of the links inside hosts and between them.
     """
     share = lambda n: size * (n - 1) / n
     if platform == "tpu":
@@ -90,15 +78,9 @@ def seconds(size: float, devices: int, others: int, platform: str) -> float:
 def predicted(model: str, mesh: dict[str, int], tokens: int, platform: str) -> Prediction:
     """The times of a step.
 
-    Args:
-        model: as the planner takes it.
-        mesh: sizes of "fsdp", "sequence" and "tensor"; a tensor axis is inside of a host.
-        tokens: of each device, in one row; the devices of a tensor axis have as many rows in common, and those of a
-            sequence axis have parts of one row.
-        platform: "gpu" for H200s, "tpu" for v5p.
-
-    Returns:
-        The times.
+    `model`: as the planner takes it. `mesh`: sizes of "fsdp", "sequence" and "tensor"; a tensor axis is inside of a
+    host. `tokens`: of each device, in one row; the devices of a tensor axis have as many rows in common, and those of a
+    sequence axis have parts of one row. `platform`: "gpu" for H200s, "tpu" for v5p.
     """
     found = architecture(model)
     config = found.config

@@ -56,25 +56,15 @@ ENOUGH = 1.5  # seconds of steps that are timed
 
 @dataclasses.dataclass
 class Prepared:
-    """A compiled step.
+    """A compiled step."""
 
-    Attributes:
-        case: what is measured.
-        plan: bytes on each device by the planner, or `None` for a loss alone.
-        step: takes what `fill` made, and returns the same and what to wait for.
-        fill: makes the step's state and its batch.
-        mesh: its devices.
-        seconds: that tracing, lowering and compiling took.
-        needed: bytes on each device, by the compiler.
-    """
-
-    case: Case | LossCase
-    plan: int | None
-    step: Callable[[Any, Any], tuple[Any, Any]]
-    fill: Callable[[], tuple[Any, Any]]
-    mesh: Any
-    seconds: float
-    needed: int
+    case: Case | LossCase  # what is measured
+    plan: int | None  # bytes on each device by the planner, or `None` for a loss alone
+    step: Callable[[Any, Any], tuple[Any, Any]]  # takes what `fill` made, and returns the same and what to wait for
+    fill: Callable[[], tuple[Any, Any]]  # makes the step's state and its batch
+    mesh: Any  # its devices
+    seconds: float  # that tracing, lowering and compiling took
+    needed: int  # bytes on each device, by the compiler
 
 
 def prepared(case: Case | LossCase, run: Run | None, devices: list[Any]) -> Prepared:

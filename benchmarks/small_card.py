@@ -16,11 +16,13 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import _measure
 from benchmarks._memory import COLORS, GIB, Figure, Figures, draw, gib, in_threads, largest_compiled, run_of, stamp
-from benchmarks.planner import gpu_there, measured_peak
-from liger_jax.planner.step import LOSSES
+from liger_jax.pallas_kernels.devices import GPUS
+from liger_jax.planner.mesh import make_mesh
+from liger_jax.planner.step import LOSSES, Run, training_step
 
 NAME = "small_card"
 CAP_GIB = 15
@@ -44,6 +46,38 @@ def spec_of(cell: str, card: str, batch: int | None = None) -> dict[str, Any]:
 
 
 # --- in a process of its own ------------------------------------------------------------------------------------------
+
+
+def gpu_there() -> tuple[str, int] | None:
+    """The GPU's name in `GPUS` and its bytes, by a process that goes; None if there is none."""
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    os.environ |= {"XLA_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.devices()[0]
+    names = [name for name, gpu in GPUS.items() if gpu.kind == device.device_kind]
+    if not names:
+        raise ValueError(
+            f"The planner has no {device.device_kind!r}. It has {', '.join(g.kind for g in GPUS.values())}."
+        )
+    return names[0], 2 * device.memory_stats()["bytes_limit"]
+
+
+def measured_peak(run: Run) -> int:
+    """The most that the allocator of this process's GPU held in two steps."""
+    mesh = make_mesh(jax.devices()[: run.target.count], run.mesh)
+    step, (state, tokens) = training_step(run, mesh)
+    fill = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), (state, tokens)),
+        out_shardings=jax.tree.map(lambda x: x.sharding, (state, tokens)),
+    )
+    with jax.set_mesh(mesh):
+        # Compiled before the state is there: trials of kernels then leave no holes in the allocator's memory.
+        step = step.lower(state, tokens).compile()
+        state, tokens = fill()
+        state, _ = step(state, tokens)
+        jax.block_until_ready(step(state, tokens))
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
 
 
 def measured(spec: dict[str, Any], device_bytes: int) -> dict[str, Any]:
