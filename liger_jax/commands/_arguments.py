@@ -77,7 +77,7 @@ def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
     """How many steps there are, and what a step does."""
     add = command.add_argument
     add("--batch", type=int, help="rows in a step (default: 8)")
-    add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: as few as fit)")
+    add("--micro-batches", type=int, help="micro-batches of a batch, one after the other (default: as few as fit)")
     add(
         "--mesh",
         help="devices along axes, as fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",

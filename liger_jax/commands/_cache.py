@@ -22,9 +22,6 @@ def compiled_programs_kept(wanted: bool = True) -> Iterator[None]:
 
     Settings of the user's own come first: with JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE nothing
     changes here. Where nothing can be written, every start compiles.
-
-    Args:
-        wanted: whether to keep them; else neither this folder nor the user's own is read or written.
     """
     if not wanted:
         options = {_ENABLED: False}

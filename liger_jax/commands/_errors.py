@@ -39,9 +39,6 @@ _AXES = "data|fsdp|expert|sequence|tensor"
 def in_one_line(error: Exception, options: Mapping[str, str] | None = None) -> str:
     """A message on one line for the terminal. The middle of a long one is left out: it begins with what is wrong, and
     ends with the cure.
-
-    >>> in_one_line(ValueError("no   room"))
-    'no room'
     """
     text = in_options(str(error), options or {}) if getattr(error, "in_python", False) else str(error)
     if len(text) > _LONGEST:
@@ -100,9 +97,7 @@ def is_text(text: str) -> bool:
 class UserError(ValueError):
     """An error that whoever typed the command can mend; the message says how.
 
-    Args:
-        text: the message.
-        in_python: whether it is a library's, which names the arguments of functions.
+    `in_python`: whether it is a library's, which names the arguments of functions.
     """
 
     def __init__(self, text: str, in_python: bool = False):
@@ -124,11 +119,7 @@ def of_option(flag: str, value: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """A context for code that depends on flags and files: the user can mend its errors.
-
-    Raises:
-        UserError: for a ValueError, OSError or ImportError, with its message.
-    """
+    """A context for code that depends on flags and files: the user can mend its errors."""
     try:
         yield
     except UserError:
@@ -139,11 +130,7 @@ def user_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def training_errors() -> Iterator[None]:
-    """A context for a training run, whose errors get the cure in the words of the command line.
-
-    Raises:
-        UserError: for a TrainingError.
-    """
+    """A context for a training run, whose errors get the cure in the words of the command line."""
     try:
         yield
     except TrainingError as error:
@@ -183,14 +170,7 @@ def need(*packages: str) -> None:
 
 @training_errors()
 def writable_folder(folder: Path) -> None:
-    """Makes a folder, if there is none.
-
-    Args:
-        folder: a path, as it was typed.
-
-    Raises:
-        UserError: it cannot be made, or nothing can be written there.
-    """
+    """Makes a folder, if there is none."""
     check_writable(folder)
 
 

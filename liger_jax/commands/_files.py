@@ -17,15 +17,8 @@ from liger_jax.commands._errors import UserError, refusals_kept
 def read_texts(pattern: str, refused: dict[str, UserError] | None = None) -> dict[Path, str]:
     """Reads text files.
 
-    Args:
-        pattern: a file, or a glob; its folders are passed over, and `**` follows no links to folders.
-        refused: where errors of single files go, by where they are; `None` to raise the first.
-
-    Returns:
-        The files' texts by their paths, in the order of the paths.
-
-    Raises:
-        UserError: nothing matches, or a file is no UTF-8 text, cannot be read, or is of a kind that is not read.
+    `pattern`: a file, or a glob; its folders are passed over, and `**` follows no links to folders. Returns the files'
+    texts by their paths, in the order of the paths.
     """
     paths = [path for path in found(pattern) if path.is_file()]
     if not paths:

@@ -1,4 +1,4 @@
-"""What this machine has for JAX, and what of it is broken."""
+"""What this machine has for JAX, and what is broken."""
 
 import ctypes
 import dataclasses

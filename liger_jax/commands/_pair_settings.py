@@ -31,7 +31,7 @@ class PairSettings(LossOptions, Settings):
         if self.takes_whole_batches and self.num_micro_batches > 1:
             why = "whose pairs --loss {} sorts together" if unpaired is None else "of which --loss {} has one baseline"
             raise UserError(
-                f"--micro-batches={self.micro_batches} parts a batch, {why.format(self.loss_type)}. Leave it out."
+                f"--micro-batches={self.micro_batches} splits a batch, {why.format(self.loss_type)}. Leave it out."
             )
 
     @property

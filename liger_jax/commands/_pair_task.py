@@ -1,4 +1,4 @@
-"""What `liger-jax dpo` trains for: that of two answers the chosen one becomes more likely than the rejected one."""
+"""The task of `liger-jax dpo`: to make the chosen one of two answers more likely than the rejected one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -74,11 +74,9 @@ _ELSEWHERE = {
 class Parser(argparse.ArgumentParser):
     """argparse's parser, with whole names of options only, and errors that name what was meant.
 
-    Args:
-        alternatives: names of options of which a run takes one: one on the command line overrules the other in a file.
-        sums: names of options with those whose sum they are by default: such a sum in a file goes if one of them is on
-            the command line.
-        **options: argparse's.
+    `alternatives`: names of options of which a run takes one: one on the command line overrules the other in a file.
+    `sums`: names of options with those whose sum they are by default: such a sum in a file goes if one of them is on
+    the command line.
     """
 
     def __init__(self, *args: Any, alternatives: Sequence[Sequence[str]] = (), sums: Any = None, **options: Any):

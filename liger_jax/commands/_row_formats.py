@@ -1,4 +1,4 @@
-"""A row of data: by which of its fields it is recognised, and what of it is trained on.
+"""The formats of a row of data: the fields that identify each, and what is trained on.
 
 A row that could be meant in two ways is refused, since nobody would see that the wrong one was trained on.
 """

@@ -1,4 +1,4 @@
-"""The model of a training run: its structure, what of it is trained, and the one that is written."""
+"""The model of a training run: its structure, its trained variables, and the model that is written."""
 
 from collections.abc import Iterator
 from typing import Any

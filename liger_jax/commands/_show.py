@@ -191,7 +191,7 @@ def _title(piece: Piece) -> str:
 
 
 def _is_one(piece: Piece) -> bool:
-    """Whether what of the document is longer than a row is in no other piece."""
+    """Whether the tokens of a document that do not fit into a row are dropped."""
     return piece.document is not None and (piece.document.messages is not None or piece.document.prompt is not None)
 
 

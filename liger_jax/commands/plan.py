@@ -93,7 +93,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=_DTYPES, help=f"of the computation (default: {defaults.DTYPE})")
     command.add_argument("--remat", choices=REMATS, help=f"what layers compute again (default: {defaults.REMAT})")
     command.add_argument("--loss", choices=LOSSES, help="which must fit (default: fused)")
-    command.add_argument("--micro-batches", type=int, help="equal parts of a step's batch, one after the other")
+    command.add_argument("--micro-batches", type=int, help="micro-batches of a step's batch, one after the other")
     command.add_argument(
         "--lora", type=int, nargs="?", const=defaults.RANK, metavar="RANK", help="train adapters of this rank alone"
     )

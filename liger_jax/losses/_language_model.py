@@ -95,7 +95,7 @@ def _check_whole_rows(labels: jax.Array) -> None:
     if split:
         raise ValueError(
             f"causal_lm_loss: labels are sharded over the mesh as {spec_of(labels)}, which splits the positions over "
-            f"{split}, and the label of a part's last position is on another device. Move labels and segment_ids by "
+            f"{split}, and the label of a shard's last position is on another device. Move labels and segment_ids by "
             "jax.sharding.reshard so that rows are whole; or take shifted_labels before you place them, and then "
             "fused_linear_cross_entropy."
         )

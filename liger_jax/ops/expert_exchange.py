@@ -7,7 +7,7 @@ in the other direction.
 
 The buffers are sent whole, on every platform. `jax.lax.ragged_all_to_all` would send no more than the rows that there
 are, but XLA has it on GPUs alone, where it took 16 ms for what these buffers take 5.7 ms on four H200s, or 1.2 ms when
-each device's rows are sent in 32 parts. And gradients around it are reported to be wrong at times
+each device's rows are sent in 32 messages. And gradients around it are reported to be wrong at times
 (github.com/marin-community/marin/issues/8077).
 """
 

@@ -202,9 +202,9 @@ def _checked(
     parts = shards_of_batch(sizes)
     if rows % parts:
         raise ValueError(
-            f"mesh={text!r} splits the batch into {parts} parts, which do not divide the {rows} rows that are computed "
-            f"at once. The nearest number that does is {nearest_divisor(rows, parts)}; or change the batch, or its "
-            "micro-batches."
+            f"mesh={text!r} splits the batch into {parts} shards, which do not divide the {rows} rows that are "
+            f"computed at once. The nearest number that does is {nearest_divisor(rows, parts)}; or change the batch, "
+            "or its micro-batches."
         )
     layout, mesh = layout_of(sizes), mesh_of(sizes, devices)
     layout.shardings(model(layout), mesh)

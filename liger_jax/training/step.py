@@ -104,9 +104,9 @@ def make_step(
             of scored tokens. `policy_weights` makes a policy loss's, and `lambda batch: len(batch["chosen"])` counts
             the pairs of a preference loss.
         has_aux: `loss_fn` returns a pair (loss, others), and the step returns (state, (loss, others)).
-        micro_batches: into how many equal parts a batch is cut. Sequence i belongs to part i mod `micro_batches`, so
-            that each device of a mesh has its share of every part. Scalars, and `positions` of shape (1, T), belong to
-            every part.
+        micro_batches: how many micro-batches a batch is cut into. Sequence i belongs to micro-batch i mod
+            `micro_batches`, so that each device of a mesh has its share of every micro-batch. Scalars, and `positions`
+            of shape (1, T), belong to every micro-batch.
         state_on_host: the optimizer's arrays are stored in the host's memory, and come to the device for the update.
 
     Returns:

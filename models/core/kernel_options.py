@@ -29,7 +29,7 @@ class KernelOptions:
             tuple such as `("mosaic_tpu", "xla")`, an op takes the first name that it has, and warns of each that it
             lacks.
         layout: on several devices, which axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones) split
-            what. Ops then run on each device's part of the batch, and a layer's parameters, however they are sharded,
+            what. Ops then run on each device's shard of the batch, and a layer's parameters, however they are sharded,
             are gathered where they are used. `None` on one device.
         batch_axes: the short form of a layout: the axes that split the batch, the last of which splits parameters.
 

@@ -143,7 +143,7 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
 
 
 def not_in_transformers(config: Any, model_type: str) -> list[str]:
-    """Finds what of a written config transformers does not compute or does not read."""
+    """Finds the fields of a written config that transformers does not compute or does not read."""
     clauses, scaling = [], config.rope_scaling
     if getattr(config, "router_z_loss_coef", 0.0):
         clauses.append(f"it leaves out router_z_loss_coef={config.router_z_loss_coef} of the loss")

@@ -224,19 +224,19 @@ def _read(
         return jax.device_put(part([slice(None)] * len(leaf.shape)))
     parts: dict[str, np.ndarray] = {}
 
-    def part_once(index):
-        """Reads a part once, since JAX asks for it once for each device that holds it."""
+    def shard_once(index):
+        """Reads a shard once, since JAX asks for it once for each device that holds it."""
         if str(index) not in parts:
             parts[str(index)] = part(index)
         return parts[str(index)]
 
-    return jax.make_array_from_callback(shape, sharding, part_once)
+    return jax.make_array_from_callback(shape, sharding, shard_once)
 
 
 def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[tuple[Any, ...], list[slice]] | None:
-    """Where a piece is in a part of a parameter, and what of the piece does; `None` if nothing does.
+    """Where a piece overlaps a shard of a parameter, as slices of both; `None` if they do not overlap.
 
-    The part has these ranges of the parameter's axes. The piece's slices are in the parameter's order of axes.
+    The shard has these ranges of the parameter's axes. The piece's slices are in the parameter's order of axes.
     """
     target: list[Any] = []
     stored = []

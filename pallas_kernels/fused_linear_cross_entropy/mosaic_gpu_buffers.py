@@ -19,7 +19,7 @@ _CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace, for XLA's products
 
 
 def fast(sizes: Sizes, tokens: int) -> Buffers:
-    """A chunk has E, in whose place du is written."""
+    """A chunk holds E, which du overwrites."""
     n, d, v, needs_weight = sizes.n, sizes.d, sizes.v, sizes.gradients.weight
     chunk = _chunk_bytes(sizes, tokens)
     if not any(sizes.gradients):

@@ -17,7 +17,7 @@ _LEAST_ENTRIES = 1024  # of a tile
 
 
 def fast(sizes: Sizes, tokens: int) -> Buffers:
-    """A chunk has E, in whose place du is written, but no float32 logits."""
+    """A chunk holds E, which du overwrites, but no float32 logits."""
     du = logit_gradient_bytes(sizes, tokens, sizes.v)
     hidden = tokens * sizes.d * sizes.itemsize  # without the rows that do not count, and then its gradient
     part_maxima = 4 * tokens * round_up(cdiv(sizes.v, 256), 128)

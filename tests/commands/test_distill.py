@@ -349,7 +349,7 @@ def test_the_planner_counts_the_teacher(source, monkeypatch, capsys):
             check(**of(capacity + 1), teacher_stays=stays)
     check(**of(capacity // 2), teacher_stays=False)
     assert "teacher" not in capsys.readouterr().out
-    for stays in (True, False):  # a teacher needs less beside a part of the batch
+    for stays in (True, False):  # a teacher needs less beside a micro-batch
         parted = check(teacher=lambda parts: capacity // parts + GIB, teacher_stays=stays)
         assert parted.micro_batches == 2
 

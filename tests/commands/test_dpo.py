@@ -317,7 +317,10 @@ def test_pairs_are_learnt_by_adapters(source, tmp_path, loss):
         (["--loss=dpo"], "'dpo' must be one of sigmoid, "),
         (["--loss=sigmoid,orpo"], "'orpo' must be one of sigmoid, "),
         (["--loss=aot,sft"], "a loss that sorts a batch's pairs goes with no other"),
-        (["--loss=aot", "--micro-batches=2"], "--micro-batches=2 parts a batch, whose pairs --loss aot sorts together"),
+        (
+            ["--loss=aot", "--micro-batches=2"],
+            "--micro-batches=2 splits a batch, whose pairs --loss aot sorts together",
+        ),
         (["--beta=0"], "--loss=sigmoid: --beta=0.0 must be a finite number > 0"),
         (["--gamma=1"], "--gamma goes with --loss simpo. Leave it out."),
         (["--loss=simpo", "--loss-weights=1"], "--loss-weights goes with --loss sigmoid, "),

@@ -220,7 +220,7 @@ def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_pat
     ]
     advantages = rng.normal(size=12).astype(np.float32)
     batch = rollouts._packed(lines, completions, advantages)
-    assert not batch["segment_ids"][2::3].any()  # the last part is empty
+    assert not batch["segment_ids"][2::3].any()  # the last micro-batch is empty
 
     graph, params = nnx.split(model)
     options = dict(normalizer=TASK.normalizer(settings, None), has_aux=True, micro_batches=3)
@@ -388,7 +388,7 @@ def test_prompts_of_unknown_roles_are_told(source, tmp_path, capsys):
     [
         ("tensor=2", "--mesh=tensor=2: devices that share completions cannot sample them. Give the devices to data"),
         ("sequence=2", "Give the devices to "),
-        ("data=3", "splits the batch into 3 parts, which do not divide the 4 rows"),
+        ("data=3", "splits the batch into 3 shards, which do not divide the 4 rows"),
     ],
 )
 def test_devices_that_share_completions_are_refused(mesh, message, source, tmp_path, capsys):

@@ -98,7 +98,7 @@ def test_a_loss_of_whole_batches_is_never_parted(loss, monkeypatch):
 
 
 def test_processes_whose_hosts_differ_take_the_same_choice(monkeypatch):
-    """Another process has less memory, and takes the fourth choice: 8 parts of one row."""
+    """Another process has less memory, and takes the fourth choice: 8 micro-batches of one row."""
     monkeypatch.setattr(_memory.processes, "most", lambda number: max(number, 3))
     assert fitted(monkeypatch, Settings(**QLORA, length=2048), 75).micro_batches == 8
 

@@ -19,7 +19,7 @@ OF = lambda size: lambda layout: {"q_proj": {"kernel": jax.ShapeDtypeStruct((siz
     ["rows", "width", "number", "why"],
     [
         (8, 12, 4, ""),
-        (6, 12, 3, "splits the batch into 4 parts, which do not divide the 6 rows"),
+        (6, 12, 3, "splits the batch into 4 shards, which do not divide the 6 rows"),
         (8, 6, 2, r"fsdp=4 does not divide axis 0 of q_proj.kernel, whose shape is \(6, 4\)"),
         (7, 12, 1, "which do not divide the 7 rows"),
     ],

@@ -79,7 +79,7 @@ def fused_linear_distillation(
         teacher_hidden: (..., E), any float dtype.
         teacher_weight: (V, E), or (E, V) with `teacher_weight_layout="dv"`, any float dtype.
         divergence: see the table.
-        beta: the teacher's part of the mixture, in (0, 1), a Python number; only "jsd" reads it.
+        beta: the teacher's weight in the mixture, in (0, 1), a Python number; only "jsd" reads it.
         temperature: > 0, a Python number.
         where: (...) bool, which tokens count; None for all.
         labels: (...), integers in [0, V), or `ignore_index` where a token does not count. Any other label makes its
