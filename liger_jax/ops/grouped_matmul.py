@@ -105,8 +105,7 @@ def grouped_matmul(
     Raises:
         TypeError: `x` or `w` is not floating point, or `group_sizes` is not of integers.
         ValueError: shapes, dtypes or sizes do not fit, an array is sharded over a mesh with Explicit axes,
-        `implementation` is
-            unknown, or the named one cannot run here.
+            `implementation` is unknown, or the named one cannot run here.
 
     Example:
         >>> x, w = jnp.ones((4, 2)), jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])

@@ -170,11 +170,10 @@ class Layout:
         Args:
             tree: a model or its state; with an optimizer, `(params, optimizer.init(params))`. Leaves may be types.
             mesh: has the axes that the layout names, and no others with several devices.
-            optimizer: the one whose state is in `tree`. What it holds for a parameter is sharded like the parameter: an
-            array
-                of its shape, and each axis of another array that is one of the parameter's or counts equal blocks of
-                it, such as a factored moment's or a scale's. All else is whole on every device, with a warning from
-                65,536 numbers on.
+            optimizer: the one whose state is in `tree`. What it holds for a parameter is sharded like the parameter:
+                an array of its shape, and each axis of another array that is one of the parameter's or counts equal
+                blocks of it, such as a factored moment's or a scale's. All else is whole on every device, with a
+                warning from 65,536 numbers on.
 
         Returns:
             A tree of `NamedSharding` with the structure of the state, for `jax.device_put` or `out_shardings`.

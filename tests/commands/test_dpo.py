@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from liger_jax import losses
-from liger_jax.commands import _pair_task, _samples, _training_rows, main
+from liger_jax.commands import _pair_task, _references, _samples, _training_rows, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_rows import document
 from liger_jax.commands._pair_settings import PairSettings
@@ -99,7 +99,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
     (found, counts, whole), (of_reference, *_) = each_pair(batch, policy), each_pair(batch, reference)
     assert found.shape == (9, 2)
     log_probs = _pair_task.responses(Model(reference), batch, 8).log_probs
-    loss, figures = _pair_task.loss_of(preference, 8)(Model(policy), {**batch, plain.NAME: log_probs})
+    loss, figures = _pair_task.loss_of(preference, 8)(Model(policy), {**batch, _references.NAME: log_probs})
     np.testing.assert_allclose(loss, named_loss(name, found, of_reference, counts, whole), rtol=1e-5)
     if name in DPO:
         rewards = 0.1 * (found - of_reference)
@@ -114,7 +114,7 @@ def test_the_losses_of_micro_batches_add_up(batch, name):
     rng = np.random.default_rng(1)
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
     preference = Preference(loss_type=name)
-    batch = {**batch, plain.NAME: _pair_task.responses(Model(reference), batch, 8).log_probs}
+    batch = {**batch, _references.NAME: _pair_task.responses(Model(reference), batch, 8).log_probs}
     loss, normalizer = _pair_task.loss_of(preference, 8), _pair_task.normalizer_of(preference)
     halves = [slice(0, None, 2), slice(1, None, 2)]
     parts = [({key: x[half] for key, x in batch.items()}, Model(policy[half])) for half in halves]
