@@ -86,9 +86,6 @@ class Layout:
         """Checks that the text has a message's content and its tool calls, each once.
 
         Content that the template cuts off at a tag, such as thoughts up to `</think>`, may be missing.
-
-        Raises:
-            UserError: something is missing, or is printed twice.
         """
         origins = [self.runs[n].origin for n in self._spoken.get(i, ())]
         content = message.get("content")
@@ -109,11 +106,7 @@ class Layout:
                 )
 
     def check_alone(self, begin: int, end: int, messages: set[int]) -> None:
-        """Checks that a stretch has the words of some messages only.
-
-        Raises:
-            UserError: it has those of another message.
-        """
+        """Checks that a stretch has the words of some messages only."""
         for run in self.between(begin, end):
             if run.origin is not None and run.origin.message not in messages:
                 others = run.origin.message

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from liger_jax.commands import _data, _training_rows, _unpaired_rows, _unpaired_task, main
+from liger_jax.commands import _data, _references, _training_rows, _unpaired_rows, _unpaired_task, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._preference import Unpaired
@@ -66,7 +66,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_answers(batch, name, rng):
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
     unpaired = Unpaired(loss_type=name, beta=0.3, desirable_weight=2.0)
     stored = _unpaired_task.responses(Model(reference), batch, 6).log_probs
-    loss, figures = _unpaired_task.loss_of(unpaired, 6)(Model(policy), {**batch, plain.NAME: stored})
+    loss, figures = _unpaired_task.loss_of(unpaired, 6)(Model(policy), {**batch, _references.NAME: stored})
     step = 2 if name == "kto" else 1
     (x, good), (y, _) = (answers_of(batch, of, step) for of in (policy, reference))
     z = 0.0
@@ -88,7 +88,7 @@ def test_there_is_no_figure_of_answers_that_there_are_not(batch, rng):
     policy = -rng.exponential(1.0, batch["labels"].shape).astype(np.float32)
     begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
     batch = {**batch, "labels": np.where(begins, batch["input_ids"], batch["labels"])}  # all are good
-    batch[plain.NAME] = _unpaired_task.responses(Model(policy), batch, 6).log_probs
+    batch[_references.NAME] = _unpaired_task.responses(Model(policy), batch, 6).log_probs
     unpaired = Unpaired(loss_type="apo_zero_unpaired")
     loss, figures = _unpaired_task.loss_of(unpaired, 6)(Model(policy), batch)
     assert {name for name, value in figures.items() if np.isnan(value)} == {
@@ -102,7 +102,7 @@ def test_there_is_no_figure_of_answers_that_there_are_not(batch, rng):
 
 def test_the_losses_of_micro_batches_add_up_without_a_baseline(batch, rng):
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
-    batch = {**batch, plain.NAME: _unpaired_task.responses(Model(reference), batch, 6).log_probs}
+    batch = {**batch, _references.NAME: _unpaired_task.responses(Model(reference), batch, 6).log_probs}
     unpaired = Unpaired(loss_type="apo_zero_unpaired")
     loss, normalizer = _unpaired_task.loss_of(unpaired, 6), _unpaired_task.normalizer_of(unpaired, 6)
     halves = [slice(0, None, 2), slice(1, None, 2)]
