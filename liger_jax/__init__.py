@@ -20,6 +20,7 @@ from liger_jax.ops import apply_rope as apply_rope
 from liger_jax.ops import balancing_loss as balancing_loss
 from liger_jax.ops import block_quantized as block_quantized
 from liger_jax.ops import causal_attention as causal_attention
+from liger_jax.ops import causal_conv1d as causal_conv1d
 from liger_jax.ops import cross_entropy as cross_entropy
 from liger_jax.ops import dyt as dyt
 from liger_jax.ops import expert_load as expert_load
@@ -29,6 +30,7 @@ from liger_jax.ops import fused_linear_distillation as fused_linear_distillation
 from liger_jax.ops import fused_linear_log_probs as fused_linear_log_probs
 from liger_jax.ops import fused_linear_token_loss as fused_linear_token_loss
 from liger_jax.ops import fused_linear_topk_distillation as fused_linear_topk_distillation
+from liger_jax.ops import gated_delta_rule as gated_delta_rule
 from liger_jax.ops import gated_mlp as gated_mlp
 from liger_jax.ops import geglu as geglu
 from liger_jax.ops import group_norm as group_norm

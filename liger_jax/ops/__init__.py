@@ -5,9 +5,11 @@ from liger_jax.ops.attention import Segments as Segments
 from liger_jax.ops.attention import causal_attention as causal_attention
 from liger_jax.ops.block_quantized import BlockQuantized as BlockQuantized
 from liger_jax.ops.block_quantized import block_quantized as block_quantized
+from liger_jax.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.dyt import dyt as dyt
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
+from liger_jax.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from liger_jax.ops.gated_mlp import gated_mlp as gated_mlp
 from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu

@@ -1,10 +1,13 @@
 """What `segment_ids` mean in every op, loss and model: a row's documents count from 1, and 0 is padding after them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from liger_jax.ops import _checks
 from liger_jax.pallas_kernels.attention.intervals import is_numbered as is_numbered
 
 
@@ -23,6 +26,18 @@ def check_segment_ids(ids: jax.Array, prefix: str = "", name: str = "segment_ids
             f"{prefix}{name} hold a 0 at position {at} and {row[at + 1]} after it, but 0 is padding, which stands "
             "behind a row's tokens. Number documents from 1, and pass padding on the left as a model's attention_mask."
         )
+
+
+def ids_of_rows(op: str, ids: Any, shape: tuple[int, ...]) -> Any:
+    """An op's segment ids as JAX's array, after checking them; None stays None."""
+    if ids is None:
+        return None
+    ids = _checks.as_array(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{op}: segment_ids has dtype {ids.dtype}, but must hold integers.")
+    _checks.check_shape(op, "segment_ids", ids, shape, "it is (B, T), as the tokens are")
+    check_segment_ids(ids, f"{op}: ")
+    return ids
 
 
 def numbered(ids: jax.Array) -> jax.Array:

@@ -96,3 +96,44 @@ def apply_rope(draw: Draw) -> Case:
 
 def apply_mrope(draw: Draw) -> Case:
     return _rotated(draw, "apply_mrope", (3,), draw.optional(layout=("half", "interleaved")), plain.apply_mrope)
+
+
+def gated_delta_rule(draw: Draw) -> Case:
+    kv_heads, shared, width, value_width = draw.size(3), draw.size(3), draw.size(16, 128), draw.size(16, 128)
+    batch, length, dtype = draw.pick(1, 1, 2, 0), draw.size(150, 1500), draw.dtype()
+    heads, packed, with_state = kv_heads * shared, draw.chance(0.5), draw.chance(0.5)
+    largest_gate = draw.pick(0.01, 1.0, 30.0)
+
+    def inputs(draw):
+        def unit(shape):
+            x = draw.rng.standard_normal(shape)
+            return jnp.asarray(x / np.sqrt(np.sum(x**2, axis=-1, keepdims=True)), dtype)
+
+        arrays = {name: unit((batch, length, kv_heads, width)) for name in "qk"}
+        arrays["v"] = draw.normal((batch, length, heads, value_width), dtype, draw.magnitude())
+        arrays["gate"] = jnp.asarray(-largest_gate * draw.rng.uniform(size=(batch, length, heads)) ** 4, jnp.float32)
+        arrays["beta"] = jnp.asarray(draw.rng.uniform(size=(batch, length, heads)), jnp.float32)
+        if with_state:
+            arrays["state"] = draw.normal((batch, heads, width, value_width), jnp.float32, 1.0)
+        return arrays, {"segment_ids": segments(draw, batch, length)} if packed else {}
+
+    return Case("gated_delta_rule", ops.gated_delta_rule, plain.gated_delta_rule, inputs, has_products=True, depth=4)
+
+
+def causal_conv1d(draw: Draw) -> Case:
+    batch, length, width, taps = draw.pick(1, 2, 0), draw.size(60, 600), draw.size(20, 300), draw.size(6)
+    dtype, weight_dtype, packed, extras = draw.dtype(), draw.dtype(), draw.chance(0.5), draw.chance(0.5)
+
+    def inputs(draw):
+        arrays = {
+            "x": draw.normal((batch, length, width), dtype, 1.0),
+            "weight": draw.normal((width, taps), weight_dtype),
+        }
+        if extras:
+            arrays |= {
+                "bias": draw.normal((width,), weight_dtype),
+                "state": draw.normal((batch, taps - 1, width), dtype, 1.0),
+            }
+        return arrays, {"segment_ids": segments(draw, batch, length)} if packed else {}
+
+    return Case("causal_conv1d", ops.causal_conv1d, plain.causal_conv1d, inputs)

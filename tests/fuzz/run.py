@@ -17,7 +17,9 @@ OPS: dict[str, Callable[[Draw], Case]] = {
         "rms_norm", "fused_add_rms_norm", "layer_norm", "group_norm", "dyt", "poly_norm", "relu_squared", "softmax",
         "sparsemax", "swiglu", "geglu", "gated_mlp",
     )},
-    **{name: getattr(attention, name) for name in ("causal_attention", "apply_rope", "apply_mrope")},
+    **{name: getattr(attention, name) for name in (
+        "causal_attention", "apply_rope", "apply_mrope", "gated_delta_rule", "causal_conv1d",
+    )},
     **{name: getattr(linear, name) for name in (
         "cross_entropy", "fused_linear_cross_entropy", "fused_linear_log_probs", "fused_linear_token_loss",
     )},

@@ -1,0 +1,92 @@
+"""A short causal convolution along the tokens, each channel by itself."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Integer
+
+from liger_jax.ops import _checks, _explicit, _mesh
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops.layout import names
+from liger_jax.ops.segment_ids import ids_of_rows, numbered
+
+_OP = "causal_conv1d"
+
+
+def causal_conv1d(
+    x: Float[ArrayLike, "B T D"],
+    weight: Float[ArrayLike, "D W"],
+    bias: Float[ArrayLike, " D"] | None = None,
+    *,
+    segment_ids: Integer[ArrayLike, "B T"] | None = None,
+    state: Float[ArrayLike, "B W_1 D"] | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B W_1 D"]]:
+    """Sums the last W tokens of each channel: y_t = bias + Σ_j weight[:, j] · x_{t − W + 1 + j}.
+
+    This is `torch.nn.Conv1d` with `groups=D` and a padding of W − 1 on the left. It is computed in float32 and rounded
+    once; the backward keeps the arguments alone. XLA is the only implementation.
+
+    Args:
+        x: (B, T, D), any float dtype.
+        weight: (D, W), any float dtype; its last column belongs to the token itself. W is 4 in most models.
+        bias: (D,), any float dtype, or None for 0.
+        segment_ids: (B, T) integers of packed rows, as `causal_attention`'s: no token sees another document's.
+        state: (B, W − 1, D), any float dtype: the tokens before the first one, which continues their document; None
+            for 0.
+
+    Returns:
+        (B, T, D) in x's dtype, and the last W − 1 tokens of the last document, (B, W − 1, D) in x's dtype, 0 where
+        there are fewer: the `state` of the tokens that follow.
+
+    Raises:
+        TypeError: an argument is not floating point, or `segment_ids` no integers.
+        ValueError: a shape does not fit, `segment_ids` do not count documents, or a mesh splits T.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> y, state = causal_conv1d(jnp.arange(1.0, 5.0).reshape(1, 4, 1), jnp.array([[10.0, 1.0]]))
+        >>> y.ravel().tolist(), state.item()
+        ([1.0, 12.0, 23.0, 34.0], 4.0)
+    """
+    x, weight, bias, state = _checks.floating(_OP, x=x, weight=weight, bias=bias, state=state)
+    if x.ndim != 3 or 0 in x.shape[1:] or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
+        raise ValueError(
+            f"{_OP}: x has shape {x.shape} and weight {weight.shape}, but they must be (B, T, D) and (D, W), of which "
+            "only B may be 0; a torch.nn.Conv1d's weight (D, 1, W) is weight[:, 0]."
+        )
+    _checks.check_shape(_OP, "bias", bias, (x.shape[2],), "it is (D,), with x's D")
+    before = x.shape[0], weight.shape[1] - 1, x.shape[2]
+    _checks.check_shape(_OP, "state", state, before, "it is (B, W − 1, D), with x's B and D and weight's W")
+    arrays = x, weight, bias, ids_of_rows(_OP, segment_ids, x.shape[:2]), state
+    if (spec := _explicit.spec_of_explicit(x)) is not None:
+        batch, length, width = spec
+        if names((length,)):
+            raise ValueError(
+                f"{_OP}: x lies on the mesh as {spec}, but each device must have T whole. Move it by "
+                "jax.sharding.reshard."
+            )
+        rows = P(batch, None, width)
+        return _explicit.on_parts(
+            _OP, _conv, arrays, (rows, P(width, None), P(width), P(batch, None), rows), (rows, rows)
+        )
+    return _conv(*_mesh.align_varying(*arrays))
+
+
+@jax.checkpoint
+def _conv(x, weight, bias, segment_ids, state) -> tuple[jax.Array, jax.Array]:
+    (batch, length, _), width = x.shape, weight.shape[1]
+    if state is None:
+        state = jnp.zeros((batch, width - 1, x.shape[2]), x.dtype)
+    tokens = jnp.concatenate([state.astype(x.dtype), x], axis=1)
+    if segment_ids is None:
+        number, factor = jnp.zeros((batch, length), jnp.int32), jnp.float32(1)
+    else:
+        begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        number, factor = jnp.cumsum(begins, axis=1, dtype=jnp.int32), numbered(segment_ids)[..., None]
+    numbers = jnp.pad(number, ((0, 0), (width - 1, 0)))  # the state belongs to the first document
+    total = jnp.zeros(x.shape, jnp.float32) if bias is None else bias.astype(jnp.float32)[None, None]
+    for j in range(width):
+        seen = jnp.where((numbers[:, j : j + length] == number)[..., None], tokens[:, j : j + length], 0)
+        total += seen.astype(jnp.float32) * weight[:, j].astype(jnp.float32)[None, None]
+    last = jnp.where((numbers[:, length:] == number[:, -1:])[..., None], tokens[:, length:], 0)
+    return (total * factor).astype(x.dtype), last * jnp.asarray(factor, x.dtype)

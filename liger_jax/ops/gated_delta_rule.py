@@ -1,0 +1,318 @@
+"""The gated delta rule: a linear attention whose state forgets, and overwrites what a key had stored."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Integer
+
+from liger_jax.ops import _checks, _explicit, _mesh
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops.layout import names, spec_of
+from liger_jax.ops.segment_ids import ids_of_rows, is_numbered
+
+_OP = "gated_delta_rule"
+_CHUNK = 64  # tokens: the products within a chunk are as wide as those with its state
+_CHUNKS_A_STATE = 16  # the backward keeps the state before every so many chunks, and makes those between again
+_SMALLEST_GATE = -1e4  # exp of it is 0, and no difference of two sums is NaN
+
+
+def gated_delta_rule(
+    q: Float[ArrayLike, "B T K D"],
+    k: Float[ArrayLike, "B T K D"],
+    v: Float[ArrayLike, "B T H E"],
+    gate: Float[ArrayLike, "B T H"],
+    beta: Float[ArrayLike, "B T H"],
+    *,
+    segment_ids: Integer[ArrayLike, "B T"] | None = None,
+    state: Float[ArrayLike, "B H D E"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B H D E"]]:
+    """Reads and writes a state S (D, E) of each head, token by token.
+
+        S ← exp(gate_t) · S
+        S ← S + k_t (beta_t · (v_t − Sᵀ k_t))ᵀ
+        o_t = scale · Sᵀ q_t
+
+    It is computed in chunks of 64 tokens, whose writes solve one triangular system (the WY representation), in float32.
+    The backward keeps the arguments and the state before every 1,024th token, and computes the rest again. Time and
+    memory are linear in T. XLA is the only implementation.
+
+    Args:
+        q: (B, T, K, D), any float dtype. Queries, which models normalise beforehand.
+        k: (B, T, K, D), as `q`. The rule is stable for keys of norm 1 at most.
+        v: (B, T, H, E), any float dtype; H is a multiple of K, and H/K heads in turn share a head of `q` and `k`.
+        gate: (B, T, H), any float dtype: the logarithm of a head's decay, at most 0, and −inf forgets all. A positive
+            one makes the state grow.
+        beta: (B, T, H), any float dtype: how much of what is stored at a key is overwritten, from 0 to 1.
+        segment_ids: (B, T) integers of packed rows, as `causal_attention`'s: the state is 0 where a document begins.
+        state: (B, H, D, E), any float dtype: the state before the first token, which continues the document that
+            this belongs to; None for 0.
+        scale: of the output, a Python number; None for D^−½.
+
+    Returns:
+        The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token in float32. What is NaN or
+        infinite makes its head's output NaN from its token to the end of its document, gradients of the whole document
+        NaN, and no other document's.
+
+    Raises:
+        TypeError: an argument is not floating point, `segment_ids` no integers, or `scale` no Python number.
+        ValueError: a shape does not fit, `segment_ids` do not count documents, or a mesh splits T, D or E.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> one = jnp.ones((1, 3, 1, 1))
+        >>> gate, beta = jnp.log(jnp.full((1, 3, 1), 0.5)), jnp.array([1.0, 0.0, 0.5]).reshape(1, 3, 1)
+        >>> out, state = gated_delta_rule(one, one, one, gate, beta)
+        >>> out.ravel().tolist(), state.item()
+        ([1.0, 0.5, 0.625], 0.625)
+
+    References:
+        Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024 (arXiv:2412.06464).
+        Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024
+        (arXiv:2406.06484), section 3.
+    """
+    q, k, v, gate, beta, state = _checks.floating(_OP, q=q, k=k, v=v, gate=gate, beta=beta, state=state)
+    _check_shapes(q, k, v, gate, beta, state)
+    if scale is not None:
+        _checks.check_number(_OP, scale=scale)
+    arrays = q, k, v, gate, beta, ids_of_rows(_OP, segment_ids, v.shape[:2]), state
+    local = functools.partial(_on_one_device, scale=q.shape[-1] ** -0.5 if scale is None else float(scale))
+    if (spec := _explicit.spec_of_explicit(v)) is not None:
+        batch, length, heads, width = spec
+        if names((length, width)):
+            raise ValueError(
+                f"{_OP}: v lies on the mesh as {spec}, but each device must have T and E whole. Move it by "
+                "jax.sharding.reshard."
+            )
+        key_heads = spec_of(q)[2]
+        if names((heads,)) != names((key_heads,)):
+            raise ValueError(
+                f"{_OP}: the heads of v lie on the mesh as {heads!r} and those of q as {key_heads!r}, but must be "
+                "split alike. Move them by jax.sharding.reshard."
+            )
+        of_heads = P(batch, None, heads)
+        specs = *[P(batch, None, heads, None)] * 3, of_heads, of_heads, P(batch, None), P(batch, heads, None, None)
+        out = P(batch, None, heads, None), P(batch, heads, None, None)
+        return _explicit.on_parts(_OP, local, arrays, specs, out)
+    return local(*_mesh.align_varying(*arrays))
+
+
+def _check_shapes(q, k, v, gate, beta, state) -> None:
+    if q.ndim != 4 or v.ndim != 4 or q.shape[2] == 0 or v.shape[2] % q.shape[2] or q.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"{_OP}: q has shape {q.shape} and v {v.shape}, but they must be (B, T, K, D) and (B, T, H, E) with "
+            "the same B and T, and H a multiple of K."
+        )
+    if 0 in v.shape[1:] or 0 in q.shape[1:]:
+        raise ValueError(f"{_OP}: q has shape {q.shape} and v {v.shape}, but only B may be 0.")
+    _checks.check_shape(_OP, "k", k, q.shape, "the shape of q")
+    _checks.check_shape(_OP, "gate", gate, v.shape[:3], "it is (B, T, H), with v's B, T and H")
+    _checks.check_shape(_OP, "beta", beta, v.shape[:3], "it is (B, T, H), with v's B, T and H")
+    whole = v.shape[0], v.shape[2], q.shape[3], v.shape[3]
+    _checks.check_shape(_OP, "state", state, whole, "it is (B, H, D, E), with v's B, H and E and q's D")
+
+
+class _Documents(NamedTuple):
+    """Of each token of a row: its document's number, and its document's first and last token."""
+
+    number: jax.Array  # (B, T) int32, from 0
+    first: jax.Array
+    last: jax.Array
+    is_wrong: jax.Array  # (B,): the row's ids do not count documents
+
+    @classmethod
+    def of(cls, segment_ids: jax.Array | None, shape: tuple[int, int]) -> "_Documents":
+        position = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+        if segment_ids is None:
+            end = jnp.full_like(position, shape[1] - 1)
+            return cls(jnp.zeros_like(position), jnp.zeros_like(position), end, jnp.zeros(shape[0], bool))
+        begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        first = jax.lax.cummax(jnp.where(begins, position, 0), axis=1)
+        last = jax.lax.cummin(jnp.where(ends, position, shape[1] - 1), axis=1, reverse=True)
+        return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), first, last, ~is_numbered(segment_ids))
+
+    def so_far(self, is_bad: jax.Array) -> jax.Array:
+        """Whether a token, or one before it in its document, is bad; (B, T, H)."""
+        return self._count(is_bad, jnp.arange(is_bad.shape[1])[None, :, None])
+
+    def anywhere(self, is_bad: jax.Array) -> jax.Array:
+        """Whether a token of its document is bad; (B, T, H)."""
+        return self._count(is_bad, self.last[:, :, None])
+
+    def _count(self, is_bad: jax.Array, last: jax.Array) -> jax.Array:
+        count = jnp.pad(jnp.cumsum(is_bad, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+        until, before = jnp.broadcast_to(last + 1, is_bad.shape), jnp.broadcast_to(self.first[:, :, None], is_bad.shape)
+        return jnp.take_along_axis(count, until, axis=1) > jnp.take_along_axis(count, before, axis=1)
+
+
+def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> tuple[jax.Array, jax.Array]:
+    batch, _, heads, width = v.shape
+    if batch == 0:
+        return v, jnp.zeros((0, heads, q.shape[3], width), jnp.float32)
+    documents = _Documents.of(segment_ids, v.shape[:2])
+    if state is None:
+        state = _mesh.align_varying(jnp.zeros((batch, heads, q.shape[3], width), jnp.float32), v)[0]
+    gate = jnp.where(gate == -jnp.inf, _SMALLEST_GATE, gate.astype(jnp.float32))  # which forgets
+    q, k, v, gate, beta, state, is_bad, nothing = _enter(q, k, v, gate, beta, state, documents)
+    out, last_state = _chunked(q, k, v, gate, beta, state, documents.number, scale)
+    out, state = _leave(out, last_state, nothing, is_bad, documents)
+    return out.astype(v.dtype), state
+
+
+# --- what is NaN stays in its document -------------------------------------------------------------------------------
+
+
+def _is_bad(*arrays: jax.Array, heads: int) -> jax.Array:
+    """Where an array (B, T, ·, ·) or (B, T, H) is not finite, for each of H heads; (B, T, H)."""
+    is_bad = jnp.zeros((), bool)
+    for x in arrays:
+        rows = ~jnp.all(jnp.isfinite(x), axis=3) if x.ndim == 4 else ~jnp.isfinite(x)
+        is_bad |= jnp.repeat(rows, heads // rows.shape[2], axis=2)
+    return is_bad
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+@jax.custom_vjp
+def _enter(q, k, v, gate, beta, state, documents) -> Any:
+    return _entered(q, k, v, gate, beta, state, documents)
+
+
+def _entered(q, k, v, gate, beta, state, documents):
+    """The arguments with 0 for what is not finite, where that was, and zeros whose gradient tells of the output's."""
+    is_bad = _is_bad(q, k, v, gate, beta, heads=v.shape[2])
+    is_bad |= ~jnp.all(jnp.isfinite(state), axis=(2, 3))[:, None] & (documents.number == 0)[..., None]
+    is_bad |= documents.is_wrong[:, None, None]
+    nothing = 0.0 * _finite(gate)
+    return *map(_finite, (q, k, v, gate, beta, state)), is_bad, nothing
+
+
+def _enter_forward(q, k, v, gate, beta, state, documents):
+    entered = _entered(q, k, v, gate, beta, state, documents)
+    return entered, (entered[6], documents)
+
+
+def _enter_backward(residuals, cotangents):
+    is_bad, documents = residuals
+    *gradients, dstate, _, of_outputs = cotangents
+    is_bad = documents.anywhere(is_bad | jnp.isnan(of_outputs))
+
+    def marked(g):
+        heads = jnp.any(is_bad.reshape(*is_bad.shape[:2], g.shape[2], -1), axis=3)
+        return jnp.where(heads.reshape(*heads.shape, *[1] * (g.ndim - 3)), jnp.nan, g)
+
+    dstate = jnp.where(is_bad[:, 0, :, None, None], jnp.nan, dstate)
+    return *map(marked, gradients), dstate, None
+
+
+_enter.defvjp(_enter_forward, _enter_backward)
+
+
+@jax.custom_vjp
+def _leave(out, state, nothing, is_bad, documents) -> Any:
+    """The output and the last state, NaN behind what is bad."""
+    out = jnp.where(documents.so_far(is_bad)[..., None], jnp.nan, out)
+    return out, jnp.where(documents.anywhere(is_bad)[:, -1, :, None, None], jnp.nan, state)
+
+
+def _leave_forward(out, state, nothing, is_bad, documents):
+    return _leave(out, state, nothing, is_bad, documents), documents
+
+
+def _leave_backward(documents, cotangents):
+    dout, dstate = cotangents
+    is_bad = ~jnp.all(jnp.isfinite(dout), axis=3)
+    is_last = documents.number == documents.number[:, -1:]
+    is_bad |= ~jnp.all(jnp.isfinite(dstate), axis=(2, 3))[:, None] & is_last[..., None]
+    return _finite(dout), _finite(dstate), jnp.where(is_bad, jnp.nan, 0.0).astype(jnp.float32), None, None
+
+
+_leave.defvjp(_leave_forward, _leave_backward)
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def _chunked(q, k, v, gate, beta, state, number, scale) -> tuple[jax.Array, jax.Array]:
+    """The output and last state of finite arguments, by a scan over groups of chunks."""
+    batch, length, heads, width = v.shape
+    size = min(_CHUNK, 1 << (length - 1).bit_length())
+    group = min(_CHUNKS_A_STATE, -(-length // size))
+    padding = -length % (size * group)
+
+    def cut(x):
+        """(B, T, …) as (groups, chunks, B, C, …)."""
+        # Padding continues the last document with a gate and beta of 0: the state stays.
+        mode = "edge" if x is number else "constant"
+        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode=mode)
+        return jnp.moveaxis(x.reshape(batch, x.shape[1] // (group * size), group, size, *x.shape[2:]), 0, 2)
+
+    by_heads = [jnp.swapaxes(cut(x), 3, 4) for x in (q, k, v, gate, beta)]
+    numbers = cut(number)
+    # The first chunk continues the state's document, which is 0.
+    flat = numbers[..., -1].reshape(numbers.shape[0] * group, batch)
+    last = jnp.pad(flat[:-1], ((1, 0), (0, 0))).reshape(numbers.shape[:3])
+    chunks = *by_heads, numbers, last
+    step = jax.checkpoint(functools.partial(_chunk, scale=scale))
+    state = state.astype(jnp.float32)
+    state, out = jax.lax.scan(jax.checkpoint(lambda s, xs: jax.lax.scan(step, s, xs)), state, chunks)
+    out = jnp.moveaxis(jnp.swapaxes(out, 3, 4), 2, 0).reshape(batch, length + padding, heads, width)
+    return out[:, :length], state
+
+
+def _chunk(state, chunk, *, scale: float) -> tuple[jax.Array, jax.Array]:
+    """One chunk of C tokens: the state (B, H, D, E) after it, and the outputs (B, H, C, E).
+
+    With G the sum of the gates up to a token, S the state before the chunk, and u the writes,
+
+        u_t = beta_t (v_t − exp(G_t) Sᵀ k_t − Σ_{s<t} exp(G_t − G_s) (k_t · k_s) u_s)
+
+    is a triangular system. Every exponent is a sum of gates by itself, and so exact however far the gates reach.
+    """
+    q, k, v, gate, beta, number, before = chunk
+    groups = v.shape[1] // k.shape[1]
+    q, k = (jnp.repeat(x.astype(jnp.float32), groups, axis=1) for x in (q, k))
+    v, beta = v.astype(jnp.float32), beta.astype(jnp.float32)[..., None]
+    dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    size = v.shape[2]
+    order = jnp.arange(size)
+    is_before = (order[:, None] > order[None])[None, None]  # (1, 1, C, C)
+    is_diagonal = jnp.eye(size, dtype=bool)[None, None]
+    same = (number[:, :, None] == number[:, None])[:, None]  # (B, 1, C, C)
+    continues = (number == before[:, None])[:, None, :, None]  # of the state's document
+
+    steps = jnp.where(is_before, gate[..., None], 0.0)  # [u, s]: the gate of u for what s wrote
+    until = jnp.tril(jnp.ones((size, size), jnp.float32))
+    decay = jnp.exp(dot("tu,bhus->bhts", until, steps))
+    decay = jnp.where(same & (is_before | is_diagonal), decay, 0.0)
+    kept = jnp.where(continues, jnp.exp(dot("tu,bhu->bht", until, gate))[..., None], 0.0)  # (B, H, C, 1)
+
+    system = jnp.where(is_before, beta * decay * dot("bhtd,bhsd->bhts", k, k), 0.0)
+    writes = dot("bhts,bhse->bhte", _unit_inverse(system, dot), beta * (v - kept * dot("bhtd,bhde->bhte", k, state)))
+    out = kept * dot("bhtd,bhde->bhte", q, state)
+    out += dot("bhts,bhse->bhte", decay * dot("bhtd,bhsd->bhts", q, k), writes)
+    state = kept[:, :, -1:] * state + dot("bhtd,bhte->bhde", k * decay[:, :, -1, :, None], writes)
+    return state, scale * out
+
+
+def _unit_inverse(lower: jax.Array, dot) -> jax.Array:
+    """(I + L)⁻¹ of strictly lower triangular L (B, H, C, C), C a power of two, from blocks that double.
+
+    [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]], which is stable where powers of L are not.
+    """
+    size = lower.shape[-1]
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype)[None, None], lower.shape)
+    order, block = jnp.arange(size), 1
+    while block < size:
+        row, column = order[:, None] // block, order[None] // block
+        is_corner = (row == column + 1) & (row % 2 == 1)
+        corner = jnp.where(is_corner[None, None], lower, 0.0)
+        inverse -= dot("bhts,bhsu->bhtu", dot("bhts,bhsu->bhtu", inverse, corner), inverse)
+        block *= 2
+    return inverse

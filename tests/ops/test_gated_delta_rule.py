@@ -1,0 +1,194 @@
+"""The gated delta rule beside its recurrence in float64, token by token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.ops import gated_delta_rule
+
+B, T, K, H, D, E = 2, 150, 2, 4, 8, 6
+
+
+def recurrence(q, k, v, gate, beta, ids=None, state=None):
+    """(output, last state) of NumPy arrays in float64, by the definition."""
+    q, k, v, gate, beta = (np.asarray(x, np.float64) for x in (q, k, v, gate, beta))
+    batch, length, heads, width = v.shape
+    q, k = (np.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
+    S = np.zeros((batch, heads, q.shape[3], width)) if state is None else np.array(state, np.float64)
+    out = np.zeros(v.shape)
+    for t in range(length):
+        if ids is not None and t:
+            S = np.where((ids[:, t] != ids[:, t - 1])[:, None, None, None], 0.0, S)
+        S = np.exp(gate[:, t])[..., None, None] * S
+        error = v[:, t] - np.einsum("bhde,bhd->bhe", S, k[:, t])
+        S = S + np.einsum("bhd,bhe->bhde", k[:, t], beta[:, t][..., None] * error)
+        out[:, t] = np.einsum("bhde,bhd->bhe", S, q[:, t]) * q.shape[3] ** -0.5
+    return out, S
+
+
+def draw(rng, length=T, batch=B, dtype=np.float32):
+    """Arguments as models have them: keys of norm 1, decays of every size."""
+    q, k = rng.standard_normal((2, batch, length, K, D))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.standard_normal((batch, length, H, E))
+    gate = -np.exp(rng.uniform(-8, 2, (batch, length, H)))
+    gate[rng.random(gate.shape) < 0.02] = -100.0
+    beta = 1 / (1 + np.exp(-3 * rng.standard_normal((batch, length, H))))
+    beta[rng.random(beta.shape) < 0.05] = rng.choice([0.0, 1.0])
+    return [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x, jnp.float32) for x in (gate, beta)]
+
+
+def documents(rng, batch=B, length=T):
+    """Packed rows whose documents begin anywhere, and end in padding."""
+    ids = 1 + np.cumsum(rng.random((batch, length)) < 0.04, axis=1)
+    ids[:, length - 9 :] = 0
+    return ids.astype(np.int32)
+
+
+def relative(x, truth):
+    return np.max(np.abs(np.asarray(x, np.float64) - truth)) / np.max(np.abs(truth))
+
+
+run = jax.jit(gated_delta_rule)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, T, pytest.param(1100, marks=pytest.mark.full)])
+def test_equals_the_recurrence(length, rng):
+    arrays = draw(rng, length)
+    out, state = run(*arrays)
+    truth, last = recurrence(*arrays)
+    assert relative(out, truth) < 4e-6 and relative(state, last) < 4e-6
+
+
+def test_packed_rows_are_their_documents_one_by_one(rng):
+    arrays, ids, before = draw(rng), documents(rng), rng.standard_normal((B, H, D, E)).astype(np.float32)
+    out, state = run(*arrays, segment_ids=ids, state=before)
+    truth, last = recurrence(*arrays, ids=ids, state=before)
+    assert relative(out, truth) < 4e-6 and relative(state, last) < 4e-6
+
+
+def test_a_row_in_two_calls_is_the_row(rng):
+    arrays = draw(rng)
+    first, middle = run(*[x[:, :77] for x in arrays])
+    second, last = run(*[x[:, 77:] for x in arrays], state=middle)
+    whole, state = run(*arrays)
+    assert relative(np.concatenate([first, second], axis=1), np.asarray(whole)) < 4e-6
+    assert relative(last, np.asarray(state)) < 4e-6
+
+
+def test_gradients_are_those_of_the_recurrence(rng):
+    """By central differences of the float64 recurrence along random directions, the state's included."""
+    arrays, ids, before = draw(rng), documents(rng), rng.standard_normal((B, H, D, E)).astype(np.float32)
+    dout, dstate = rng.standard_normal((B, T, H, E)), rng.standard_normal((B, H, D, E))
+
+    def loss(*arrays):
+        out, state = gated_delta_rule(*arrays[:5], segment_ids=ids, state=arrays[5])
+        return jnp.sum(out * dout) + jnp.sum(state * dstate)
+
+    def truth(*arrays):
+        out, state = recurrence(*arrays[:5], ids=ids, state=arrays[5])
+        return np.sum(out * dout) + np.sum(state * dstate)
+
+    arrays = [*arrays, jnp.asarray(before)]
+    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(6))))(*arrays)
+    wide = [np.asarray(x, np.float64) for x in arrays]
+    for i, g in enumerate(gradients):
+        step = 1e-5 * rng.standard_normal(g.shape)
+        up, down = (truth(*wide[:i], wide[i] + sign * step, *wide[i + 1 :]) for sign in (1, -1))
+        slope = np.sum(np.asarray(g, np.float64) * step)
+        scale = np.linalg.norm(np.asarray(g)) * np.linalg.norm(step)
+        assert abs((up - down) / 2 - slope) < 1e-4 * scale, i
+
+
+def test_equal_keys_that_overwrite_each_other_stay_exact(rng):
+    """Powers of such a chunk's system grow as binomials do."""
+    q, k, v, gate, beta = draw(rng)
+    k = jnp.broadcast_to(k[:, :1], k.shape)
+    arrays = q, k, v, 0.0 * gate, jnp.ones_like(beta)
+    assert relative(run(*arrays)[0], recurrence(*arrays)[0]) < 1e-5
+
+
+def test_a_decay_of_nothing_forgets(rng):
+    q, k, v, gate, beta = draw(rng)
+    gate = gate.at[:, 70].set(-jnp.inf)
+    out, state = run(q, k, v, gate, beta)
+    alone, last = run(*[x[:, 70:] for x in (q, k, v, gate, beta)])
+    assert relative(out[:, 70:], np.asarray(alone)) < 4e-6 and relative(state, np.asarray(last)) < 4e-6
+
+
+def test_half_precision_rounds_its_arguments_and_its_output_alone(rng):
+    arrays = draw(rng, dtype=jnp.bfloat16)
+    out, state = run(*arrays)
+    assert out.dtype == jnp.bfloat16 and state.dtype == jnp.float32
+    truth, last = recurrence(*arrays)
+    assert relative(out, truth) < 2**-8 and relative(state, last) < 4e-6
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_nan_stays_in_its_document_and_head(which, rng):
+    """An argument's, or the output's gradient's. A head of queries is shared by two of values."""
+    arrays = draw(rng)
+    ids = np.repeat([[1, 2, 3]], B, axis=0).repeat(T // 3, axis=1).astype(np.int32)
+    dout = np.ones((B, T, H, E), np.float32)
+    if which == 5:
+        dout[0, 70, 1] = np.nan
+    else:
+        arrays[which] = arrays[which].at[0, 70, 1].set(np.nan)
+    (out, state), back = jax.jit(
+        lambda *arrays: jax.vjp(functools.partial(gated_delta_rule, segment_ids=ids), *arrays)
+    )(*arrays)
+    heads = [2, 3] if which < 2 else [1]
+    expected = np.zeros((B, T, H), bool)
+    if which < 5:
+        expected[0, 70 if which else 70 : 100, heads] = True
+    assert np.isnan(out).any(axis=3).tolist() == expected.tolist() and not np.isnan(state).any()
+    expected[0, 50:100, heads] = True
+    for g in back((jnp.asarray(dout), jnp.zeros_like(state))):
+        is_nan = np.isnan(g) if g.ndim == 3 else np.isnan(g).any(axis=3)
+        wanted = expected.reshape(B, T, is_nan.shape[2], -1).any(axis=3)
+        assert is_nan.tolist() == wanted.tolist()
+
+
+def test_the_backward_keeps_no_state_of_a_chunk(rng):
+    """Of 2,048 tokens the states of 32 chunks would be 32 times the state; two are kept, beside one group's."""
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    types = shape(1, 2048, 1, 64), shape(1, 2048, 1, 64), shape(1, 2048, 1, 64), shape(1, 2048, 1), shape(1, 2048, 1)
+    _, vjp = jax.eval_shape(lambda *arrays: jax.vjp(gated_delta_rule, *arrays), *types)
+    kept = sum(x.size for x in jax.tree.leaves(vjp) if x.dtype == jnp.float32)
+    assert kept < 1.2 * (sum(x.size for x in types) + 2 * 64 * 64)
+
+
+def test_a_mesh_of_explicit_axes_splits_rows_and_heads(rng, devices):
+    arrays, ids = draw(rng), documents(rng)
+    mesh = jax.make_mesh((len(devices) // 2, 2), ("data", "tensor"), (AxisType.Explicit,) * 2, devices=devices)
+    with jax.set_mesh(mesh):
+        of_heads = [P("data", None, "tensor", None)] * 3 + [P("data", None, "tensor")] * 2
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, of_heads, strict=True)]
+        out, state = jax.jit(lambda ids, *arrays: gated_delta_rule(*arrays, segment_ids=ids))(ids, *placed)
+    expected, last = run(*arrays, segment_ids=ids)
+    assert relative(out, np.asarray(expected)) < 4e-6 and relative(state, np.asarray(last)) < 4e-6
+    assert jax.typeof(out).sharding.spec == of_heads[0]
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_refusals(rng):
+    q, k, v, gate, beta = draw(rng, 5)
+    for arguments, words in (
+        ((q, k, v[:, :4], gate, beta), "same B and T"),
+        ((q, k[..., :4], v, gate, beta), "k has shape"),
+        ((q, k, v, gate[..., :2], beta), "gate has shape"),
+        ((q, k, v[:, :, :3], gate, beta), "H a multiple of K"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gated_delta_rule(*arguments)
+    with pytest.raises(ValueError, match="state has shape"):
+        gated_delta_rule(q, k, v, gate, beta, state=jnp.zeros((B, H, E, D)))
+    with pytest.raises(ValueError, match="segment_ids"):
+        gated_delta_rule(q, k, v, gate, beta, segment_ids=jnp.ones((B, 4), jnp.int32))
+    with pytest.raises(TypeError, match="floating"):
+        gated_delta_rule(q, k, v, gate, jnp.ones((B, 5, H), jnp.int32))
