@@ -62,11 +62,10 @@ def causal_conv1d(
         batch, length, width = spec
         if names((length,)):
             raise ValueError(
-                f"{_OP}: x lies on the mesh as {spec}, but each device must have T whole. Move it by "
-                "jax.sharding.reshard."
+                f"{_OP}: x is sharded as {spec}, but each device must have T whole. Move it by jax.sharding.reshard."
             )
         rows = P(batch, None, width)
-        return _explicit.on_parts(
+        return _explicit.on_shards(
             _OP, _conv, arrays, (rows, P(width, None), P(width), P(batch, None), rows), (rows, rows)
         )
     return _conv(*_mesh.align_varying(*arrays))

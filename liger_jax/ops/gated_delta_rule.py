@@ -84,19 +84,19 @@ def gated_delta_rule(
         batch, length, heads, width = spec
         if names((length, width)):
             raise ValueError(
-                f"{_OP}: v lies on the mesh as {spec}, but each device must have T and E whole. Move it by "
+                f"{_OP}: v is sharded as {spec}, but each device must have T and E whole. Move it by "
                 "jax.sharding.reshard."
             )
         key_heads = spec_of(q)[2]
         if names((heads,)) != names((key_heads,)):
             raise ValueError(
-                f"{_OP}: the heads of v lie on the mesh as {heads!r} and those of q as {key_heads!r}, but must be "
+                f"{_OP}: the heads of v are sharded as {heads!r} and those of q as {key_heads!r}, but must be "
                 "split alike. Move them by jax.sharding.reshard."
             )
         of_heads = P(batch, None, heads)
         specs = *[P(batch, None, heads, None)] * 3, of_heads, of_heads, P(batch, None), P(batch, heads, None, None)
         out = P(batch, None, heads, None), P(batch, heads, None, None)
-        return _explicit.on_parts(_OP, local, arrays, specs, out)
+        return _explicit.on_shards(_OP, local, arrays, specs, out)
     return local(*_mesh.align_varying(*arrays))
 
 

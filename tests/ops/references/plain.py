@@ -119,37 +119,3 @@ def causal_conv1d(x, weight, bias=None, segment_ids=None, state=None):
         out = out + jnp.where(same, tokens[:, j : j + length], 0.0) * weight[:, j][None, None]
     same = (numbers[:, length:] == number[:, -1:])[:, :, None]
     return out, jnp.where(same, tokens[:, length:], 0.0)
-
-
-def gated_delta_rule(q, k, v, gate, beta, segment_ids=None, state=None):
-    """The recurrence, token by token, in the dtype of the arguments."""
-    (batch, length, heads, width), shared = v.shape, v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(x, shared, axis=2) for x in (q, k))
-    ids = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
-    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
-    state = jnp.zeros((batch, heads, q.shape[3], width), v.dtype) if state is None else state
-
-    def step(state, token):
-        q, k, v, gate, beta, begins = token
-        state = jnp.exp(gate)[:, :, None, None] * jnp.where(begins[:, None, None, None], 0.0, state)
-        write = beta[:, :, None] * (v - jnp.einsum("bhde,bhd->bhe", state, k))
-        state = state + jnp.einsum("bhd,bhe->bhde", k, write)
-        return state, jnp.einsum("bhde,bhd->bhe", state, q) * q.shape[2] ** -0.5
-
-    state, out = jax.lax.scan(step, state, [jnp.moveaxis(x, 1, 0) for x in (q, k, v, gate, beta, begins)])
-    return jnp.moveaxis(out, 0, 1), state
-
-
-def causal_conv1d(x, weight, bias=None, segment_ids=None, state=None):
-    """The sum over the last tokens of the document, in the dtype of the arguments."""
-    (batch, length, _), taps = x.shape, weight.shape[1]
-    state = jnp.zeros((batch, taps - 1, x.shape[2]), x.dtype) if state is None else state
-    ids = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
-    number = jnp.cumsum(jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0))), axis=1)
-    numbers, tokens = jnp.pad(number, ((0, 0), (taps - 1, 0))), jnp.concatenate([state, x], axis=1)
-    out = jnp.zeros_like(x) if bias is None else jnp.zeros_like(x) + bias[None, None]
-    for j in range(taps):
-        same = (numbers[:, j : j + length] == number)[:, :, None]
-        out = out + jnp.where(same, tokens[:, j : j + length], 0.0) * weight[:, j][None, None]
-    same = (numbers[:, length:] == number[:, -1:])[:, :, None]
-    return out, jnp.where(same, tokens[:, length:], 0.0)
