@@ -58,7 +58,7 @@ class Factors:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Walk:
+class _TileScheduler:
     """The output tiles of a block, the steps that each takes, and the places of its operands in the ring."""
 
     tiles: Tiles
@@ -168,7 +168,7 @@ def _read(name: str, ref: Any) -> Any:
 class _Block(NamedTuple):
     """A block's part of the product: its tiles, and where they are read and staged."""
 
-    walk: _Walk
+    scheduler: _TileScheduler
     contract: tuple[int, int]
     operands: Sequence[Any]
     ring: Ring
@@ -180,8 +180,10 @@ class _Block(NamedTuple):
 
     def run(self) -> None:
         """The last warpgroup copies tiles, and the others multiply them."""
-        in_turn, warpgroup = self.walk.tiles.in_turn, jax.lax.axis_index("warpgroup")
-        own_tiles = jax.lax.div(self.walk.num_tiles - 1 - jax.lax.axis_index("block"), self.walk.num_blocks) + 1
+        in_turn, warpgroup = self.scheduler.tiles.in_turn, jax.lax.axis_index("warpgroup")
+        own_tiles = (
+            jax.lax.div(self.scheduler.num_tiles - 1 - jax.lax.axis_index("block"), self.scheduler.num_blocks) + 1
+        )
 
         @pl.when(warpgroup == NUM_CONSUMERS)
         def _():
@@ -200,13 +202,13 @@ class _Block(NamedTuple):
 
     def _copy_tile(self, i: Any) -> None:
         """Copies the operands of the block's i-th tile."""
-        walk, ring = self.walk, self.ring
-        tiles, (row_tile, column_tile) = walk.tiles, walk.place(i)
+        scheduler, ring = self.scheduler, self.ring
+        tiles, (row_tile, column_tile) = scheduler.tiles, scheduler.place(i)
         first_column, first_depth = self.numbers.get("first_column", 0), self.numbers.get("first_depth", 0)
 
         def copy_step(step, _):
-            slot = walk.slot(i, step)
-            pl.when(i * walk.steps + step >= tiles.stages)(lambda: plgpu.barrier_wait(ring.emptied.at[slot]))
+            slot = scheduler.slot(i, step)
+            pl.when(i * scheduler.steps + step >= tiles.stages)(lambda: plgpu.barrier_wait(ring.emptied.at[slot]))
             indices = (
                 (pl.ds(row_tile * ROWS, ROWS), pl.ds(step * tiles.depth, tiles.depth)),
                 (
@@ -216,13 +218,13 @@ class _Block(NamedTuple):
             )
             for ref, stage, index, axis in zip(self.operands, (ring.a, ring.b), indices, self.contract, strict=True):
                 source = ref.at[index if axis == 1 else index[::-1]]
-                plgpu.copy_gmem_to_smem(source, stage.at[slot], walk.filled(ring.filled, i, step))
+                plgpu.copy_gmem_to_smem(source, stage.at[slot], scheduler.filled(ring.filled, i, step))
 
-        jax.lax.fori_loop(0, walk.steps, copy_step, None)
+        jax.lax.fori_loop(0, scheduler.steps, copy_step, None)
 
     def _finish_tile(self, i: Any, warpgroup: Any) -> None:
         """The product and the epilogue of a warpgroup's part of the block's i-th tile."""
-        tiles, (row_tile, column_tile) = self.walk.tiles, self.walk.place(i)
+        tiles, (row_tile, column_tile) = self.scheduler.tiles, self.scheduler.place(i)
         row = row_tile * ROWS + (0 if tiles.in_turn else warpgroup * tiles.rows)
         column = column_tile * tiles.columns
         self.vectors.fetch(warpgroup, row, self.numbers.get("first_column", 0) + column)
@@ -237,32 +239,34 @@ class _Block(NamedTuple):
 
     def _multiply_tile(self, i: Any, warpgroup: Any) -> jax.Array:
         """A warpgroup's part of the block's i-th tile (rows, columns), float32."""
-        walk, ring, (a_axis, b_axis) = self.walk, self.ring, self.contract
-        rows = walk.tiles.rows
-        own_rows = slice(None) if walk.tiles.in_turn else pl.ds(warpgroup * rows, rows)
+        scheduler, ring, (a_axis, b_axis) = self.scheduler, self.ring, self.contract
+        rows = scheduler.tiles.rows
+        own_rows = slice(None) if scheduler.tiles.in_turn else pl.ds(warpgroup * rows, rows)
 
         def multiply(accumulator):
             def multiply_step(step, _):
-                slot = walk.slot(i, step)
-                plgpu.barrier_wait(walk.filled(ring.filled, i, step))
+                slot = scheduler.slot(i, step)
+                plgpu.barrier_wait(scheduler.filled(ring.filled, i, step))
                 x, y = ring.a.at[slot], ring.b.at[slot]
                 x = x.at[own_rows] if a_axis == 1 else x.at[:, own_rows].transpose((1, 0))
                 plgpu.wgmma(accumulator, x, y.transpose((1, 0)) if b_axis == 1 else y)
                 plgpu.wgmma_wait(1)  # all products but the last are done, so the tiles that they read are free
-                pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.emptied.at[walk.slot(i, step - 1)]))
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.emptied.at[scheduler.slot(i, step - 1)]))
 
-            jax.lax.fori_loop(0, walk.steps, multiply_step, None)
+            jax.lax.fori_loop(0, scheduler.steps, multiply_step, None)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(ring.emptied.at[walk.slot(i, walk.steps - 1)])
+            plgpu.barrier_arrive(ring.emptied.at[scheduler.slot(i, scheduler.steps - 1)])
             return accumulator[...]
 
-        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((walk.tiles.rows, walk.tiles.columns), jnp.float32))
+        return pl.run_scoped(
+            multiply, plgpu.WGMMAAccumulatorRef((scheduler.tiles.rows, scheduler.tiles.columns), jnp.float32)
+        )
 
 
 def product(factors: Factors, tiles: Tiles, epilogue: Epilogue, *, name: str) -> Any:
     """Runs the epilogue on each tile of the product. Returns its outputs, or what became of its `in_place`."""
     row_tiles, column_tiles = cdiv(factors.rows, ROWS), cdiv(factors.columns, tiles.columns)
-    walk = _Walk(tiles, row_tiles, column_tiles, cdiv(factors.depth, tiles.depth))
+    scheduler = _TileScheduler(tiles, row_tiles, column_tiles, cdiv(factors.depth, tiles.depth))
     vectors = (*epilogue.row_vectors, *epilogue.column_vectors)
     of_rows = [True] * len(epilogue.row_vectors) + [False] * len(epilogue.column_vectors)
     numbers = _numbers(factors, epilogue)
@@ -274,13 +278,13 @@ def product(factors: Factors, tiles: Tiles, epilogue: Epilogue, *, name: str) ->
         scalars = {name: _read(name, ref) for name, ref in zip(numbers, number_refs, strict=True)}
         own_vectors = _Vectors(of_rows, vector_refs, stages, filled)
         block = _Block(
-            walk, factors.contract, operands, Ring(*ring), own_vectors, scalars, epilogue, array_refs, scratch
+            scheduler, factors.contract, operands, Ring(*ring), own_vectors, scalars, epilogue, array_refs, scratch
         )
         block.run()
 
     return launch(
         body, factors.a, factors.b, *vectors, *numbers.values(), *epilogue.matrices,
-        num_blocks=walk.num_blocks,
+        num_blocks=scheduler.num_blocks,
         out_types=epilogue.out_types,
         in_place=epilogue.in_place,
         scratch=[*ring_scratch, *vector_scratch, *epilogue.scratch],
