@@ -194,10 +194,10 @@ def shares() -> str:
          [[tuple(pair[t] for pair in of_rows) for t in range(2)] for of_rows in pairs]),
     ]  # fmt: skip
     drawn = []
-    for number, (title, told, table) in enumerate(panels):
+    for number, (title, caption, table) in enumerate(panels):
         left, top = 8 + 384 * (number % 2), 210 * (number // 2)
         drawn.append(f'<text class="ink strong" x="{left}" y="{top + 18}">{title}</text>')
-        drawn.append(f'<text class="ink small" x="{left}" y="{top + 36}">{told}</text>')
+        drawn.append(f'<text class="ink small" x="{left}" y="{top + 36}">{caption}</text>')
         drawn.append(cells(left, top + 48, 356, 132, table))
     size = 'viewBox="0 0 760 400" width="760" height="400"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" {size}>{STYLE}{"".join(drawn)}</svg>\n'

@@ -397,8 +397,8 @@ class CausalLM(Pretrained):
         if drops(self):
             pieces = None if self.dropout_pieces is None else self.dropout_pieces[...]
             first, sequence = 0 if cache is None else cache.length, self.kernels.mesh_layout.sequence_shards()
-            told = dict(segment_ids=segment_ids, attention_mask=attention_mask)
-            words = token_words(shape, pieces=pieces, **told, first=first, sequence=sequence)
+            rows = dict(segment_ids=segment_ids, attention_mask=attention_mask)
+            words = token_words(shape, pieces=pieces, **rows, first=first, sequence=sequence)
         per_token["dropout_words"] = words
         if cache is None and self.config.tie_word_embeddings:
             inputs_embeds, table = self.model.embed(input_ids)

@@ -146,14 +146,14 @@ def _least_memory(kind: str, own: int) -> int:
     limits = []
     for process in range(jax.process_count()):
         try:
-            told = client.blocking_key_value_get(f"liger_jax/bytes_limit/{kind}/{process}", 1000 * _SECONDS_TO_TELL)
+            reported = client.blocking_key_value_get(f"liger_jax/bytes_limit/{kind}/{process}", 1000 * _SECONDS_TO_TELL)
         except RuntimeError as error:
             raise ValueError(
                 f"mode='auto' plans by the least memory of all {jax.process_count()} processes, and process {process} "
-                f"has not told its own in {_SECONDS_TO_TELL} seconds. Trace the same loss in every process, or pass "
-                "memory_budget_bytes, or a mode: then nothing is asked."
+                f"has not reported its own in {_SECONDS_TO_TELL} seconds. Trace the same loss in every process, or "
+                "pass memory_budget_bytes, or a mode: then nothing is asked."
             ) from error
-        limits.append(int(told))
+        limits.append(int(reported))
     return min(limits)
 
 

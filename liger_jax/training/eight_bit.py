@@ -350,8 +350,8 @@ def _check_names(params, float32_names):
 def _sharding(x):
     """How an array is sharded over a mesh, or how its type says it is; None where neither tells."""
     sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    told = isinstance(sharding, NamedSharding) and (not isinstance(x, Tracer) or _is_explicit(sharding))
-    return sharding if told else None
+    is_known = isinstance(sharding, NamedSharding) and (not isinstance(x, Tracer) or _is_explicit(sharding))
+    return sharding if is_known else None
 
 
 def _is_explicit(sharding):

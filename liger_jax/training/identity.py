@@ -71,9 +71,9 @@ def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], gro
     names = [name for name in names if name not in growing or _is_less(new.get(name), old.get(name))]
     if not names:
         return
-    told = [f"{name}={_told(old.get(name))} became {_told(new.get(name))}" for name in names[:_NAMED]]
+    changes = [f"{name}={_told(old.get(name))} became {_told(new.get(name))}" for name in names[:_NAMED]]
     more = [f"{len(names) - _NAMED} more differ"] if len(names) > _NAMED else []
-    raise CheckpointError(f"{folder} holds another run: {', '.join(told + more)}.")
+    raise CheckpointError(f"{folder} holds another run: {', '.join(changes + more)}.")
 
 
 def _is_less(new: Any, old: Any) -> bool:

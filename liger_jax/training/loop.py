@@ -152,8 +152,8 @@ class Loop:
 
     def _tell(self, write, step, scores, params):
         if scores:
-            told = (_in_words(name.removeprefix("eval_"), value) for name, value in scores.items())
-            write(f"step {step}: held out: {', '.join(told)}")
+            reported = (_in_words(name.removeprefix("eval_"), value) for name, value in scores.items())
+            write(f"step {step}: held out: {', '.join(reported)}")
         if self.show is not None:
             self.show(params, write)
 

@@ -4,8 +4,9 @@ Each process runs the same program on its own devices, and holds its own part of
 where processes would write the same file, `by_first` lets it write alone. In a single process all of this does nothing.
 
 A process that dies would leave the others in a collective that never ends. So each tells JAX's coordination service
-every two seconds that it lives, and a thread ends this process once another one has not told it for `SILENT_SECONDS`.
-The service lives in process 0. The others reach it through a `Relay`, which says when that process dies.
+every two seconds that it lives, and a thread ends this process once another one has not reported that for
+`SILENT_SECONDS`. The service lives in process 0. The others reach it through a `Relay`, which says when that process
+dies.
 """
 
 import contextlib
@@ -294,13 +295,13 @@ def _watch(client: Any) -> None:
             return
         try:
             client.key_value_set(_key(own), str(beat), True)
-            told = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get("liger_jax/alive/")}
+            reports = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get("liger_jax/alive/")}
         except Exception as error:  # the service is process 0's, and went with it
             if own == 0:
                 return
-            told = {0: f"{_ENDED} {type(error).__name__}"}
+            reports = {0: f"{_ENDED} {type(error).__name__}"}
         for i in others:
-            value, now = told.get(i, ""), time.monotonic()
+            value, now = reports.get(i, ""), time.monotonic()
             if value == _ENDED:
                 return  # all are at their end
             if value.startswith(_ENDED):
@@ -341,8 +342,8 @@ def _leave_in_order() -> None:
         return
     begun = time.monotonic()
     while time.monotonic() - begun < SILENT_SECONDS:
-        told = [value for _, value in _client().key_value_dir_get("liger_jax/alive/")]
-        if all(value == _ENDED for value in told):
+        reports = [value for _, value in _client().key_value_dir_get("liger_jax/alive/")]
+        if all(value == _ENDED for value in reports):
             break
         time.sleep(0.1)
     time.sleep(1)

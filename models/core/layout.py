@@ -316,8 +316,8 @@ class Layout:
         """Gathers a layer's parameters on every device just before their use, as FSDP does.
 
         Matrices are converted to the computation's dtype first: in bfloat16 half as many bytes are sent. Gradients are
-        told to be sharded as their parameters are. Else the compiler sums the joined gradient of several projections
-        whole on every device, and then drops what belongs to the others.
+        constrained to be sharded as their parameters are. Else the compiler sums the joined gradient of several
+        projections whole on every device, and then drops what belongs to the others.
 
         Args:
             parameters: one layer's, a tree of arrays by their names.

@@ -77,7 +77,9 @@ def test_a_loss_is_planned_by_the_least_memory_of_all_processes(monkeypatch, tol
 
 
 def test_a_process_that_tells_nothing_is_named_and_a_budget_asks_for_nothing(monkeypatch, told):
-    with pytest.raises(ValueError, match="all 2 processes, and process 1 has not told its own in 300 seconds. Trace"):
+    with pytest.raises(
+        ValueError, match="all 2 processes, and process 1 has not reported its own in 300 seconds. Trace"
+    ):
         alone(monkeypatch, MUCH)
     told.clear()
     for options in (dict(mode="lean"), dict(memory_budget_bytes=64 * MIB)):
