@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import AxisType
 
 from liger_jax.losses import shifted_labels
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
@@ -152,13 +153,27 @@ def make_step(
         if state_on_host:
             opt_state = _moved(opt_state, jax.memory.Space.Device)
         with promotions():
-            updates, opt_state = optimizer.update(grads, opt_state, params)
+            updates, opt_state = _updates(optimizer, grads, opt_state, params)
             params = optax.apply_updates(params, updates)
         if state_on_host:
             opt_state = _moved(opt_state, jax.memory.Space.Host)
         return (params, opt_state), value
 
     return step
+
+
+def _updates(optimizer, grads, opt_state, params):
+    """What the optimizer returns. Where Explicit axes are ambiguous, as in Muon's products, they are Auto here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    try:
+        return optimizer.update(grads, opt_state, params)
+    except Exception as error:  # JAX has no public name for it
+        if not axes or type(error).__name__ != "ShardingTypeError":
+            raise
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, opt_state))
+    update: Any = jax.sharding.auto_axes(optimizer.update, axes=axes, out_sharding=specs)
+    return update(grads, opt_state, params)
 
 
 def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):

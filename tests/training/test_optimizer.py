@@ -23,6 +23,7 @@ from liger_jax.training import (
     cosine_schedule_with_warmup,
     held_in,
     linear_schedule_with_warmup,
+    make_step,
     optimizer_named,
     sgd,
     stochastic_rounding,
@@ -172,6 +173,22 @@ def test_bits_of_held_moments_follow_from_the_seed_and_the_step_whatever_the_sha
         with jax.set_mesh(mesh):
             found = updated(*jax.tree.map(put, (first, params)))
         jax.tree.map(np.testing.assert_array_equal, found, second)
+
+
+def test_muon_trains_on_explicit_axes_what_one_device_trains(devices):
+    """Its products contract over axes that a mesh splits, which Explicit axes call ambiguous."""
+    graph, params = nnx.split(nnx.Linear(4 * len(devices), 6, rngs=nnx.Rngs(0)))
+    optimizer = optax.contrib.muon(0.1)
+    step = jax.jit(make_step(graph, optimizer, lambda model, x, _: jnp.sum(jnp.sin(model.kernel[...] * x))))
+    state, x = (params, optimizer.init(params)), jnp.arange(6.0)
+    wanted, _ = step(state, x)
+    mesh = jax.make_mesh((len(devices),), ("fsdp",), axis_types=(AxisType.Explicit,), devices=devices)
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, P("fsdp") if x.ndim == 2 else P()))
+    with jax.set_mesh(mesh):
+        found, _ = step(jax.tree.map(put, state), put(x))
+    (kernel,) = (x for x in jax.tree.leaves(found[0]) if x.ndim == 2)
+    assert kernel.sharding.spec[0] == "fsdp"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, wanted)
 
 
 def test_held_in_leaves_numbers_and_arrays_of_other_shapes_as_they_are():
