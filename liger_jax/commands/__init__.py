@@ -24,9 +24,7 @@ _COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns the exit code: 2 for an error that the user can fix, 1 if nobody reads the output any
-    more.
-    """
+    """Runs the command. Returns its exit code: 2 for an error of the user's, 1 if nobody reads the output any more."""
     if argv is not None and list(argv) != sys.argv[1:]:  # called by a program, which does not end here
         return _main(argv)
     code = _main(argv, owns_process=True)

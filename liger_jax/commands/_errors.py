@@ -37,9 +37,7 @@ _AXES = "data|fsdp|expert|sequence|tensor"
 
 
 def in_one_line(error: Exception, options: Mapping[str, str] | None = None) -> str:
-    """A message on one line for the terminal. The middle of a long one is left out: it begins with what is wrong, and
-    ends with the cure.
-    """
+    """A message on one line for the terminal. The middle of a long one, between problem and cure, is left out."""
     text = in_options(str(error), options or {}) if getattr(error, "in_python", False) else str(error)
     if len(text) > _LONGEST:
         half = _LONGEST // 2

@@ -18,9 +18,7 @@ _TEXT = ("text", "input_text", "output_text")  # types of parts that are text
 
 
 def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row. A null counts as absent, as tables write it where other rows have a value; contents that
-    are lists of texts are joined.
-    """
+    """The messages of a row. A null counts as absent, as tables write it; contents that are lists are joined."""
     turns = _without_nulls(row["messages"])
     if not isinstance(turns, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns):
         raise UserError("messages must be a list of objects, each with a role and a content.")

@@ -205,9 +205,7 @@ def _dtype_of(source: Source) -> str | None:
 
 
 def _cast(model: Any, asked: str | None, stored: str | None) -> None:
-    """Makes the weights' dtype that which was asked for, or else the checkpoint's, if it is smaller.
-    Says what it does.
-    """
+    """Casts the weights to the dtype that was asked for, or to the checkpoint's if it is smaller, and says so."""
     held = str(model.head.dtype)
     wanted = asked or (stored if stored and jnp.dtype(stored).itemsize < jnp.dtype(held).itemsize else held)
     if wanted != held:

@@ -54,9 +54,7 @@ class Tokens:
         return np.diff(self._ends, prepend=0)
 
     def num_scored(self, pieces: np.ndarray) -> int:
-        """How many tokens of some pieces the loss counts: the first of a piece never is, as nothing
-        stands before it.
-        """
+        """How many tokens of some pieces the loss counts: never the first of a piece, which follows nothing."""
         ends, total = self._ends, 0
         for i in pieces.tolist():
             begin = int(ends[i - 1]) if i else 0

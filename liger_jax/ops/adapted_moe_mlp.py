@@ -1,6 +1,4 @@
-"""The feed-forward of a mixture of experts that have low-rank adapters, are quantised, or are sharded over several
-devices.
-"""
+"""The feed-forward of a mixture of experts with low-rank adapters, quantised, or sharded over several devices."""
 
 import functools
 from typing import Any, NamedTuple

@@ -103,9 +103,7 @@ def along(spec: P, axes: Collection[str]) -> P:
 
 
 def gathered(part: jax.Array, spec: P) -> jax.Array:
-    """The shards of all devices in one array of the shard's dtype, inside `jax.shard_map`. Its derivative is
-    `scattered`.
-    """
+    """The shards of all devices in one array, inside `jax.shard_map`; its derivative is `scattered`."""
     for dim, entry in enumerate(spec):
         part = jax.lax.all_gather(part, names(entry), axis=dim, tiled=True) if names(entry) else part
     return part

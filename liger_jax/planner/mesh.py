@@ -1,6 +1,4 @@
-"""Meshes by their axes' sizes, and how planned runs are sharded over them: fully sharded, and with rows or matrices
-split.
-"""
+"""Meshes by their axes' sizes, and how planned runs are sharded over them: fully, or by rows or matrices."""
 
 import math
 from collections.abc import Mapping

@@ -316,9 +316,7 @@ class _Blocks:
 
 
 def _scales_sharding(param, num_blocks):
-    """How a parameter's scales are sharded: as the parameter is, but with every block where the mesh does not divide
-    them.
-    """
+    """How a parameter's scales are sharded: like it, but with every block where the mesh does not divide them."""
     if (sharding := _sharding(param)) is None or num_blocks % _parts_of_last_axis(sharding, param.ndim) == 0:
         return sharding
     spec = P(*sharding.spec[: param.ndim - 1])

@@ -43,9 +43,7 @@ def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -
 
 
 def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any, loss_normalizer: Any) -> None:
-    """Raises an error if arguments of `CausalLM.__call__` exclude each other, would be ignored, or
-    have a wrong type.
-    """
+    """Raises an error if arguments of `CausalLM.__call__` exclude each other, are ignored, or have a wrong type."""
     if input_ids.ndim != 2:
         raise ValueError(f"input_ids has shape {input_ids.shape}; it must be (batch, length). Add the missing axis.")
     if input_ids.shape[1] == 0:

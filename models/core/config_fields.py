@@ -29,9 +29,7 @@ _short.maxstring = _short.maxother = 60
 
 
 def fixed_fields(model_type: str, **others: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """Fields of config.json that a family's config does not have: the values that its model supports, the first one
-    of which is written.
-    """
+    """Fields of config.json that a family's config lacks: the values that its model supports, the written one first."""
     return {"model_type": (model_type,), "hidden_act": ("silu", "swish"), "is_causal": (None, True), **others}
 
 

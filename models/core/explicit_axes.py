@@ -1,6 +1,4 @@
-"""Models on meshes with Explicit axes: inside a call the axes are Auto, outside the results' types say how they are
-sharded.
-"""
+"""Models on Explicit meshes: axes are Auto inside of a call, and results' types have their sharding outside."""
 
 import dataclasses
 import functools

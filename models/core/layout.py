@@ -103,9 +103,7 @@ class Layout:
 
     @property
     def between_blocks(self) -> P:
-        """How activations (B, T, …) are sharded between blocks: a norm is computed on one device of a tensor axis
-        alone.
-        """
+        """How activations (B, T, …) are sharded between blocks: of a tensor axis, one device has a token's norm."""
         return partition(self.batch, tuple(axis for axis in (self.sequence, self.tensor) if axis is not None))
 
     @property

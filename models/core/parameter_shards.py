@@ -1,6 +1,4 @@
-"""Fully sharded parameters and split experts: how each one is sharded over a mesh, and how a layer gathers what it
-uses.
-"""
+"""Fully sharded parameters and split experts: how each is sharded, and how a layer gathers what it uses."""
 
 import dataclasses
 import functools

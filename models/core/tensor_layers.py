@@ -71,9 +71,7 @@ def run_layers(
 
 
 def _of_input(shards: TensorShards, x: Any) -> P:
-    """How a layer's input is sharded: segments (B, T), whose rows are whole, or (B, T, …) of tokens or (1, T, R) of
-    rows.
-    """
+    """How a layer's input is sharded: segments (B, T) of whole rows, (B, T, …) of tokens, or (1, T, R) of rows."""
     batch = shards.batch if x.shape[0] > 1 else ()
     return partition(batch, shards.sequence_axes) if x.ndim == 3 else partition(batch)
 

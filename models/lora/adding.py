@@ -122,9 +122,7 @@ def add_outside(
     dora: bool,
     key: Key[Array, ""],
 ) -> None:
-    """Adds adapters to the embedding and to the head, if `own` gives them rank and alpha. They are
-    then no longer tied.
-    """
+    """Adds adapters to embedding and head, if `own` gives them rank and alpha, which unties the two."""
     chosen = [part for part in parts(model) if own(part.name) is not None]
     for part in chosen:
         check_dense(caller, part)

@@ -131,9 +131,7 @@ def _filled(x: jax.Array, width: int) -> jax.Array:
 
 
 def new_adapter(kind: type[Adapter], weight: Any, rank: int, key: Any, **options: Any) -> Adapter:
-    """An adapter that changes nothing yet, as PEFT begins: A is random and B zero, of an embedding the
-    other way round.
-    """
+    """An adapter without an effect, as PEFT begins: A random and B zero, of an embedding the other way round."""
     tokens, width = weight.shape
     if kind is EmbeddingAdapter:
         return kind(jnp.zeros((tokens, rank)), jax.random.normal(key, (rank, width), jnp.float32), **options)

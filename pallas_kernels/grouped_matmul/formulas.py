@@ -51,9 +51,7 @@ def visits(group_sizes: jax.Array, m: int, rows: int, *, every_group: bool = Fal
 
 
 class GroupTiles(NamedTuple):
-    """Tiles that begin where their group does, in the order of rows, int32. Tile i's first row is
-    offset[i] + i · rows.
-    """
+    """Tiles that begin where their group does, in the order of rows; tile i's first row is offset[i] + i · rows."""
 
     offset: jax.Array  # (tiles,). The first row may be one of the group before.
     begin: jax.Array  # (tiles,), the group's first row

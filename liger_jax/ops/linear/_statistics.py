@@ -40,9 +40,7 @@ def problem_on_device(
     merges_in_forward: bool = False,
     **limits: Any,
 ) -> Problem:
-    """The problem of one device's arrays. If they are sharded over a mesh that the compiler would partition: a
-    ValueError.
-    """
+    """The problem of one device's arrays; a ValueError if the compiler would partition them over a mesh."""
     dtypes = [x.dtype for x in (hidden, weight, *others) if x is not None]
     is_free = options.mode == "auto" and limits.get("memory_budget_bytes") is None
     place = place_of(hidden, weight, beside=(labels, *others), memory_is_needed=is_free)
