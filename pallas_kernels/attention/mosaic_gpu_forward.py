@@ -15,8 +15,8 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     NUM_CONSUMERS,
     ROWS,
     WARPGROUP_ROWS,
-    Slots,
-    Walk,
+    StageRing,
+    TileScheduler,
     consume,
     copies_of_keys,
     filled,
@@ -34,17 +34,17 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, bounds: Intervals, scores:
     """
     batch, length, query_heads, width = q.shape
     blocks = config.FORWARD[width]
-    walk = Walk.over(
+    scheduler = TileScheduler.over(
         bounds.of_queries, batch, query_heads, rows=ROWS, columns=blocks.columns, one_each=width > 128
     )  # fmt: skip
 
     def body(*refs):
-        _compute(walk, scores, query_heads // k.shape[2], *walk.split(refs))
+        _compute(scheduler, scores, query_heads // k.shape[2], *scheduler.split(refs))
 
     ring_stage = lambda: _hopper.shared_tile((blocks.stages, blocks.columns, width), k.dtype)
     out, log_sums = _hopper.launch(
-        body, *walk.operands, q, k, v,
-        num_blocks=walk.num_blocks,
+        body, *scheduler.operands, q, k, v,
+        num_blocks=scheduler.num_blocks,
         out_types=[
             out_like(q, q.shape, q.dtype),
             out_like(q, (batch, query_heads, round_up(length, ROWS)), jnp.float32),
@@ -53,8 +53,8 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, bounds: Intervals, scores:
             _hopper.shared_tile((NUM_CONSUMERS, WARPGROUP_ROWS, width), q.dtype),
             vector(NUM_CONSUMERS, WARPGROUP_ROWS, jnp.float32),
             plgpu.Barrier(num_arrivals=1, num_barriers=NUM_CONSUMERS),
-            Slots.scratch(ring_stage()),
-            Slots.scratch(ring_stage()),
+            StageRing.scratch(ring_stage()),
+            StageRing.scratch(ring_stage()),
             plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
         ],
         name="causal_attention_forward",
@@ -62,7 +62,7 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, bounds: Intervals, scores:
     return out, log_sums
 
 
-def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
+def _compute(scheduler: TileScheduler, scores: Scores, group: int, scheduler_refs, refs) -> None:
     """The kernel's body."""
     q_ref, k_ref, v_ref, out_ref, lse_ref, q_stages, lse_stages, arrived, k_ring, v_ring, turns = refs
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -77,7 +77,7 @@ def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
         own = pl.ds(tile.rows * ROWS + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         here = (tile.batch, own, tile.head)
         plgpu.copy_gmem_to_smem(q_ref.at[here], q_stage, arrived.at[warpgroup])
-        sight = walk.sight(walk_refs, tile, own.start)
+        mask = scheduler.mask(scheduler_refs, tile, own.start)
         plgpu.barrier_wait(arrived.at[warpgroup])
 
         def step(n, carry):
@@ -85,7 +85,7 @@ def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
             slot = k_ring.wait(done + n)
             s = scores.capped(product(q_stage, k_ring.stages[0].at[slot], take_turns))
             k_ring.release(done + n)
-            s = sight.only_where_masked(s, n, -jnp.inf)
+            s = mask.only_where_masked(s, n, -jnp.inf)
             new_maximum = jnp.maximum(maximum, jnp.max(s, axis=1) * scores.factor)
             shrink = jnp.exp2(maximum - new_maximum)
             p = jnp.exp2(s * scores.factor - over_rows(new_maximum, s.shape))
@@ -117,9 +117,9 @@ def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
 
     def attend():
         pl.when(warpgroup == 1)(take_turns)
-        walk.for_each(walk_refs, attend_tile)
+        scheduler.for_each(scheduler_refs, attend_tile)
         pl.when(warpgroup == 0)(take_turns)
 
-    copy_tile = copies_of_keys(walk, group, k_ref, v_ref, k_ring, v_ring)
-    produce(lambda: walk.for_each(walk_refs, copy_tile))
+    copy_tile = copies_of_keys(scheduler, group, k_ref, v_ref, k_ring, v_ring)
+    produce(lambda: scheduler.for_each(scheduler_refs, copy_tile))
     consume(attend)

@@ -20,9 +20,9 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     NUM_CONSUMERS,
     ROWS,
     WARPGROUP_ROWS,
-    Sight,
-    Slots,
-    Walk,
+    Mask,
+    StageRing,
+    TileScheduler,
     consume,
     filled,
     over_columns,
@@ -62,29 +62,29 @@ def key_gradients(
     takes_turns = tasks[0].takes_turns
     blocks = config.KEY_GRADIENTS_IN_TURNS[width] if takes_turns else config.KEY_GRADIENTS[width]
     rows = ROWS if tasks == (_Task(), _Task()) else WARPGROUP_ROWS
-    walk = Walk.over(
+    scheduler = TileScheduler.over(
         bounds.of_keys, batch, kv_heads, rows=rows, columns=blocks.columns, one_each=rows == WARPGROUP_ROWS
     )  # fmt: skip
     consumers = 1 if takes_turns else NUM_CONSUMERS
 
     def body(*refs):
-        _compute(walk, scores, q.shape[2] // kv_heads, tasks, *walk.split(refs))
+        _compute(scheduler, scores, q.shape[2] // kv_heads, tasks, *scheduler.split(refs))
 
     own_stage = lambda count: _hopper.shared_tile((count, WARPGROUP_ROWS, width), k.dtype)
     ring_stage = lambda: _hopper.shared_tile((blocks.stages, blocks.columns, width), q.dtype)
     numbers = lambda: vector(blocks.stages, blocks.columns, jnp.float32)
     sums = [_hopper.shared_tile((WARPGROUP_ROWS, width), jnp.float32), plgpu.Barrier(num_arrivals=NUM_CONSUMERS)]
     dk, dv = _hopper.launch(
-        body, *walk.operands, q, k, v, do, lse, delta,
-        num_blocks=walk.num_blocks,
+        body, *scheduler.operands, q, k, v, do, lse, delta,
+        num_blocks=scheduler.num_blocks,
         out_types=[out_like(k, k.shape, k.dtype), out_like(v, v.shape, v.dtype)],
         scratch=[
             own_stage(NUM_CONSUMERS),
             own_stage(sum(task.of_keys for task in tasks)),
             plgpu.Barrier(num_barriers=NUM_CONSUMERS),
             plgpu.Barrier(num_barriers=NUM_CONSUMERS),
-            Slots.scratch(ring_stage(), numbers(), consumers=consumers),
-            Slots.scratch(ring_stage(), numbers(), consumers=consumers),
+            StageRing.scratch(ring_stage(), numbers(), consumers=consumers),
+            StageRing.scratch(ring_stage(), numbers(), consumers=consumers),
             *(sums if takes_turns else []),
         ],
         name="causal_attention_key_gradients",
@@ -101,24 +101,26 @@ def _tasks(width: int, num_tiles: int) -> tuple[_Task, _Task]:
     return task, task
 
 
-def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task], walk_refs, refs) -> None:
+def _compute(
+    scheduler: TileScheduler, scores: Scores, group: int, tasks: tuple[_Task, _Task], scheduler_refs, refs
+) -> None:
     """The kernel's body."""
     q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, *scratch = refs
     k_stages, v_stages, k_arrived, v_arrived, q_ring, do_ring, *shared = scratch
     warpgroup = jax.lax.axis_index("warpgroup")
 
     def compute_tile(tile: Tile, done, *, task: _Task):
-        row = tile.rows * walk.rows + (warpgroup * WARPGROUP_ROWS if walk.rows == ROWS else 0)
+        row = tile.rows * scheduler.rows + (warpgroup * WARPGROUP_ROWS if scheduler.rows == ROWS else 0)
         here = (tile.batch, pl.ds(row, WARPGROUP_ROWS), tile.head)
         k_stage, v_stage = k_stages.at[warpgroup], v_stages.at[warpgroup if v_stages.shape[0] > 1 else 0]
         plgpu.copy_gmem_to_smem(k_ref.at[here], k_stage, k_arrived.at[warpgroup])
         if task.of_keys:
             plgpu.copy_gmem_to_smem(v_ref.at[here], v_stage, v_arrived.at[warpgroup])
-        sight = walk.sight(walk_refs, tile, row)
+        mask = scheduler.mask(scheduler_refs, tile, row)
         plgpu.barrier_wait(k_arrived.at[warpgroup])
         if task.of_keys:
             plgpu.barrier_wait(v_arrived.at[warpgroup])
-        step = functools.partial(_step, task, scores, sight, k_stage, v_stage, q_ring, do_ring)
+        step = functools.partial(_step, task, scores, mask, k_stage, v_stage, q_ring, do_ring)
         dk, dv = _over_blocks(task, tile, group, done, step, filled(k_stage.shape, 0.0, tile_layout()))
         if task.takes_turns:
             dk, dv = (_sum_of_both(x, owner, *shared) for owner, x in enumerate((dk, dv)))
@@ -135,7 +137,7 @@ def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task],
 
             def copy(i, _, *, done=done, count=count, begin=begin):
                 head = tile.head * group + jax.lax.div(i, count)
-                own = pl.ds(tile.column_block(begin + jax.lax.rem(i, count)) * walk.columns, walk.columns)
+                own = pl.ds(tile.column_block(begin + jax.lax.rem(i, count)) * scheduler.columns, scheduler.columns)
                 there, of_head = (tile.batch, own, head), (tile.batch, head, own)
                 q_ring.fill(done + i, q_ref.at[there], lse_ref.at[of_head])
                 do_ring.fill(done + i, do_ref.at[there], delta_ref.at[of_head])
@@ -144,8 +146,8 @@ def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task],
             done += group * count
         return done
 
-    compute_all = lambda task: walk.for_each(walk_refs, functools.partial(compute_tile, task=task))
-    produce(lambda: walk.for_each(walk_refs, copy_tile))
+    compute_all = lambda task: scheduler.for_each(scheduler_refs, functools.partial(compute_tile, task=task))
+    produce(lambda: scheduler.for_each(scheduler_refs, copy_tile))
     if tasks[0] == tasks[1]:
         consume(lambda: compute_all(tasks[0]))
     else:
@@ -176,7 +178,16 @@ def _over_blocks(task: _Task, tile: Tile, group: int, done: Any, step: Callable[
 
 
 def _step(
-    task: _Task, scores: Scores, sight: Sight, k_stage, v_stage, q_ring: Slots, do_ring: Slots, i: Any, n: Any, sums
+    task: _Task,
+    scores: Scores,
+    mask: Mask,
+    k_stage,
+    v_stage,
+    q_ring: StageRing,
+    do_ring: StageRing,
+    i: Any,
+    n: Any,
+    sums,
 ):
     """Adds the gradients by the i-th block in the rings. It is the tile's n-th block; None if it needs no mask."""
     dk, dv = sums
@@ -186,7 +197,7 @@ def _step(
     lse = _hopper.load(lse_stage, (slot,), column_layout())
     p = jnp.exp2(capped * scores.factor - over_columns(lse, capped.shape))
     if n is not None:
-        p = sight.only(p, n, 0.0)
+        p = mask.only(p, n, 0.0)
     weights, sloped = p.astype(q_stage.dtype), scores.slope(p, capped)
     do_slot = do_ring.wait(i)
     do_stage, delta_stage = do_ring.stages

@@ -1,4 +1,4 @@
-"""What Hopper's attention kernels share: the walk over tiles, what rows see, rings of copies, and products."""
+"""What Hopper's attention kernels share: the tile scheduler, masks, rings of pipeline stages, and products."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ _COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
-    """The tiles of a kernel, each some rows of a head and the columns that they see, and which block computes which.
+class TileScheduler:
+    """Which block computes which tiles of a kernel, each some rows of a head and the columns that they see.
 
     By default each core runs one block. It takes tiles by turns, the largest first, and copies the next tile's columns
     while it computes. With `one_each` every tile has its own block, which the hardware starts on the next free
@@ -38,8 +38,10 @@ class Walk:
     one_each: bool
 
     @classmethod
-    def over(cls, bounds: Bounds, batch: int, heads: int, *, rows: int, columns: int, one_each: bool) -> "Walk":
-        """The walk over all tiles of all heads."""
+    def over(
+        cls, bounds: Bounds, batch: int, heads: int, *, rows: int, columns: int, one_each: bool
+    ) -> "TileScheduler":
+        """The scheduler of all tiles of all heads."""
         return cls(bounds, table(*bounds[:3], batch, rows, columns), heads, rows, columns, one_each)
 
     @property
@@ -55,7 +57,7 @@ class Walk:
 
     @property
     def operands(self) -> list[Any]:
-        """The arrays of the walk: the table, the bounds, and the ids of rows and columns if there are segments."""
+        """The operands of the scheduler: the table, the bounds, and the ids of rows and columns if there are segments."""
         bounds = self.bounds
         operands = [self.entries.reshape(-1), *(whole_blocks(x, ROWS) for x in bounds[:2])]
         if bounds.row_ids is not None:
@@ -87,19 +89,19 @@ class Walk:
         own = last + (self._number(last) < self.num_tiles).astype(jnp.int32)
         jax.lax.fori_loop(0, own, step, jnp.int32(0))
 
-    def sight(self, refs: Sequence[Any], tile: Tile, row: Any) -> "Sight":
+    def mask(self, refs: Sequence[Any], tile: Tile, row: Any) -> "Mask":
         """The columns that the 64 rows from `row` on see."""
         _, low_ref, high_ref, *ids_refs = refs
         own = pl.ds(row, WARPGROUP_ROWS)
         load = lambda ref, batch: rows_of(ref, batch, own)
         low, high = (load(ref, 0 if ref.shape[0] == 1 else tile.batch) for ref in (low_ref, high_ref))
         ids = load(ids_refs[0], tile.batch) if ids_refs else None
-        return Sight(tile, self.columns, low, high, ids, ids_refs[1] if ids_refs else None)
+        return Mask(tile, self.columns, low, high, ids, ids_refs[1] if ids_refs else None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
-    """The columns of a tile that a warpgroup's 64 rows see.
+class Mask:
+    """The mask of a tile for a warpgroup's 64 rows: the columns that they see.
 
     Ids are read from device memory, because they are seldom compared: no ring has places for them.
     """
@@ -132,15 +134,15 @@ class Sight:
         return jax.lax.cond(n < self.tile.num_masked, lambda x: self.only(x, n, unseen), lambda x: x, x)
 
 
-class Slots(NamedTuple):
-    """A ring of places in shared memory, and its barriers. One place has room for the arrays of one copy."""
+class StageRing(NamedTuple):
+    """A ring of pipeline stages in shared memory, with their barriers. A stage has room for the arrays of one copy."""
 
     stages: Sequence[Any]
     filled: Any
     emptied: Any
 
     @classmethod
-    def scratch(cls, *stages: Any, consumers: int = NUM_CONSUMERS) -> "Slots":
+    def scratch(cls, *stages: Any, consumers: int = NUM_CONSUMERS) -> "StageRing":
         """The scratch memory of a ring. Axis 0 of `stages` numbers its places, and `consumers` warpgroups read each."""
         count = stages[0].shape[0]
         barrier = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
@@ -208,13 +210,13 @@ def rows_of(ref: Any, *index: Any) -> jax.Array:
 
 
 def copies_of_keys(
-    walk: Walk, group: int, k_ref: Any, v_ref: Any, k_ring: Slots, v_ring: Slots
+    scheduler: TileScheduler, group: int, k_ref: Any, v_ref: Any, k_ring: StageRing, v_ring: StageRing
 ) -> Callable[[Tile, Any], Any]:
-    """copy_tile(tile, done) for `Walk.for_each`: fills the rings with all blocks of keys and values of a tile."""
+    """copy_tile(tile, done) for `TileScheduler.for_each`: fills the rings with all blocks of keys and values of a tile."""
 
     def copy_tile(tile: Tile, done):
         def copy(n, _):
-            own = pl.ds(tile.column_block(n) * walk.columns, walk.columns)
+            own = pl.ds(tile.column_block(n) * scheduler.columns, scheduler.columns)
             there = (tile.batch, own, jax.lax.div(tile.head, group))
             k_ring.fill(done + n, k_ref.at[there])
             v_ring.fill(done + n, v_ref.at[there])

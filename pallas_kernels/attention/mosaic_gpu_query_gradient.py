@@ -15,8 +15,8 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     NUM_CONSUMERS,
     ROWS,
     WARPGROUP_ROWS,
-    Slots,
-    Walk,
+    StageRing,
+    TileScheduler,
     consume,
     copies_of_keys,
     filled,
@@ -40,32 +40,32 @@ def query_gradient(
     """dq like q, tile by tile of queries: dq = scale · Σ over keys of ds · k, with ds = p · (do·vᵀ − delta)."""
     batch, _, query_heads, width = q.shape
     blocks = config.QUERY_GRADIENT[width]
-    walk = Walk.over(
+    scheduler = TileScheduler.over(
         bounds.of_queries, batch, query_heads, rows=ROWS, columns=blocks.columns, one_each=width > 128
     )  # fmt: skip
 
     def body(*refs):
-        _compute(walk, scores, query_heads // k.shape[2], *walk.split(refs))
+        _compute(scheduler, scores, query_heads // k.shape[2], *scheduler.split(refs))
 
     own_stage = lambda: _hopper.shared_tile((NUM_CONSUMERS, WARPGROUP_ROWS, width), q.dtype)
     ring_stage = lambda count: _hopper.shared_tile((count, blocks.columns, width), k.dtype)
     (dq,) = _hopper.launch(
-        body, *walk.operands, q, k, v, do, lse, delta,
-        num_blocks=walk.num_blocks,
+        body, *scheduler.operands, q, k, v, do, lse, delta,
+        num_blocks=scheduler.num_blocks,
         out_types=[out_like(q, q.shape, q.dtype)],
         scratch=[
             own_stage(),
             own_stage(),
             plgpu.Barrier(num_arrivals=2, num_barriers=NUM_CONSUMERS),
-            Slots.scratch(ring_stage(blocks.stages)),
-            Slots.scratch(ring_stage(blocks.second_stages or blocks.stages)),
+            StageRing.scratch(ring_stage(blocks.stages)),
+            StageRing.scratch(ring_stage(blocks.second_stages or blocks.stages)),
         ],
         name="causal_attention_query_gradient",
     )  # fmt: skip
     return dq
 
 
-def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
+def _compute(scheduler: TileScheduler, scores: Scores, group: int, scheduler_refs, refs) -> None:
     """The kernel's body."""
     q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref, q_stages, do_stages, arrived, k_ring, v_ring = refs
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -77,14 +77,14 @@ def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
         for ref, stage in ((q_ref, q_stage), (do_ref, do_stage)):
             plgpu.copy_gmem_to_smem(ref.at[here], stage, arrived.at[warpgroup])
         own_lse, own_delta = (rows_of(ref, *of_head) for ref in (lse_ref, delta_ref))
-        sight = walk.sight(walk_refs, tile, own.start)
+        mask = scheduler.mask(scheduler_refs, tile, own.start)
         plgpu.barrier_wait(arrived.at[warpgroup])
 
         def step(n, dq):
             slot = k_ring.wait(done + n)
             (k_stage,) = k_ring.stages
             capped = scores.capped(product(q_stage, k_stage.at[slot]))
-            p = sight.only_where_masked(jnp.exp2(capped * scores.factor - over_rows(own_lse, capped.shape)), n, 0.0)
+            p = mask.only_where_masked(jnp.exp2(capped * scores.factor - over_rows(own_lse, capped.shape)), n, 0.0)
             sloped = scores.slope(p, capped)
             v_slot = v_ring.wait(done + n)
             dp = product(do_stage, v_ring.stages[0].at[v_slot])
@@ -101,6 +101,6 @@ def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return done + tile.count
 
-    copy_tile = copies_of_keys(walk, group, k_ref, v_ref, k_ring, v_ring)
-    produce(lambda: walk.for_each(walk_refs, copy_tile))
-    consume(lambda: walk.for_each(walk_refs, compute_tile))
+    copy_tile = copies_of_keys(scheduler, group, k_ref, v_ref, k_ring, v_ring)
+    produce(lambda: scheduler.for_each(scheduler_refs, copy_tile))
+    consume(lambda: scheduler.for_each(scheduler_refs, compute_tile))
