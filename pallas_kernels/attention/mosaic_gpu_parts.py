@@ -57,7 +57,7 @@ class TileScheduler:
 
     @property
     def operands(self) -> list[Any]:
-        """The operands of the scheduler: the table, the bounds, and the ids of rows and columns if there are segments."""
+        """The kernel's first operands: the table, the bounds, and the ids of rows and columns if there are segments."""
         bounds = self.bounds
         operands = [self.entries.reshape(-1), *(whole_blocks(x, ROWS) for x in bounds[:2])]
         if bounds.row_ids is not None:
@@ -212,7 +212,7 @@ def rows_of(ref: Any, *index: Any) -> jax.Array:
 def copies_of_keys(
     scheduler: TileScheduler, group: int, k_ref: Any, v_ref: Any, k_ring: StageRing, v_ring: StageRing
 ) -> Callable[[Tile, Any], Any]:
-    """copy_tile(tile, done) for `TileScheduler.for_each`: fills the rings with all blocks of keys and values of a tile."""
+    """copy_tile(tile, done) for `TileScheduler.for_each`: fills the rings with a tile's keys and values."""
 
     def copy_tile(tile: Tile, done):
         def copy(n, _):
