@@ -170,7 +170,7 @@ def reinforce_advantages(
     with `group_baseline` the reward minus the mean of its group: REINFORCE++-baseline. The paper's penalty, its
     reference's KL, is `beta` of `policy_loss`.
 
-    Compute it on the whole step's rewards. Inside `jax.shard_map` the batch would be a device's part of it.
+    Compute it on the whole step's rewards. Inside `jax.shard_map` the batch would be a device's shard of it.
 
     Args:
         rewards: any float dtype; with `group_baseline` the last axis is the group of one prompt.

@@ -127,7 +127,7 @@ def linear_head(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, int]:
     """Hidden states, weight and bias of a linear loss as JAX's arrays that fit each other, and the vocabulary's size.
 
-    The arguments' names begin with `prefix`. With a `HeadSplit`, the weight is this device's part. Raises a TypeError
+    The arguments' names begin with `prefix`. With a `HeadSplit`, the weight is this device's shard. Raises a TypeError
     or ValueError unless they fit.
     """
     check_array(op, f"{prefix}hidden", hidden, HIDDEN)

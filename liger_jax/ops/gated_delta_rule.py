@@ -216,7 +216,7 @@ _enter.defvjp(_enter_forward, _enter_backward)
 
 @jax.custom_vjp
 def _leave(out, state, nothing, is_bad, documents) -> Any:
-    """The output and the last state, NaN behind what is bad."""
+    """The output and the last state, NaN from the first bad input on."""
     out = jnp.where(documents.so_far(is_bad)[..., None], jnp.nan, out)
     return out, jnp.where(documents.anywhere(is_bad)[:, -1, :, None, None], jnp.nan, state)
 

@@ -2,7 +2,7 @@
 scattered.
 
 A spec is a `jax.sharding.PartitionSpec`. It has an entry for each dimension of an array: the mesh axes that split it.
-Inside `jax.shard_map` a device has its own part of the array:
+Inside `jax.shard_map` a device has its own shard of the array:
 
     whole = gathered(part, spec)        part = scattered(whole, spec), summed over the devices
 """

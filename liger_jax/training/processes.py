@@ -1,7 +1,8 @@
 """Several processes that train one model: how they begin, agree, write files once, and end together.
 
-Each process runs the same program on its own devices, and holds its own part of every array. Files are the first one's:
-where processes would write the same file, `by_first` lets it write alone. In a single process all of this does nothing.
+Each process runs the same program on its own devices, and holds its own shard of every array. Files are the first
+one's: where processes would write the same file, `by_first` lets it write alone. In a single process all of this does
+nothing.
 
 A process that dies would leave the others in a collective that never ends. So each tells JAX's coordination service
 every two seconds that it lives, and a thread ends this process once another one has not reported that for

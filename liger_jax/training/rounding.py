@@ -206,7 +206,7 @@ def _to_a_neighbour(param, update, key):
 def _at_random(x, key):
     """One of the two neighbours in bfloat16 of each float32 number, in float32. What is not finite stays so."""
     # bfloat16 is float32's upper half. Random lower bits carry into it as often as its own lower bits say.
-    place = jax.typeof(x).sharding  # on Explicit axes each device makes the bits of its own part if it is asked to
+    place = jax.typeof(x).sharding  # on Explicit axes each device makes the bits of its own shard if it is asked to
     place = place if AxisType.Explicit in place.mesh.axis_types else None
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=place)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)

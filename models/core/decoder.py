@@ -56,7 +56,7 @@ class Decoder(nnx.Module):
         If a tensor axis does not divide the positions, the last token follows itself until it does.
 
         On one device the table's two gradients, as an embedding and as a head, are summed in float32 and rounded once.
-        If the batch is split over several devices, each device sums the two gradients of its part. The table is sent
+        If the batch is split over several devices, each device sums the two gradients of its shard. The table is sent
         to the devices in the computation's dtype. Their sums come back and are added in that dtype, as for every
         matrix. If adapters are trained, the table is not, and the head is the table in its own dtype: a float32 copy of
         a bfloat16 table would serve nothing.

@@ -55,7 +55,7 @@ class LanguageModelLoss:
     def log_probs(
         self, hidden: Float[Array, "B T D"], head: Any, targets: Int[Array, "B T"], *, temperature: float, entropy: bool
     ) -> TokenLogProbs:
-        """The log-probabilities of the targets, of each device's part of the batch where it is sharded."""
+        """The log-probabilities of the targets, of each device's shard of the batch where it is sharded."""
         local = functools.partial(
             quantized_log_probs if isinstance(head, BlockQuantized) else ops.fused_linear_log_probs,
             ignore_index=IGNORE_INDEX,
@@ -143,7 +143,7 @@ class LanguageModelLoss:
         return _with_metrics(loss, targets, loss_weights, reduction, per_token if return_metrics else None)
 
     def _vocabulary(self) -> Callable[[Any], dict[str, Any]]:
-        """What a linear loss has to know of a device's part of the head, from this part: nothing if it has it all."""
+        """What a linear loss has to know of a device's shard of the head, from this shard: nothing if it has it all."""
         tensor = self.kernels.mesh_layout.tensor_shards()
         return lambda head: {} if tensor is None else vocabulary_of(tensor, head, self.config)
 

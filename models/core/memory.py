@@ -44,13 +44,13 @@ class LayerMemory:
     remat: Remat  # what the layer keeps for the backward
     dtype: Any  # dtype of the computation
     rows: int  # sequences of one device and micro-batch
-    seq: int  # tokens in a sequence, of which the device has its part where a sequence axis splits them
+    seq: int  # tokens in a sequence, of which the device has its shard where a sequence axis splits them
     device: jax.sharding.AbstractDevice  # the device that the step runs on
     has_adapters: bool = False  # whether projections have adapters
     dora: bool = False  # whether these are DoRA's
     adapts_experts: bool = False  # whether experts have adapters or are quantised
-    # The devices of a tensor axis. Between sublayers each has its part of the positions; in them each has all
-    # positions, and its part of the heads and of the feed-forward's width.
+    # The devices of a tensor axis. Between sublayers each has its shard of the positions; in them each has all
+    # positions, and its shard of the heads and of the feed-forward's width.
     tensor: int = 1
     # The devices of a sequence axis. Each has chunks of every row, and in attention all keys and values.
     sequence: int = 1
@@ -194,7 +194,7 @@ class Head:
 
     table_dtype: Any  # dtype of the parameter that it is
     dtype: Any  # dtype in which it reaches the loss, and of its gradient there
-    is_split: bool = False  # whether each device has a part of it, which the loss gathers as it needs it
+    is_split: bool = False  # whether each device has a shard of it, which the loss gathers as it needs it
 
     @classmethod
     def of(cls, config: Any, table_dtype: Any, kernels: KernelOptions, *, is_frozen: bool, is_split: bool) -> "Head":

@@ -48,7 +48,7 @@ def is_placed(batch: Any, positions: str) -> bool:
 
 
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """The array on its devices; of several processes each puts its own part there."""
+    """The array on its devices; of several processes each puts its own shard there."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     whole = np.asarray(x)

@@ -70,7 +70,7 @@ def tokens_at_once(tokens: int, width: int, remat: Remat, tensor: int = 1) -> in
     """How many tokens `over_tokens` computes at once, but for DoRA, whose layers take all.
 
     Each device of a tensor axis cuts tiles of its own positions. The devices then compute their tiles together, so that
-    more tokens are computed at once, and each device has its part of their width.
+    more tokens are computed at once, and each device has its shard of their width.
 
     Returns a tile's tokens, where a layer keeps no product; else all. With "offload" shorter rows have tiles, too.
 

@@ -224,7 +224,7 @@ def test_a_kernel_runs_with_all_axes_manual(devices):
 
 @pytest.mark.parametrize("manual", [("data",), ("data", "fsdp")], ids=str)
 def test_axes_that_are_manual_already_are_left_alone(manual, devices):
-    """Each device along them has its own part, and its own sum."""
+    """Each device along them has its own shard, and its own sum."""
     mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
     x, w = jnp.arange(32.0).reshape(8, 4), jnp.arange(16.0).reshape(4, 4)
     whole = lambda w: layout.gathered(dict(kernel=w), w.dtype)["kernel"]

@@ -171,7 +171,7 @@ def test_lean_sends_slices_and_a_few_numbers_and_no_array_of_a_device_is_as_larg
 
 
 def test_a_bfloat16_step_sums_the_heads_gradient_no_worse_than_twice_one_devices_rounding(fsdp, rng):
-    """Every device's part is rounded once; a sum over devices in bfloat16 costs as much again."""
+    """Every device's shard is rounded once; a sum over devices in bfloat16 costs as much again."""
     (hidden, weight, *_), labels, _ = draw(rng)
     grad = jax.jit(
         jax.grad(

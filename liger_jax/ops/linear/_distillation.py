@@ -227,7 +227,7 @@ def plan(
 def _entries_of_slice(planned: Plan, student: Head, teacher: Head | TopK, v: int) -> int:
     """Vocabulary entries in a slice of the lean backward, which takes as many bytes as a chunk of the forward.
 
-    A slice has logits of all tokens, its parts of both heads, and its part of the weight's gradient.
+    A slice has logits of all tokens, its rows of both heads, and those of the weight's gradient.
     """
     n, d = student.hidden.shape
     width = 2 * d + (teacher.hidden.shape[1] if isinstance(teacher, Head) else 0)

@@ -1,6 +1,6 @@
 """Heads that FSDP splits, inside `jax.shard_map`: no device ever holds the whole weight, nor its whole gradient.
 
-The same mesh axes split the tokens and the head's weight. In mode "lean" each device takes a slice of its part, and the
+The same mesh axes split the tokens and the head's weight. In mode "lean" each device slices its shard, and the
 devices gather these, in the products' dtype. The kernels read the gathered slice as if it were the whole vocabulary.
 Then it is dropped, and its gradient is summed over the devices and scattered at once. So a slice holds the same few
 entries of every part, and its columns have to be told from the vocabulary's entries:
@@ -56,7 +56,7 @@ def gradients(
     cotangents: Cotangents,
     needs: Needs,
 ) -> Gradients:
-    """The gradients by hidden, by this device's part of the weight, and by the bias; `run` makes a slice's."""
+    """The gradients by hidden, by this device's shard of the weight, and by the bias; `run` makes a slice's."""
     hidden, weight, _, bias, _ = inputs
     slices = _Slices(inputs, split, options.vocab_dim, entries)
 

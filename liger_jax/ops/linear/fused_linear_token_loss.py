@@ -232,7 +232,7 @@ def _traced(loss_fn: Callable[..., Any], dtypes: list[Any], varying: frozenset[A
     """The jaxpr of `loss_fn`, for scalars of these dtypes that vary over these manual mesh axes."""
     here = jax.sharding.get_abstract_mesh()
     # The constants that `loss_fn` makes are cast to vary as its arguments do, for which JAX must know the mesh. An op
-    # on Explicit axes runs it on a device's part of the mesh, and so it must be on no mesh there.
+    # on Explicit axes runs it on a device's shard of the mesh, and so it must be on no mesh there.
     is_part = bool(here.manual_axes) and AxisType.Explicit not in here.axis_types
     with jax.sharding.use_abstract_mesh(here if is_part else jax.sharding.AbstractMesh((), ())):
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
