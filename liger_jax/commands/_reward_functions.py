@@ -132,16 +132,16 @@ def _check_callable(text: str, module: str, name: str, imported: Any, function: 
         there = ", ".join(key for key, value in vars(imported).items() if inspect.isfunction(value)) or "none"
         raise UserError(f"--reward={text}: {module} has no function {name}. Its functions are: {there}.")
     owner, _, method = name.rpartition(".")
-    held = operator.attrgetter(owner)(imported) if owner else None
+    cls = operator.attrgetter(owner)(imported) if owner else None
     if inspect.isclass(function):
-        cls, call = name, ""
-    elif inspect.isclass(held) and inspect.isfunction(inspect.getattr_static(held, method, None)):
-        cls, call = owner, f".{method}"
+        cls, call, problem = name, "", "is a class, and a reward is a function or an object that is called"
+    elif inspect.isclass(cls) and inspect.isfunction(inspect.getattr_static(cls, method, None)):
+        cls, call, problem = owner, f".{method}", "is a method without its object"
     else:
         return
     raise UserError(
-        f"--reward={text}: {module}.{cls} is a class, and a reward is called{' on an object of it' if call else ''}. "
-        f"Make one in {module}, as in scorer = {cls}(), and pass --reward {module}:scorer{call}."
+        f"--reward={text}: {module}.{name} {problem}. Write scorer = {cls}() in {module}, and pass --reward "
+        f"{module}:scorer{call}."
     )
 
 
