@@ -90,7 +90,7 @@ class _Truth:
         # Exact in 16 bits.
         cotangents = jax.tree.map(lambda y: np.asarray(draw.rng.integers(-64, 65, y.shape) / 32.0), outputs)
         values = _run(truth, *wide, cotangents)
-        self.cotangents = jax.tree.map(lambda g: np.asarray(_loss_scale(case, values, arrays) * g), cotangents)
+        self.cotangents = jax.tree.map(lambda g: np.asarray(_loss_scale(case, values, arrays, outputs) * g), cotangents)
         inputs = *wide, self.cotangents
         self.values = _run(truth, *inputs)
         self.probes = [_run(shaken, *self._rounded(inputs, draw), x64=False) for _ in range(PROBES)]
@@ -211,11 +211,14 @@ def _rounding(case: Case, arrays: Arrays, where: Where) -> float:
     return max(rounding, PRODUCT_ROUNDING[where.platform]) if rounds_products else rounding
 
 
-def _loss_scale(case: Case, values: Arrays, arrays: Arrays) -> float:
+def _loss_scale(case: Case, values: Arrays, arrays: Arrays, outputs: Any) -> float:
     """The power of 2 that brings the largest gradient in float16 near to where float16 is exact; 1 without any."""
     half = [values[f"d{name}"] for name, x in arrays.items() if jnp.float16 in (x.dtype, case.computes_in)]
     largest = max((np.max(np.abs(g), where=np.isfinite(g), initial=0.0) for g in half), default=0.0)
-    return min(2.0 ** round(math.log2(LARGEST_HALF_GRADIENT / largest)), LARGEST_LOSS_SCALE) if largest else 1.0
+    # A cotangent is at most twice the scale, and has its output's dtype: float16 where it is shaped like such an array.
+    shapes = [x.shape for x in arrays.values() if x.dtype == jnp.float16]
+    most = 2.0**14 if any(y.shape in shapes for y in jax.tree.leaves(outputs)) else LARGEST_LOSS_SCALE
+    return min(2.0 ** round(math.log2(LARGEST_HALF_GRADIENT / largest)), most) if largest else 1.0
 
 
 def _run(truth: Callable, *inputs: Any, x64: bool = True) -> Arrays:
