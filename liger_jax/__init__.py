@@ -32,6 +32,7 @@ from liger_jax.ops import fused_linear_token_loss as fused_linear_token_loss
 from liger_jax.ops import fused_linear_topk_distillation as fused_linear_topk_distillation
 from liger_jax.ops import gated_delta_rule as gated_delta_rule
 from liger_jax.ops import gated_mlp as gated_mlp
+from liger_jax.ops import gated_rms_norm as gated_rms_norm
 from liger_jax.ops import geglu as geglu
 from liger_jax.ops import group_norm as group_norm
 from liger_jax.ops import grouped_matmul as grouped_matmul

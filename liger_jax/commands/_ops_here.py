@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "group_norm": (functools.partial(ops.group_norm, num_groups=32), (_X, _ROW, _ROW)),
     "dyt": (ops.dyt, (_X, _of(), _ROW, _ROW)),
     "poly_norm": (ops.poly_norm, (_X, _of(3), _of())),
+    "gated_rms_norm": (ops.gated_rms_norm, (_X, _X, _ROW)),
     "apply_rope": (ops.apply_rope, (_Q, _K, _TABLE, _TABLE)),
     "apply_mrope": (functools.partial(ops.apply_mrope, sections=_SECTIONS), (_Q, _K, _TABLES, _TABLES)),
     "swiglu": (ops.swiglu, (_GATE, _UP)),

@@ -11,6 +11,7 @@ from liger_jax.ops.dyt import dyt as dyt
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from liger_jax.ops.gated_mlp import gated_mlp as gated_mlp
+from liger_jax.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu
 from liger_jax.ops.group_norm import group_norm as group_norm

@@ -152,6 +152,25 @@ def poly_norm(draw: Draw) -> Case:
     )
 
 
+def gated_rms_norm(draw: Draw) -> Case:
+    shape, dtype = _rows(draw)
+    options, refused = _norm_options(draw)
+    gate_dtype, scale_dtype, with_scale = draw.like(dtype), draw.like(dtype), draw.chance(0.8)
+
+    def inputs(draw):
+        arrays = {"x": _scaled(draw, shape, dtype), "gate": draw.normal(shape, gate_dtype, 1.0)}
+        return arrays | ({"scale": draw.normal(shape[-1:], scale_dtype)} if with_scale else {}), {}
+
+    return Case(
+        "gated_rms_norm",
+        lambda **arrays: ops.gated_rms_norm(**arrays, **options),
+        lambda **arrays: norms.gated_rms_norm(**arrays, eps=options.get("eps", 1e-6)),
+        inputs,
+        options_text(options),
+        refuses=refused,
+    )
+
+
 def relu_squared(draw: Draw) -> Case:
     shape, dtype = _rows(draw)
     inputs = lambda draw: ({"x": draw.normal(shape, dtype, draw.magnitude())}, {})

@@ -15,7 +15,7 @@ from tests.fuzz.models import MODELS
 OPS: dict[str, Callable[[Draw], Case]] = {
     **{name: getattr(elementwise, name) for name in (
         "rms_norm", "fused_add_rms_norm", "layer_norm", "group_norm", "dyt", "poly_norm", "relu_squared", "softmax",
-        "sparsemax", "swiglu", "geglu", "gated_mlp",
+        "sparsemax", "swiglu", "geglu", "gated_mlp", "gated_rms_norm",
     )},
     **{name: getattr(attention, name) for name in (
         "causal_attention", "apply_rope", "apply_mrope", "gated_delta_rule", "causal_conv1d",

@@ -47,6 +47,7 @@ CASES = {
     ),
     "dyt": (ops.dyt, {"x": X, "alpha": (), "scale": (D,), "bias": (D,)}, {}),
     "poly_norm": (ops.poly_norm, {"x": X, "weight": (3,), "bias": ()}, {}),
+    "gated_rms_norm": (ops.gated_rms_norm, {"x": X, "gate": X, "scale": (D,)}, {}),
     "relu_squared": (ops.relu_squared, {"x": X}, {}),
     "softmax": (ops.softmax, {"x": X}, {}),
     "sparsemax": (ops.sparsemax, {"x": X}, {}),
@@ -150,6 +151,7 @@ NO_KERNEL = (  # that an interpreter on a CPU runs, or none at all
     "dyt",
     "group_norm",
     "poly_norm",
+    "gated_rms_norm",
     "relu_squared",
     "softmax",
     "sparsemax",
@@ -174,6 +176,7 @@ TRUTHS = {
     "group_norm": functools.partial(plain.group_norm, num_groups=2, channel_axis=1, **EPS),
     "dyt": plain.dyt,
     "poly_norm": functools.partial(plain.poly_norm, **EPS),
+    "gated_rms_norm": functools.partial(norms.gated_rms_norm, **EPS),
     "relu_squared": plain.relu_squared,
     "softmax": plain.softmax,
     "sparsemax": plain.sparsemax,
@@ -234,7 +237,7 @@ def test_kernels_say_that_they_have_no_second_derivatives(name, rng):
 # In XLA these have one.
 WITH_FORWARD_MODE = {
     "causal_attention", "fused_linear_cross_entropy, fast", "causal_lm_loss",
-    "softmax", "sparsemax", "group_norm", "dyt", "poly_norm", "relu_squared",
+    "softmax", "sparsemax", "group_norm", "dyt", "poly_norm", "relu_squared", "gated_rms_norm",
     "cross_entropy", "softmax_cross_entropy_with_integer_labels",
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ CASES = {
     ),
     "dyt": (ops.dyt, [(ROWS, BATCH)], [((), P()), ((70,), P()), ((70,), P())], 1),
     "poly_norm": (ops.poly_norm, [(ROWS, BATCH)], [((3,), P()), ((), P())], 1),
+    "gated_rms_norm": (ops.gated_rms_norm, [(ROWS, BATCH)] * 2, [((70,), P())], 1),
     "group_norm": (functools.partial(ops.group_norm, num_groups=5), [(ROWS, BATCH)], [((5,), P())] * 2, 1),
     "relu_squared": (ops.relu_squared, [(ROWS, BATCH)], [], 1),
     "swiglu": (ops.swiglu, [(ROWS, BATCH)] * 2, [], 2),
@@ -262,6 +263,7 @@ NORMS = {
     "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, x, jnp.ones(16)),
     "dyt": lambda x: ops.dyt(x, jnp.float32(0.5)),
     "poly_norm": lambda x: ops.poly_norm(x, jnp.ones(3), jnp.float32(0.0)),
+    "gated_rms_norm": lambda x: ops.gated_rms_norm(x, x),
 }
 
 

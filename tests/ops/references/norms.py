@@ -18,6 +18,11 @@ def fused_add_rms_norm(
     return rms_norm(added, scale, eps=eps, offset=offset), added
 
 
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array | None = None, *, eps: float) -> jax.Array:
+    """rms_norm(x) · gate · sigmoid(gate), in x's dtype throughout."""
+    return rms_norm(x, scale, eps=eps, offset=0.0) * jax.nn.silu(gate)
+
+
 def layer_norm(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, eps: float) -> jax.Array:
     """y = (x − mean(x)) / sqrt(var(x) + eps) · scale + bias over the last axis, in x's dtype throughout."""
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
