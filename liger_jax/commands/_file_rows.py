@@ -15,6 +15,7 @@ from liger_jax.commands._errors import UserError, in_one_line, needed_packages
 from liger_jax.models.core.config_fields import MOST
 
 MOST_AT_ONCE = 2**25  # characters of a file that are held in memory; of a longer one there are parts
+_ARROW_FILE = b"ARROW1"  # begins a file of Arrow's that is no stream
 _ROWS_AT_ONCE = 256  # of a columnar table
 _CHUNK = 2**20
 Found = tuple[str, Any]  # where a row is, and the row
@@ -183,7 +184,7 @@ def _behind_space(text: str, at: int) -> int:
 
 
 def _of_columns(path: Path) -> Iterator[Found]:
-    """The rows of a Parquet file, or of a file of Arrow's stream, as `datasets` saves them."""
+    """The rows of a Parquet file, or of a file of Arrow's, as a stream or with its footer."""
     with needed_packages():
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
@@ -192,7 +193,7 @@ def _of_columns(path: Path) -> Iterator[Found]:
         if _formats.suffix(path) == ".parquet":
             batches = parquet.ParquetFile(path, memory_map=True).iter_batches(_ROWS_AT_ONCE)
         else:
-            batches = iter(arrow.ipc.open_stream(arrow.memory_map(str(path))))
+            batches = _of_arrow(arrow, path)
         for batch in batches:
             _check_names(str(path), batch.schema.names)
             for begin in range(0, batch.num_rows, _ROWS_AT_ONCE):
@@ -203,6 +204,16 @@ def _of_columns(path: Path) -> Iterator[Found]:
         raise UserError(f"{path} cannot be read as a {path.suffix} file: {in_one_line(error)}") from error
     if not number:
         raise UserError(f"{path} is empty.")
+
+
+def _of_arrow(arrow: Any, path: Path) -> Iterator[Any]:
+    """The batches of a stream, as `datasets` saves them, or of Arrow's format of files, as `pyarrow.feather` does."""
+    mapped = arrow.memory_map(str(path))
+    if mapped.read(len(_ARROW_FILE)) == _ARROW_FILE:
+        table = arrow.ipc.open_file(mapped)
+        return (table.get_batch(number) for number in range(table.num_record_batches))
+    mapped.seek(0)
+    return iter(arrow.ipc.open_stream(mapped))
 
 
 def _is_object(line: str) -> bool:

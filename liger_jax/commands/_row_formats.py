@@ -58,7 +58,7 @@ def _document(where: str, values: Row, column: str | None, form: str | None) -> 
         if form not in forms:
             raise UserError(f"the row is not of --format {form}, {_fields_of(form)}: it has {_names(values)}.")
         forms = [form]
-    if not forms:
+    if not forms or forms == ["text"] and form is None and column is not None:  # another text than the named one
         raise UserError(_unknown(values, column or "text"))
     if len(forms) > 1:
         cures = " or ".join(f"--format {name}" for name in forms)

@@ -124,6 +124,14 @@ def sources_of(settings: Settings) -> dict[str, list[_sources.DataSource]]:
             raise UserError(
                 f"--eval-data={source.name} has a weight, and all that is scored counts alike. Leave it out."
             )
+    if (
+        settings.subset
+        and not settings.stream
+        and all(source.paths for of_flag in sources.values() for source in of_flag)
+    ):
+        raise UserError(
+            f"--subset={settings.subset} is a dataset's configuration, and the data are files. Leave it out."
+        )
     return sources
 
 

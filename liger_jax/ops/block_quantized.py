@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, UInt8
 from liger_jax.ops._checks import check_choice
 
 KINDS = ("nf4", "int8")
+BLOCK_SIZE = 64  # values with one scale, where nothing else is said
 # QLoRA's appendix E: the means of neighbouring quantiles, scaled to [−1, 1], with a zero. As bitsandbytes prints them.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -95,7 +96,9 @@ class BlockQuantized:
         return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(rounded)).astype(dtype)
 
 
-def block_quantized(weight: Float[Array, "..."], kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
+def block_quantized(
+    weight: Float[Array, "..."], kind: str, *, block_size: int = BLOCK_SIZE, axis: int = -2
+) -> BlockQuantized:
     """Quantises a weight by blocks along one axis.
 
     Args:

@@ -152,7 +152,7 @@ def changes(
         yield dict(lora=rank, param_dtype=frozen)
         if frozen == "float32":
             yield dict(lora=rank, param_dtype="bfloat16")
-    if coarser and run.quantize is None and (run.lora or frozen is not None):
+    if coarser and run.quantize is None and (run.lora or frozen is not None) and run.divides_blocks:
         yield dict(lora=rank, quantize="nf4")
     length = run.seq
     while frozen is not None and (length := length // 2) >= _SHORTEST:
@@ -168,7 +168,7 @@ def adapters_that_fit(run: Run, correction: int = 0) -> Change | None:
     if run.lora is not None:
         return None
     rank, before = min(defaults.RANK, run.model.config.hidden_size), estimate(run).total
-    for quantize in (None, "nf4"):
+    for quantize in (None, "nf4") if run.divides_blocks else (None,):
         held = dict(param_dtype=run.model.dtype, quantize=quantize, loss="fused")
         after = dataclasses.replace(run, lora=rank, **held)
         needed = estimate(after).total

@@ -16,11 +16,11 @@ from liger_jax.models import lora as adapters
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.hugging_face.adapter_targets import Targets, split
+from liger_jax.models.hugging_face.adapter_targets import Targets, problems, split
 from liger_jax.models.lora.vocabulary import columns
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
-from liger_jax.ops.block_quantized import KINDS
+from liger_jax.ops.block_quantized import BLOCK_SIZE, KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
@@ -119,6 +119,11 @@ class Run:
             raise ValueError(f"quantize={self.quantize!r} must be one of {KINDS}, or None.")
         if self.quantize is not None and self.lora is None:
             raise ValueError(f"quantize={self.quantize!r}: quantised weights are not trained. Train adapters: lora=16.")
+        if self.quantize is not None and not self.divides_blocks:
+            raise ValueError(
+                f"quantize={self.quantize!r} cuts a projection's input into blocks of {BLOCK_SIZE}, which do not "
+                f"divide the widths of {self.model.name}. Leave it out."
+            )
         if self.lora is not None and self.lora < 1:
             raise ValueError(f"lora={self.lora} must be a rank of at least 1, or None.")
         given = dict(dora=self.dora, lora_experts=self.lora_experts)
@@ -126,6 +131,8 @@ class Run:
         if self.lora is None and (named := [name for name, value in given.items() if value]):
             value = given[named[0]]
             raise ValueError(f"{named[0]}={value!r} is for adapters, and none are trained. Train some: lora=16.")
+        if wrong := problems("lora_targets", self.lora_targets):
+            raise ValueError(f"{wrong[0]}. Names have commas between them, as in q_proj,v_proj.")
         if self.lora_experts and self.model.config.experts is None:
             raise ValueError(f"lora_experts=True: {self.model.name} has no experts. Leave it out.")
         if self.expert > 1 and self.model.config.experts is None:
@@ -134,6 +141,12 @@ class Run:
             )
         if (tensor := self.layout.tensor_shards(self.mesh)) is not None:
             tensor.check(self.model.config)
+
+    @property
+    def divides_blocks(self) -> bool:
+        """Whether the projections can be quantised, or are so in the checkpoint."""
+        widths = (x.shape[-2] for info, x in self.model.parameters if info.kind in ("kernel", "experts"))
+        return self.model.quantized is not None or all(width % BLOCK_SIZE == 0 for width in widths)
 
     @property
     def adapts_head(self) -> bool:

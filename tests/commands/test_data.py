@@ -346,6 +346,15 @@ def test_rows_hold_documents_each_by_itself(source, tmp_path):
     assert scored.sum(1).tolist() == data.rows.tokens.sizes()[data.rows.pieces].tolist()
 
 
+def test_a_configuration_is_for_datasets_of_the_hub(tmp_path):
+    (tmp_path / "a.txt").write_text("one two")
+    files = Settings(model="m", data=str(tmp_path / "a.txt"), subset="small")
+    with pytest.raises(UserError, match="--subset=small is a dataset's configuration, and the data are files"):
+        _training_rows.sources_of(files)
+    mixed = Settings(model="m", data=("org/words", str(tmp_path / "a.txt")), subset="small")
+    assert [bool(each.paths) for each in _training_rows.sources_of(mixed)["--data"]] == [False, True]
+
+
 def test_a_dataset_of_the_hub_is_read_by_its_column(monkeypatch):
     def load_dataset(name, subset, split):
         assert (name, subset, split) == ("org/words", "small", "train")

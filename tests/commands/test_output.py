@@ -62,6 +62,8 @@ def test_a_model_is_never_replaced_by_what_is_tuned_from_it(sources, options):
     with pytest.raises(UserError, match=r"written to .*/link/model, which is --model itself. Pass another --out\."):
         _output.check(settings(link, **options), sources / "float32")
     _output.check(settings(link, lora=4), sources / "float32")  # whose adapters are beside it
+    with pytest.raises(UserError, match=r"--out=.*/model is the folder of --model itself. Pass another --out\."):
+        _output.check(settings(link / "model", **options), sources / "float32")
 
 
 @pytest.mark.parametrize(["name", "options"], [("model", {}), ("adapters", dict(lora=4))])
@@ -81,8 +83,8 @@ def test_only_what_a_run_has_left_is_replaced(tmp_path, name, options):
 def test_a_table_that_is_no_log_is_not_replaced(tmp_path):
     (tmp_path / "log.csv").write_text("date,weight\n")
     with pytest.raises(UserError, match=r"log\.csv is no log of a run, which would replace it"):
-        _output.check(settings(tmp_path), tmp_path)
-    _output.check(settings(tmp_path, log=("tensorboard",)), tmp_path)
+        _output.check(settings(tmp_path), tmp_path.parent)
+    _output.check(settings(tmp_path, log=("tensorboard",)), tmp_path.parent)
 
 
 def test_what_is_in_the_place_of_a_run_s_files_is_refused_before_it_begins(tmp_path):

@@ -117,6 +117,11 @@ def test_rows_that_could_be_meant_otherwise_are_refused(row, message):
         read(row)
 
 
+def test_a_row_without_the_field_that_is_named_is_not_trained_on_by_its_text():
+    with pytest.raises(UserError, match="no text in 'stroy', among .*'story', 'text'"):
+        read({"story": "one", "text": "two"}, column="stroy")
+
+
 @pytest.mark.parametrize(
     ["row", "hint", "cure"],
     [

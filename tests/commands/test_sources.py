@@ -197,7 +197,9 @@ def test_columnar_tables_are_rows(here):
     parquet.write_table(table, here / "a.parquet")
     with arrow.OSFile(str(here / "b.arrow"), "wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)  # as `datasets` saves them
-    for name in ("a.parquet", "b.arrow"):
+    with arrow.OSFile(str(here / "f.arrow"), "wb") as file, arrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=250)  # as Arrow calls a file
+    for name in ("a.parquet", "b.arrow", "f.arrow"):
         found = _data.read(name)
         assert [(each.text, each.messages) for each in found] == [("one", None), ("", CHAT)] * 300
         assert found[599].where == f"{name}, row 600"
