@@ -58,13 +58,22 @@ def of(
             yield "prints no tool call"
     last = messages[-1] if messages else {}
     thoughts = next((last[name] for name in REASONING if last.get(name)), "")  # earlier ones are left out by design
-    if len(messages) - 1 in answers and thoughts.strip() and not any(field == "reasoning" for _, field in printed):
+    is_scored = len(messages) - 1 in answers
+    if is_scored and thoughts.strip() and not any(field == "reasoning" for _, field in printed):
+        yield "prints no reasoning"
+    elif is_scored and _thoughts_in(last.get("content")) not in layout.text:
         yield "prints no reasoning"
     if values.get("tools") and (not _names(source, "tools") or layout.text == _text_or_none(without_tools)):
         yield "prints no tools"
     for name in values:
         if name != "tools" and not _names(source, name):
             yield f"reads no variable {name!r}"
+
+
+def _thoughts_in(content: Any) -> str:
+    """What stands before the last closing tag of an answer, without its own opening tag; "" without such a tag."""
+    match = re.match(r"(?s)\s*(?:<\w+>)?(.*)</\w+>", content) if isinstance(content, str) else None
+    return match[1].strip() if match else ""
 
 
 def _is_cut(layout: Layout, i: int, content: Any) -> bool:

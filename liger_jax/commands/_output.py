@@ -45,7 +45,7 @@ def check(settings: Settings, source: Path) -> None:
     written = out / SETTINGS
     if written.exists() and not _is_of_a_run(written):
         raise UserError(f"{written} is of no run, whose options would replace it. Move it, or pass another --out.")
-    if out.is_dir() and out.samefile(source):  # the folder's name would mean the one model and the other
+    if out.resolve() == source.resolve():  # the folder's name would mean the one model and the other
         raise UserError(f"--out={out} is the folder of --model itself. Pass another --out.")
     _check_kinds(settings, out, target)
     if not target.exists():

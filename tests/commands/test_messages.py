@@ -229,6 +229,11 @@ def test_what_a_template_leaves_out_is_said_once_with_its_rows(folder, tmp_path,
     )
     trained(folder, short, found[:1])
     assert "prints only a part of a system message, in 1 row" in capsys.readouterr().out
+    thoughtful = documents(tmp_path, {"messages": [USER, ANSWER | {"content": "<think>\nhm\n</think>\n\nblue"}]})
+    trained(folder, users.replace("m.content", "m.content.split('</think>')[-1].strip()") + "{% endfor %}", thoughtful)
+    assert "prints no reasoning, in 1 row" in capsys.readouterr().out
+    trained(folder, users + "{% endfor %}", thoughtful)
+    assert capsys.readouterr().out == ""
     everything = "{{ think }}{{ (tools or [{}])[0] | tojson }}{% for m in messages %}{{ m.reasoning_content }}"
     trained(folder, everything + "[{{ m.role }}] {{ m.content | upper }}<e>{% endfor %}", found)
     assert capsys.readouterr().out == ""
