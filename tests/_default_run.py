@@ -75,7 +75,7 @@ FULL = {
         |test_plain_jax_has_second.*(layer_norm|fused_add|geglu|apply_mrope|integer_labels)
         |test_(flax_variables|numpy_arrays|plain_jax).*(causal_lm_loss|gated_mlp|log_probs|apply_rope)
         |test_(flax_variables|numpy_arrays|plain_jax|there_is_no).*(norm|geglu|swiglu|softmax|token_loss|topk|sparse|dyt|mrope)
-        |test_(flax_variables|numpy_arrays|plain_jax).*causal_attention
+        |test_(flax_variables|numpy_arrays|plain_jax).*(causal_attention|gated_delta|conv1d)
         |test_there_is_no.*(apply_rope|fused)""",
     "ops/test_dyt.py": r"test_the_largest.*bfloat16|test_every_shape.*300",
     "ops/test_explicit_mesh.py": r"""

@@ -56,6 +56,12 @@ CASES = {
     "gated_mlp": (ops.gated_mlp, {"x": X, **KERNELS}, {}),
     "apply_rope": (ops.apply_rope, HEADS, TABLE),
     "causal_attention": (ops.causal_attention, {**HEADS, "v": HEADS["k"]}, {"segment_ids": [[1, 1, 2]]}),
+    "gated_delta_rule": (
+        ops.gated_delta_rule,
+        {**{name: (1, 3, 1, 4) for name in "qk"}, "v": (1, 3, 2, 4), "gate": (1, 3, 2), "beta": (1, 3, 2)},
+        {"segment_ids": [[1, 1, 2]]},
+    ),
+    "causal_conv1d": (ops.causal_conv1d, {"x": (1, *X), "weight": (D, 2), "bias": (D,)}, {"segment_ids": [[1, 1, 2]]}),
     "apply_mrope": (functools.partial(ops.apply_mrope, sections=(1, 0, 1)), HEADS, TABLES),
     "cross_entropy": (ops.cross_entropy, {"logits": (4, V), "token_weights": (4,)}, {**LABELS, **TOKENS}),
     "fused_linear_cross_entropy, fast": (functools.partial(fused, mode="fast"), FUSED, {**LABELS, **TOKENS}),
@@ -152,6 +158,8 @@ NO_KERNEL = (  # that an interpreter on a CPU runs, or none at all
     "group_norm",
     "poly_norm",
     "gated_rms_norm",
+    "gated_delta_rule",
+    "causal_conv1d",
     "relu_squared",
     "softmax",
     "sparsemax",
@@ -237,7 +245,7 @@ def test_kernels_say_that_they_have_no_second_derivatives(name, rng):
 # In XLA these have one.
 WITH_FORWARD_MODE = {
     "causal_attention", "fused_linear_cross_entropy, fast", "causal_lm_loss",
-    "softmax", "sparsemax", "group_norm", "dyt", "poly_norm", "relu_squared", "gated_rms_norm",
+    "softmax", "sparsemax", "group_norm", "dyt", "poly_norm", "relu_squared", "gated_rms_norm", "causal_conv1d",
     "cross_entropy", "softmax_cross_entropy_with_integer_labels",
 }  # fmt: skip
 
