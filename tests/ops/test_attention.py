@@ -21,7 +21,6 @@ from liger_jax.pallas_kernels.attention import (
     intervals,
     mosaic_gpu,
     mosaic_gpu_key_gradients,
-    reference,
     splash,
     triton,
 )
@@ -37,6 +36,7 @@ from tests.ops._oracle import (
     truth,
     value_and_gradients,
 )
+from tests.ops.references import attention as reference
 
 LENGTH = 256
 SEGMENTS = jnp.repeat(jnp.array([[1, 2, 3, 3], [1, 1, 1, 2]]), LENGTH // 4, axis=1)
