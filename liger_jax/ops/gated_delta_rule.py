@@ -12,6 +12,7 @@ from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops.layout import names, spec_of
 from liger_jax.ops.segment_ids import ids_of_rows, is_numbered
+from liger_jax.pallas_kernels._tiles import promoted
 
 _OP = "gated_delta_rule"
 _CHUNK = 64  # tokens: the products within a chunk are as wide as those with its state
@@ -36,7 +37,8 @@ def gated_delta_rule(
         S ← S + k_t (beta_t · (v_t − Sᵀ k_t))ᵀ
         o_t = scale · Sᵀ q_t
 
-    It is computed in chunks of 64 tokens, whose writes solve one triangular system (the WY representation), in float32.
+    It is computed in chunks of 64 tokens, whose writes solve one triangular system (the WY representation), in float32
+    or wider.
     The backward keeps the arguments and the state before every 1,024th token, and computes the rest again. Time and
     memory are linear in T. XLA is the only implementation.
 
@@ -53,7 +55,8 @@ def gated_delta_rule(
         scale: of the output, a Python number; None for D^−½.
 
     Returns:
-        The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token in float32. What is NaN or
+        The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token in float32, or float64 if
+        an argument is. What is NaN or
         infinite makes its head's output NaN from its token to the end of its document, gradients of the whole document
         NaN, and no other document's.
 
@@ -151,12 +154,15 @@ class _Documents(NamedTuple):
 
 def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> tuple[jax.Array, jax.Array]:
     batch, _, heads, width = v.shape
+    dtypes = [x.dtype for x in (q, k, v, gate, beta, state) if x is not None]
+    wide = promoted(jnp.float32, *dtypes)
     if batch == 0:
-        return v, jnp.zeros((0, heads, q.shape[3], width), jnp.float32)
+        return v, jnp.zeros((0, heads, q.shape[3], width), wide)
     documents = _Documents.of(segment_ids, v.shape[:2])
     if state is None:
-        state = _mesh.align_varying(jnp.zeros((batch, heads, q.shape[3], width), jnp.float32), v)[0]
-    gate = jnp.where(gate == -jnp.inf, _SMALLEST_GATE, gate.astype(jnp.float32))  # which forgets
+        state = _mesh.align_varying(jnp.zeros((batch, heads, q.shape[3], width), wide), v)[0]
+    state = state.astype(wide)
+    gate = jnp.where(gate == -jnp.inf, _SMALLEST_GATE, gate.astype(wide))  # which forgets
     q, k, v, gate, beta, state, is_bad, nothing = _enter(q, k, v, gate, beta, state, documents)
     out, last_state = _chunked(q, k, v, gate, beta, state, documents.number, scale)
     out, state = _leave(out, last_state, nothing, is_bad, documents)
@@ -230,7 +236,7 @@ def _leave_backward(documents, cotangents):
     is_bad = ~jnp.all(jnp.isfinite(dout), axis=3)
     is_last = documents.number == documents.number[:, -1:]
     is_bad |= ~jnp.all(jnp.isfinite(dstate), axis=(2, 3))[:, None] & is_last[..., None]
-    return _finite(dout), _finite(dstate), jnp.where(is_bad, jnp.nan, 0.0).astype(jnp.float32), None, None
+    return _finite(dout), _finite(dstate), jnp.where(is_bad, jnp.nan, 0.0).astype(dstate.dtype), None, None
 
 
 _leave.defvjp(_leave_forward, _leave_backward)
@@ -260,7 +266,6 @@ def _chunked(q, k, v, gate, beta, state, number, scale) -> tuple[jax.Array, jax.
     last = jnp.pad(flat[:-1], ((1, 0), (0, 0))).reshape(numbers.shape[:3])
     chunks = *by_heads, numbers, last
     step = jax.checkpoint(functools.partial(_chunk, scale=scale))
-    state = state.astype(jnp.float32)
     state, out = jax.lax.scan(jax.checkpoint(lambda s, xs: jax.lax.scan(step, s, xs)), state, chunks)
     out = jnp.moveaxis(jnp.swapaxes(out, 3, 4), 2, 0).reshape(batch, length + padding, heads, width)
     return out[:, :length], state
@@ -277,9 +282,9 @@ def _chunk(state, chunk, *, scale: float) -> tuple[jax.Array, jax.Array]:
     """
     q, k, v, gate, beta, number, before = chunk
     groups = v.shape[1] // k.shape[1]
-    q, k = (jnp.repeat(x.astype(jnp.float32), groups, axis=1) for x in (q, k))
-    v, beta = v.astype(jnp.float32), beta.astype(jnp.float32)[..., None]
-    dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    q, k = (jnp.repeat(x.astype(state.dtype), groups, axis=1) for x in (q, k))
+    v, beta = v.astype(state.dtype), beta.astype(state.dtype)[..., None]
+    dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=state.dtype)
     size = v.shape[2]
     order = jnp.arange(size)
     is_before = (order[:, None] > order[None])[None, None]  # (1, 1, C, C)
@@ -288,7 +293,7 @@ def _chunk(state, chunk, *, scale: float) -> tuple[jax.Array, jax.Array]:
     continues = (number == before[:, None])[:, None, :, None]  # of the state's document
 
     steps = jnp.where(is_before, gate[..., None], 0.0)  # [u, s]: the gate of u for what s wrote
-    until = jnp.tril(jnp.ones((size, size), jnp.float32))
+    until = jnp.tril(jnp.ones((size, size), state.dtype))
     decay = jnp.exp(dot("tu,bhus->bhts", until, steps))
     decay = jnp.where(same & (is_before | is_diagonal), decay, 0.0)
     kept = jnp.where(continues, jnp.exp(dot("tu,bhu->bht", until, gate))[..., None], 0.0)  # (B, H, C, 1)

@@ -129,6 +129,15 @@ def test_half_precision_rounds_its_arguments_and_its_output_alone(rng):
     assert relative(out, truth) < 2**-8 and relative(state, last) < 4e-6
 
 
+def test_float64_is_kept(rng):
+    with jax.enable_x64(True):
+        arrays = [np.asarray(x, np.float64) for x in draw(rng, 70)]
+        out, state = jax.jit(gated_delta_rule)(*arrays)
+        gradient = jax.jit(jax.grad(lambda v: jnp.sum(gated_delta_rule(*arrays[:2], v, *arrays[3:])[0])))(arrays[2])
+    truth, last = recurrence(*arrays)
+    assert relative(out, truth) < 1e-13 and relative(state, last) < 1e-13 and gradient.dtype == np.float64
+
+
 @pytest.mark.parametrize("which", range(6))
 def test_nan_stays_in_its_document_and_head(which, rng):
     """An argument's, or the output's gradient's. A head of queries is shared by two of values."""
