@@ -9,6 +9,7 @@ from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops.layout import names
 from liger_jax.ops.segment_ids import ids_of_rows, numbered
+from liger_jax.pallas_kernels._tiles import promoted
 
 _OP = "causal_conv1d"
 
@@ -23,8 +24,8 @@ def causal_conv1d(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B W_1 D"]]:
     """Sums the last W tokens of each channel: y_t = bias + Σ_j weight[:, j] · x_{t − W + 1 + j}.
 
-    This is `torch.nn.Conv1d` with `groups=D` and a padding of W − 1 on the left. It is computed in float32 and rounded
-    once; the backward keeps the arguments alone. XLA is the only implementation.
+    This is `torch.nn.Conv1d` with `groups=D` and a padding of W − 1 on the left. It is computed in float32 or wider and
+    rounded once; the backward keeps the arguments alone. XLA is the only implementation.
 
     Args:
         x: (B, T, D), any float dtype.
@@ -74,6 +75,7 @@ def causal_conv1d(
 @jax.checkpoint
 def _conv(x, weight, bias, segment_ids, state) -> tuple[jax.Array, jax.Array]:
     (batch, length, _), width = x.shape, weight.shape[1]
+    wide = promoted(jnp.float32, promoted(x.dtype, weight.dtype))
     if state is None:
         state = jnp.zeros((batch, width - 1, x.shape[2]), x.dtype)
     tokens = jnp.concatenate([state.astype(x.dtype), x], axis=1)
@@ -83,9 +85,9 @@ def _conv(x, weight, bias, segment_ids, state) -> tuple[jax.Array, jax.Array]:
         begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
         number, factor = jnp.cumsum(begins, axis=1, dtype=jnp.int32), numbered(segment_ids)[..., None]
     numbers = jnp.pad(number, ((0, 0), (width - 1, 0)))  # the state belongs to the first document
-    total = jnp.zeros(x.shape, jnp.float32) if bias is None else bias.astype(jnp.float32)[None, None]
+    total = jnp.zeros(x.shape, wide) if bias is None else bias.astype(wide)[None, None]
     for j in range(width):
         seen = jnp.where((numbers[:, j : j + length] == number)[..., None], tokens[:, j : j + length], 0)
-        total += seen.astype(jnp.float32) * weight[:, j].astype(jnp.float32)[None, None]
+        total += seen.astype(wide) * weight[:, j].astype(wide)[None, None]
     last = jnp.where((numbers[:, length:] == number[:, -1:])[..., None], tokens[:, length:], 0)
-    return (total * factor).astype(x.dtype), last * jnp.asarray(factor, x.dtype)
+    return (total * jnp.asarray(factor, wide)).astype(x.dtype), last * jnp.asarray(factor, x.dtype)
