@@ -17,6 +17,8 @@ from liger_jax.models.gemma import GemmaConfig as GemmaConfig
 from liger_jax.models.gemma import GemmaForCausalLM as GemmaForCausalLM
 from liger_jax.models.gpt_oss import GptOssConfig as GptOssConfig
 from liger_jax.models.gpt_oss import GptOssForCausalLM as GptOssForCausalLM
+from liger_jax.models.granite import GraniteConfig as GraniteConfig
+from liger_jax.models.granite import GraniteForCausalLM as GraniteForCausalLM
 from liger_jax.models.llama import LlamaConfig as LlamaConfig
 from liger_jax.models.llama import LlamaForCausalLM as LlamaForCausalLM
 from liger_jax.models.mistral import MistralConfig as MistralConfig

@@ -6,6 +6,7 @@ from typing import Any
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from liger_jax.models.gpt_oss import GptOssForCausalLM
+from liger_jax.models.granite import GraniteForCausalLM
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.llama import LlamaForCausalLM
@@ -25,6 +26,7 @@ FAMILIES = {
     "gemma2": Gemma2ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
     "gpt_oss": GptOssForCausalLM,
+    "granite": GraniteForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
     "mixtral": MixtralForCausalLM,

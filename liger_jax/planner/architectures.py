@@ -52,6 +52,11 @@ _GEMMA_3 = dict(
     max_position_embeddings=131072,
 )  # fmt: skip
 _OLMO_2 = dict(model_type="olmo2", vocab_size=100352, rope_theta=500000.0, max_position_embeddings=4096)
+_GRANITE_3 = dict(
+    model_type="granite", vocab_size=49155, embedding_multiplier=12.0, residual_multiplier=0.22,
+    tie_word_embeddings=True, rope_theta=10000.0, max_position_embeddings=4096,
+)  # fmt: skip
+_GRANITE_3_1 = _GRANITE_3 | dict(max_position_embeddings=131072)
 _SMOLLM_3 = dict(
     model_type="smollm3", vocab_size=128256, rope_theta=5000000.0, max_position_embeddings=65536,
     tie_word_embeddings=True,
@@ -159,6 +164,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo-2-1124-7b": _OLMO_2 | _sizes(4096, 11008, 32, 32),
     "olmo-2-1124-13b": _OLMO_2 | _sizes(5120, 13824, 40, 40),
     "olmo-2-0325-32b": _OLMO_2 | _sizes(5120, 27648, 64, 40, 8),
+    "granite-3.0-2b": _GRANITE_3 | _sizes(2048, 8192, 40, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0),
+    "granite-3.0-8b": _GRANITE_3 | _sizes(4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
+    "granite-3.1-2b": _GRANITE_3_1 | _sizes(
+        2048, 8192, 40, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0, rope_theta=5000000.0
+    ),
+    "granite-3.1-8b": _GRANITE_3_1 | _sizes(
+        4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0, rope_theta=10000000.0
+    ),
     "phi-3-mini-4k": _PHI_3 | _sizes(3072, 8192, 32, 32, sliding_window=2047),
     "phi-3-mini-128k": _PHI_3_128K | _sizes(3072, 8192, 32, 32, sliding_window=262144),
     "phi-3-medium-4k": _PHI_3 | _sizes(5120, 17920, 40, 40, 10, sliding_window=2047),

@@ -53,6 +53,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "olmo-2-7b": ("olmo-2-1124-7b", {}),
     "olmo-2-13b": ("olmo-2-1124-13b", {}),
     "olmo-2-32b": ("olmo-2-0325-32b", {}),
+    **{f"granite-3.{n}-{size}": (f"granite-3.1-{size}", {}) for n in (2, 3) for size in ("2b", "8b")},
     "phi-3-mini": ("phi-3-mini-4k", {}),
     "phi-3-medium": ("phi-3-medium-4k", {}),
     "codegemma-2b": ("gemma-2b", {}),

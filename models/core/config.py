@@ -82,6 +82,7 @@ class LlamaConfig:
     norms_results: ClassVar[bool] = False  # whether the results of attention and feed-forward are normalised
     has_sinks: ClassVar[bool] = False  # whether attention's softmax has one more score per head, of no key
     embedding_scale: ClassVar[float | None] = None
+    divides_logits: ClassVar[bool] = False  # whether config.json has 1/logit_scale, under the name logits_scaling
     attention_scale: ClassVar[float | None] = None  # 1/√H
     attn_logit_softcapping: ClassVar[float | None] = None
     final_logit_softcapping: ClassVar[float | None] = None

@@ -126,8 +126,11 @@ def read(
 def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, dtype: str) -> dict[str, Any]:
     """Makes the fields of config.json from a config; transformers 4 and 5 read them."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    if values["logit_scale"] == 1.0:  # which no other family's config.json has
-        del values["logit_scale"]
+    scale = values.pop("logit_scale")
+    if config.divides_logits:
+        values["logits_scaling"] = float(f"{1 / scale:.15g}")  # the number whose inverse it was
+    elif scale != 1.0:  # which no other family's config.json has
+        values["logit_scale"] = scale
     if values.get("router_z_loss_coef") == 0.0:  # which is ours alone
         del values["router_z_loss_coef"]
     for name in config.never:
@@ -147,7 +150,7 @@ def not_in_transformers(config: Any, model_type: str) -> list[str]:
     clauses, scaling = [], config.rope_scaling
     if getattr(config, "router_z_loss_coef", 0.0):
         clauses.append(f"it leaves out router_z_loss_coef={config.router_z_loss_coef} of the loss")
-    if config.logit_scale != 1.0:
+    if config.logit_scale != 1.0 and not config.divides_logits:
         clauses.append(f"it leaves out logit_scale={config.logit_scale}: its logits are larger by 1/logit_scale")
     if getattr(scaling, "truncate", True) is False and hasattr(config, "rope_local_base_freq"):
         clauses.append("it leaves out truncate=False of rope_scaling in this family")

@@ -15,12 +15,14 @@ from tests.fuzz.case import Case, Draw, options_text
 
 GEMMA = dict(query_pre_attn_scalar=(3, 9), sliding_window=(1, 3, 500))
 MIXTURE = dict(output_router_logits=(True,), router_aux_loss_coef=(0.5,), router_z_loss_coef=(0.01,))
+GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logit_scale")
 FAMILIES = {
     "llama": (models.LlamaForCausalLM, dict(tie_word_embeddings=(True,), logit_scale=(0.5,))),
     "mistral": (models.MistralForCausalLM, dict(sliding_window=(1, 4, None))),
     "qwen2": (models.Qwen2ForCausalLM, dict(tie_word_embeddings=(True,), use_sliding_window=(True,))),
     "qwen3": (models.Qwen3ForCausalLM, dict(tie_word_embeddings=(True,))),
     "olmo2": (models.Olmo2ForCausalLM, dict(tie_word_embeddings=(True,))),
+    "granite": (models.GraniteForCausalLM, dict.fromkeys(GRANITE, (0.3, 3.0))),
     "smollm3": (models.SmolLM3ForCausalLM, dict(no_rope_layer_interval=(1, 2), use_sliding_window=(True,))),
     "phi3": (models.Phi3ForCausalLM, dict(partial_rotary_factor=(0.5,), sliding_window=(1, 4))),
     "gemma": (models.GemmaForCausalLM, dict(tie_word_embeddings=(True, False))),

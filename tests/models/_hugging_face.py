@@ -57,6 +57,7 @@ MOE = dict(NO_IDS, num_experts_per_tok=2, output_router_logits=True, router_aux_
 YARN = dict(
     rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=100.0, truncate=False, beta_fast=4.0
 )  # fmt: skip
+MULTIPLIERS = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=1.7)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 6, "num_key_value_heads": 4}),
@@ -89,6 +90,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 5}),
     "mistral_full": ("Mistral", {"sliding_window": None}),
     "olmo2": ("Olmo2", NO_IDS),
+    "granite": ("Granite", {**NO_IDS, **MULTIPLIERS}),
+    "granite_tied": ("Granite", {**NO_IDS, **MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True}),
     "smollm3": ("SmolLM3", {**NO_IDS, "num_hidden_layers": 5, "no_rope_layer_interval": 2, "rope_parameters": LLAMA3}),
     "smollm3_window": (
         "SmolLM3",
@@ -149,8 +152,9 @@ COMMITTED = (
     "gemma2",
     "gemma3",
     "olmo2",
-    "smollm3",
+    "granite",
     "phi3",
+    "smollm3",
     "llama_tied",
     "gemma",
     "qwen3",

@@ -12,7 +12,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.losses import policy_token_loss
-from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, KernelOptions, LlamaConfig, LlamaForCausalLM
+from liger_jax.models import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    KernelOptions,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from liger_jax.models.hugging_face import config_json
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first
@@ -122,6 +129,12 @@ def test_config_json_has_it_under_cohere_s_name_and_granite_s():
     assert read(write(LlamaConfig(logit_scale=0.5))).logit_scale == 0.5
     with pytest.raises(ValueError, match="logits_scaling=0 must be a finite float32 above 0"):
         read({"logits_scaling": 0})
+    of_granite = functools.partial(config_json.read, config_type=GraniteConfig, fixed={})
+    for divisor in (8.0, 49.0, 0.3):  # 1/(1/49) is not 49 in float64
+        config = of_granite({"logits_scaling": divisor})
+        values = config_json.write(config, {}, "", "float32")
+        assert values["logits_scaling"] == divisor and "logit_scale" not in values and of_granite(values) == config
+    assert not config_json.not_in_transformers(config, "granite")
 
 
 # --- losses by token --------------------------------------------------------------------------------------------------

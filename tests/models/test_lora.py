@@ -620,7 +620,14 @@ def live(test):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize(
     "case, options",
-    [("llama", {}), ("qwen2", dict(use_dora=True)), ("gemma2", dict(use_rslora=True)), ("phi3", {}), ("olmo2", {})],
+    [
+        ("llama", {}),
+        ("qwen2", dict(use_dora=True)),
+        ("gemma2", dict(use_rslora=True)),
+        ("phi3", {}),
+        ("olmo2", {}),
+        ("granite", {}),
+    ],
 )
 def test_peft_s_adapters_are_ours_both_ways(case, options, rng, tmp_path):
     torch, transformers, peft = map(importlib.import_module, ("torch", "transformers", "peft"))

@@ -14,11 +14,10 @@ from tests.models.test_configs import FAMILIES, FULL, SLIDING
 from tests.models.test_parity import live, relative
 
 LENGTH = 20  # more than many scalings' length in training
-NOT_DRAWN = {"logit_scale"}  # which transformers lacks in these families
 # A rounding may send a token to other experts, after which logits differ. So models are drawn until every token's
 # choice is clear: what it chose last and what it did not choose have logits that differ by this part of the largest.
 CLEAR = 1e-4
-NOT_IN_TRANSFORMERS = {"router_z_loss_coef"}
+NOT_IN_TRANSFORMERS = {"router_z_loss_coef", "logit_scale"}  # the second but in Granite
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
@@ -120,6 +119,9 @@ def drawn(rng, family):
         rope_local_base_freq=float(rng.uniform(10, 10_000)),
         attention_bias=bool(rng.integers(2)),
         mlp_bias=bool(rng.integers(2)),
+        embedding_multiplier=float(rng.uniform(0.3, 12)),
+        attention_multiplier=float(rng.uniform(0.1, 1)),
+        residual_multiplier=float(rng.uniform(0.1, 1)),
     )
     own |= of_experts(rng, layers)
     own |= dict.fromkeys(family.config_type.never, False)
@@ -129,8 +131,10 @@ def drawn(rng, family):
         own["attn_logit_softcapping"] = None  # transformers reads it and does not apply it
     if family.__name__.startswith(("Mistral", "Phi3")) and rng.random() < 0.3:
         own["sliding_window"] = None
+    if family.config_type.divides_logits:
+        own["logit_scale"] = float(rng.uniform(0.1, 2))
     names = {field.name for field in dataclasses.fields(family.config_type)}
-    assert names - fields.keys() - own.keys() == (NOT_DRAWN | NOT_IN_TRANSFORMERS) & names
+    assert names - fields.keys() - own.keys() == (NOT_IN_TRANSFORMERS & names) - own.keys()
     return family.config_type(**fields, **{name: value for name, value in own.items() if name in names})
 
 

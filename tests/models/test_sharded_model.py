@@ -16,6 +16,8 @@ from liger_jax.models import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     KernelOptions,
     Layout,
     LlamaConfig,
@@ -43,6 +45,9 @@ FAMILIES = {
         Qwen2Config(tie_word_embeddings=True, **SIZES), rngs=nnx.Rngs(0), **options
     ),
     "olmo2": lambda **options: Olmo2ForCausalLM(Olmo2Config(**SIZES), rngs=nnx.Rngs(0), **options),
+    "granite": lambda **options: GraniteForCausalLM(
+        GraniteConfig(residual_multiplier=0.22, **SIZES), rngs=nnx.Rngs(0), **options
+    ),
     "smollm3": lambda **options: SmolLM3ForCausalLM(
         SmolLM3Config(no_rope_layer_interval=2, **SIZES), rngs=nnx.Rngs(0), **options
     ),
@@ -66,7 +71,7 @@ CASES = [
     for case in (
         *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES, AXIS_TYPES[:1]),
         *itertools.product(
-            ("olmo2", "phi3", "smollm3", "gemma2", "gemma3"), ("both",), ("none",), LOSSES, AXIS_TYPES[:1]
+            ("olmo2", "granite", "phi3", "smollm3", "gemma2", "gemma3"), ("both",), ("none",), LOSSES, AXIS_TYPES[:1]
         ),
         *itertools.product(("llama",), MESHES, ("none",), LOSSES, AXIS_TYPES[1:]),
         *itertools.product(("qwen2", "gemma2", "gemma3"), ("both",), ("full",), ("fused",), AXIS_TYPES[1:]),

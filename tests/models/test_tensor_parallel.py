@@ -22,6 +22,8 @@ from liger_jax.models import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     KernelOptions,
     Layout,
     LlamaConfig,
@@ -51,12 +53,14 @@ SIZES = dict(
     vocab_size=24, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
+GRANITE = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22)
 WINDOWED = dict(num_hidden_layers=3, head_dim=4, sliding_window=5)
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=5)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=4)),
+    "granite": (GraniteForCausalLM, GraniteConfig, GRANITE),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, dict(no_rope_layers=(1, 0))),
     "gemma": (GemmaForCausalLM, GemmaConfig, dict(head_dim=4, num_key_value_heads=1)),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, WINDOWED),
