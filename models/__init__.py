@@ -9,6 +9,8 @@ from liger_jax.models.core.kernel_options import KernelOptions as KernelOptions
 from liger_jax.models.core.layout import Layout as Layout
 from liger_jax.models.core.output import CausalLMOutput as CausalLMOutput
 from liger_jax.models.core.stretched import stretched as stretched
+from liger_jax.models.exaone4 import Exaone4Config as Exaone4Config
+from liger_jax.models.exaone4 import Exaone4ForCausalLM as Exaone4ForCausalLM
 from liger_jax.models.gemma import Gemma2Config as Gemma2Config
 from liger_jax.models.gemma import Gemma2ForCausalLM as Gemma2ForCausalLM
 from liger_jax.models.gemma import Gemma3ForCausalLM as Gemma3ForCausalLM
@@ -27,6 +29,8 @@ from liger_jax.models.mixtral import MixtralConfig as MixtralConfig
 from liger_jax.models.mixtral import MixtralForCausalLM as MixtralForCausalLM
 from liger_jax.models.olmo2 import Olmo2Config as Olmo2Config
 from liger_jax.models.olmo2 import Olmo2ForCausalLM as Olmo2ForCausalLM
+from liger_jax.models.olmo3 import Olmo3Config as Olmo3Config
+from liger_jax.models.olmo3 import Olmo3ForCausalLM as Olmo3ForCausalLM
 from liger_jax.models.olmoe import OlmoeConfig as OlmoeConfig
 from liger_jax.models.olmoe import OlmoeForCausalLM as OlmoeForCausalLM
 from liger_jax.models.phi3 import Phi3Config as Phi3Config

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from liger_jax.models.causal_lm import CausalLM
+from liger_jax.models.exaone4 import Exaone4ForCausalLM
 from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from liger_jax.models.gpt_oss import GptOssForCausalLM
 from liger_jax.models.granite import GraniteForCausalLM
@@ -14,6 +15,7 @@ from liger_jax.models.lora.files import load_adapters
 from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.mixtral import MixtralForCausalLM
 from liger_jax.models.olmo2 import Olmo2ForCausalLM
+from liger_jax.models.olmo3 import Olmo3ForCausalLM
 from liger_jax.models.olmoe import OlmoeForCausalLM
 from liger_jax.models.phi3 import Phi3ForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
@@ -22,6 +24,7 @@ from liger_jax.models.qwen3_moe import Qwen3MoeForCausalLM
 from liger_jax.models.smollm3 import SmolLM3ForCausalLM
 
 FAMILIES = {
+    "exaone4": Exaone4ForCausalLM,
     "gemma": GemmaForCausalLM,
     "gemma2": Gemma2ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
@@ -31,6 +34,7 @@ FAMILIES = {
     "mistral": MistralForCausalLM,
     "mixtral": MixtralForCausalLM,
     "olmo2": Olmo2ForCausalLM,
+    "olmo3": Olmo3ForCausalLM,
     "olmoe": OlmoeForCausalLM,
     "phi3": Phi3ForCausalLM,
     "qwen2": Qwen2ForCausalLM,

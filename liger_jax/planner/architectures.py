@@ -52,6 +52,8 @@ _GEMMA_3 = dict(
     max_position_embeddings=131072,
 )  # fmt: skip
 _OLMO_2 = dict(model_type="olmo2", vocab_size=100352, rope_theta=500000.0, max_position_embeddings=4096)
+_OLMO_3 = dict(model_type="olmo3", vocab_size=100278, rope_theta=500000.0, max_position_embeddings=65536)
+_EXAONE_4 = dict(model_type="exaone4", vocab_size=102400, rope_theta=1000000.0)
 _GRANITE_3 = dict(
     model_type="granite", vocab_size=49155, embedding_multiplier=12.0, residual_multiplier=0.22,
     tie_word_embeddings=True, rope_theta=10000.0, max_position_embeddings=4096,
@@ -164,6 +166,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo-2-1124-7b": _OLMO_2 | _sizes(4096, 11008, 32, 32),
     "olmo-2-1124-13b": _OLMO_2 | _sizes(5120, 13824, 40, 40),
     "olmo-2-0325-32b": _OLMO_2 | _sizes(5120, 27648, 64, 40, 8),
+    "olmo-3-1025-7b": _OLMO_3 | _sizes(4096, 11008, 32, 32),
+    "olmo-3-1125-32b": _OLMO_3 | _sizes(5120, 27648, 64, 40, 8),
+    "exaone-4.0-1.2b": _EXAONE_4 | _sizes(
+        2048, 4096, 30, 32, 8, head_dim=64, sliding_window=None, tie_word_embeddings=True, max_position_embeddings=65536
+    ),
+    "exaone-4.0-32b": _EXAONE_4 | _sizes(
+        5120, 27392, 64, 40, 8, head_dim=128, sliding_window=4096, max_position_embeddings=131072
+    ),
     "granite-3.0-2b": _GRANITE_3 | _sizes(2048, 8192, 40, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0),
     "granite-3.0-8b": _GRANITE_3 | _sizes(4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
     "granite-3.1-2b": _GRANITE_3_1 | _sizes(

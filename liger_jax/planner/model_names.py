@@ -54,6 +54,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "olmo-2-13b": ("olmo-2-1124-13b", {}),
     "olmo-2-32b": ("olmo-2-0325-32b", {}),
     **{f"granite-3.{n}-{size}": (f"granite-3.1-{size}", {}) for n in (2, 3) for size in ("2b", "8b")},
+    **{f"olmo-3-7b{end}": ("olmo-3-1025-7b", {}) for end in ("", "-think")},
+    **{f"olmo-3{dot}-32b{end}": ("olmo-3-1125-32b", {}) for dot in ("", ".1") for end in ("", "-think")},
     "phi-3-mini": ("phi-3-mini-4k", {}),
     "phi-3-medium": ("phi-3-medium-4k", {}),
     "codegemma-2b": ("gemma-2b", {}),
@@ -88,7 +90,7 @@ _KINDS = {
     "a model whose weights are not public": r"(?<![a-z])(gpt-?[345](?!all)|claude|gemini|chatgpt)",
     "of another family": (
         r"(?<![a-z])(gpt-?2|distilgpt2?|gpt-?neox?|gpt-?j|pythia|opt|bloomz?|mpt|falcon2?|phi-?[12]|stablelm|starcoder2?"
-        r"|olmo(?!-?2)|command|aya|c4ai|granite|chatglm[23]?|glm|internlm[23]?|baichuan2?|minicpm[34]?|exaone|nemotron"
+        r"|olmo(?!-?[23])|command|aya|c4ai|granite(?!-3\.\d-\d+b$)|chatglm[23]?|glm|internlm[23]?|baichuan2?|minicpm[34]?|exaone(?!-4)|nemotron"
         r"|cerebras|dolly|openelm|santacoder|codegen|persimmon|xglm|hunyuan|seed-oss|apertus|ernie|mimo"
         r"|qwen|qwen3\.5)(?![a-z\d])"
     ),

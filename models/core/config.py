@@ -80,6 +80,7 @@ class LlamaConfig:
     norm_casting_mode: ClassVar[str] = "llama"
     gate: ClassVar[str] = "silu"
     norms_results: ClassVar[bool] = False  # whether the results of attention and feed-forward are normalised
+    scales_full_layers: ClassVar[bool] = False  # whether rope_scaling belongs to layers with full attention alone
     has_sinks: ClassVar[bool] = False  # whether attention's softmax has one more score per head, of no key
     embedding_scale: ClassVar[float | None] = None
     divides_logits: ClassVar[bool] = False  # whether config.json has 1/logit_scale, under the name logits_scaling

@@ -108,6 +108,7 @@ class Gemma3TextConfig(Gemma2Config):
     final_logit_softcapping: float | None = None
 
     qk_norm: ClassVar[bool] = True
+    scales_full_layers: ClassVar[bool] = True
 
     @property
     def longest_sequence(self) -> int:

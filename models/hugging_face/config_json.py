@@ -136,6 +136,10 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     for name in config.never:
         del values[name]
     values |= rope_fields.write(values.pop("rope_scaling"), config.max_position_embeddings)
+    if config.scales_full_layers and "rope_local_base_freq" not in values:  # transformers 5 reads one base here alone
+        plain = {"rope_type": "default", "rope_theta": config.rope_theta}
+        full = plain | values.get("rope_scaling", {})
+        values["rope_parameters"] = {"full_attention": full, "sliding_attention": plain}
     if "use_sliding_window" in values:  # where it is false transformers has no window, whatever layer_types says
         values["use_sliding_window"] |= "sliding_attention" in config.layer_types
     divisor = values.get("query_pre_attn_scalar")
@@ -152,7 +156,7 @@ def not_in_transformers(config: Any, model_type: str) -> list[str]:
         clauses.append(f"it leaves out router_z_loss_coef={config.router_z_loss_coef} of the loss")
     if config.logit_scale != 1.0 and not config.divides_logits:
         clauses.append(f"it leaves out logit_scale={config.logit_scale}: its logits are larger by 1/logit_scale")
-    if getattr(scaling, "truncate", True) is False and hasattr(config, "rope_local_base_freq"):
+    if getattr(scaling, "truncate", True) is False and config.scales_full_layers:
         clauses.append("it leaves out truncate=False of rope_scaling in this family")
     if model_type in ("llama", "gemma2", "gemma3_text") and config.hidden_size % config.num_attention_heads:
         heads = f"num_attention_heads={config.num_attention_heads}"

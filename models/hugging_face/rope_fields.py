@@ -1,9 +1,9 @@
 """The rotary embedding's fields of config.json, read and written.
 
 transformers 4 has `rope_theta`, `rope_scaling` and, for Gemma 3's sliding layers, `rope_local_base_freq`.
-transformers 5 has `rope_parameters`, which in Gemma 3 holds an object for each type of layer. A file of transformers 5
-to which somebody adds `rope_scaling`, as model cards say, is read as transformers 5 reads it. If that drops a field of
-`rope_parameters` which has another value, the file is refused.
+transformers 5 has `rope_parameters`, which in Gemma 3 and OLMo 3 holds an object for each type of layer. A file of
+transformers 5 to which somebody adds `rope_scaling`, as model cards say, is read as transformers 5 reads it. If that
+drops a field of `rope_parameters` which has another value, the file is refused.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
     parameters, scaling = (_plain(part) for part in given.values())
     if _FULL in scaling or _SLIDING in scaling:
         return {}, ["rope_scaling must be one object for all layers; only rope_parameters may have one for each type"]
-    if "rope_local_base_freq" in defaults:
-        return _of_types_of_layers(values, parameters, scaling)
+    if getattr(config_type, "scales_full_layers", False):
+        return _of_types_of_layers(values, parameters, scaling, has_local_base="rope_local_base_freq" in defaults)
     if _FULL in parameters or _SLIDING in parameters:
         return {}, ["rope_parameters must be one object for all layers: in this family their types share it"]
     taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
@@ -72,8 +72,11 @@ def write(scaling: RopeScaling | None, most: int) -> dict[str, Any]:
     return lengths | {"rope_scaling": {"rope_type": kind} | fields}
 
 
-def _of_types_of_layers(values, parameters, scaling) -> tuple[dict[str, Any], list[str]]:
-    """Gemma 3's: `rope_scaling` changes fields of the layers with full attention."""
+def _of_types_of_layers(values, parameters, scaling, *, has_local_base: bool) -> tuple[dict[str, Any], list[str]]:
+    """Gemma 3's and OLMo 3's: `rope_scaling` changes fields of the layers with full attention.
+
+    In OLMo 3 the layers that slide have the same base.
+    """
     by_type = {kind: parameters.get(kind) or {} for kind in (_FULL, _SLIDING)}
     for kind, part in by_type.items():
         if not isinstance(part, dict):
@@ -92,8 +95,12 @@ def _of_types_of_layers(values, parameters, scaling) -> tuple[dict[str, Any], li
     local_found, local_problems = _scaling_of(local_name, local, values)
     if local_found is not None:
         local_problems.append(f"{local_name} must have rope_type='default'")
-    bases = taken["rope_theta"], local.get("rope_theta", values["rope_local_base_freq"])
-    rope = {"rope_theta": bases[0], "rope_scaling": own_scaling, "rope_local_base_freq": bases[1]}
+    rope = {"rope_theta": taken["rope_theta"], "rope_scaling": own_scaling}
+    if has_local_base:
+        rope["rope_local_base_freq"] = local.get("rope_theta", values["rope_local_base_freq"])
+    elif local.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+        bases = f"{config_fields.short(local['rope_theta'])} and {config_fields.short(rope['rope_theta'])}"
+        local_problems.append(f"rope_theta must be one number for both types of layers, and is {bases}")
     return rope | _our_most(own_scaling, values), wrong + problems + local_problems
 
 

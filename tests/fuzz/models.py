@@ -22,6 +22,8 @@ FAMILIES = {
     "qwen2": (models.Qwen2ForCausalLM, dict(tie_word_embeddings=(True,), use_sliding_window=(True,))),
     "qwen3": (models.Qwen3ForCausalLM, dict(tie_word_embeddings=(True,))),
     "olmo2": (models.Olmo2ForCausalLM, dict(tie_word_embeddings=(True,))),
+    "olmo3": (models.Olmo3ForCausalLM, dict(sliding_window=(1, 3, 500))),
+    "exaone4": (models.Exaone4ForCausalLM, dict(sliding_window=(1, 3, None))),
     "granite": (models.GraniteForCausalLM, dict.fromkeys(GRANITE, (0.3, 3.0))),
     "smollm3": (models.SmolLM3ForCausalLM, dict(no_rope_layer_interval=(1, 2), use_sliding_window=(True,))),
     "phi3": (models.Phi3ForCausalLM, dict(partial_rotary_factor=(0.5,), sliding_window=(1, 4))),

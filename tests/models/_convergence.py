@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from liger_jax.models import (
+    Exaone4ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     GemmaForCausalLM,
@@ -16,6 +17,7 @@ from liger_jax.models import (
     LlamaForCausalLM,
     MistralForCausalLM,
     Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -39,6 +41,8 @@ FAMILIES = {
     "qwen3": (Qwen3ForCausalLM, SIZES | dict(head_dim=16)),
     "mistral": (MistralForCausalLM, SIZES | dict(sliding_window=5)),
     "olmo2": (Olmo2ForCausalLM, SIZES),
+    "olmo3": (Olmo3ForCausalLM, SIZES | dict(num_hidden_layers=4, sliding_window=5)),
+    "exaone4": (Exaone4ForCausalLM, SIZES | dict(num_hidden_layers=4, sliding_window=5)),
     "granite": (GraniteForCausalLM, SIZES | dict(residual_multiplier=0.5, attention_multiplier=0.3)),
     "smollm3": (SmolLM3ForCausalLM, SIZES | dict(no_rope_layer_interval=2)),
     "phi3": (Phi3ForCausalLM, SIZES | dict(partial_rotary_factor=0.75, sliding_window=5)),

@@ -57,6 +57,10 @@ MOE = dict(NO_IDS, num_experts_per_tok=2, output_router_logits=True, router_aux_
 YARN = dict(
     rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=100.0, truncate=False, beta_fast=4.0
 )  # fmt: skip
+YARN_BY_TYPE = dict(
+    full_attention={**YARN, "truncate": True},
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+)
 MULTIPLIERS = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=1.7)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
@@ -90,6 +94,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 5}),
     "mistral_full": ("Mistral", {"sliding_window": None}),
     "olmo2": ("Olmo2", NO_IDS),
+    "olmo3": ("Olmo3", {**NO_IDS, "num_hidden_layers": 4, "sliding_window": 5, "rope_parameters": YARN_BY_TYPE}),
+    "olmo3_types": ("Olmo3", {**NO_IDS, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}),
+    "exaone4": ("Exaone4", {**NO_IDS, "num_hidden_layers": 4, "sliding_window": 5, "rope_parameters": LLAMA3}),
+    "exaone4_full": (
+        "Exaone4",
+        {**NO_IDS, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
     "granite": ("Granite", {**NO_IDS, **MULTIPLIERS}),
     "granite_tied": ("Granite", {**NO_IDS, **MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True}),
     "smollm3": ("SmolLM3", {**NO_IDS, "num_hidden_layers": 5, "no_rope_layer_interval": 2, "rope_parameters": LLAMA3}),
@@ -154,6 +165,8 @@ COMMITTED = (
     "olmo2",
     "granite",
     "phi3",
+    "exaone4",
+    "olmo3",
     "smollm3",
     "llama_tied",
     "gemma",

@@ -16,10 +16,13 @@ from flax import nnx
 
 from liger_jax import models
 from liger_jax.models import (
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo3Config,
     Qwen2Config,
 )
 from liger_jax.models.hugging_face import checkpoint, config_json, passed_over
@@ -432,3 +435,24 @@ def test_both_bases_of_gemma_3_are_read_from_transformers_4_and_5():
     assert old.rope_of(SLIDING) == (5.0, None) and old.rope_of(FULL)[0] == 7.0 and old.rope_of(FULL)[1].factor == 8.0
     with pytest.raises(ValueError, match="rope_parameters of 'sliding_attention' must have rope_type='default'"):
         read({"rope_parameters": {FULL: {}, SLIDING: scaling}})
+
+
+def test_olmo_3_scales_layers_with_full_attention_alone_by_the_files_of_transformers_4_and_5():
+    read = lambda values: config_json.read(values, Olmo3Config, {})
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = read({"rope_theta": 7.0, "rope_scaling": scaling})
+    assert old == read(config_json.write(old, {}, "Olmo3ForCausalLM", "float32"))
+    plain = {"rope_theta": 7.0, "rope_type": "default"}
+    assert old == read({"rope_parameters": {FULL: plain | scaling, SLIDING: plain}})
+    assert old.rope_of(SLIDING) == (7.0, None) and old.rope_of(FULL) == (7.0, LinearRope(8.0))
+    with pytest.raises(ValueError, match="rope_theta must be one number for both types of layers, and is 5.0 and 7.0"):
+        read({"rope_parameters": {FULL: plain, SLIDING: plain | {"rope_theta": 5.0}}})
+
+
+def test_layers_of_exaone_4_with_full_attention_rotate_where_no_layer_slides():
+    read = lambda **values: config_json.read(values, Exaone4Config, Exaone4ForCausalLM.config_fixed)
+    hybrid, full = read(sliding_window=4, sliding_window_pattern="LLLG"), read(sliding_window=None)
+    assert hybrid.layer_types[:4] == (SLIDING, SLIDING, SLIDING, FULL) and set(full.layer_types) == {FULL}
+    assert hybrid.rope_of(FULL) is None and hybrid.rope_of(SLIDING) == full.rope_of(FULL) == (10000.0, None)
+    with pytest.raises(ValueError, match="sliding_window_pattern=2 must be 4"):
+        read(sliding_window_pattern=2)

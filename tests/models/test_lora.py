@@ -626,6 +626,8 @@ def live(test):
         ("gemma2", dict(use_rslora=True)),
         ("phi3", {}),
         ("olmo2", {}),
+        ("olmo3", {}),
+        ("exaone4", {}),
         ("granite", {}),
     ],
 )

@@ -50,7 +50,7 @@ def scaling(rng, family, width):
         attention_factor=maybe(float(rng.uniform(0.5, 1.5))),
         mscale=maybe(float(rng.uniform(0.5, 1.5))),
         mscale_all_dim=maybe(float(rng.uniform(0.5, 1.5))),
-        truncate="Gemma3" in family.__name__ or bool(rng.integers(2)),  # transformers always truncates Gemma 3's
+        truncate=family.config_type.scales_full_layers or bool(rng.integers(2)),  # transformers then always truncates
     )
     low = float(rng.uniform(0.5, 2))
     factors = lambda: tuple(map(float, rng.uniform(1, 5, width // 2)))
@@ -131,6 +131,8 @@ def drawn(rng, family):
         own["attn_logit_softcapping"] = None  # transformers reads it and does not apply it
     if family.__name__.startswith(("Mistral", "Phi3")) and rng.random() < 0.3:
         own["sliding_window"] = None
+    if "Exaone4" in family.__name__ and rng.random() < 0.3:
+        own["sliding_window"] = own["layer_types"] = None
     if family.config_type.divides_logits:
         own["logit_scale"] = float(rng.uniform(0.1, 2))
     names = {field.name for field in dataclasses.fields(family.config_type)}

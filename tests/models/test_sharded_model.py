@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import (
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -24,6 +26,8 @@ from liger_jax.models import (
     LlamaForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -39,12 +43,19 @@ SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
+MIXED = ("sliding_attention", "full_attention")
 FAMILIES = {
     "llama": lambda **options: LlamaForCausalLM(LlamaConfig(**SIZES), rngs=nnx.Rngs(0), **options),
     "qwen2": lambda **options: Qwen2ForCausalLM(
         Qwen2Config(tie_word_embeddings=True, **SIZES), rngs=nnx.Rngs(0), **options
     ),
     "olmo2": lambda **options: Olmo2ForCausalLM(Olmo2Config(**SIZES), rngs=nnx.Rngs(0), **options),
+    "olmo3": lambda **options: Olmo3ForCausalLM(
+        Olmo3Config(sliding_window=5, layer_types=MIXED, **SIZES), rngs=nnx.Rngs(0), **options
+    ),
+    "exaone4": lambda **options: Exaone4ForCausalLM(
+        Exaone4Config(sliding_window=5, layer_types=MIXED, **SIZES), rngs=nnx.Rngs(0), **options
+    ),
     "granite": lambda **options: GraniteForCausalLM(
         GraniteConfig(residual_multiplier=0.22, **SIZES), rngs=nnx.Rngs(0), **options
     ),
@@ -71,7 +82,11 @@ CASES = [
     for case in (
         *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES, AXIS_TYPES[:1]),
         *itertools.product(
-            ("olmo2", "granite", "phi3", "smollm3", "gemma2", "gemma3"), ("both",), ("none",), LOSSES, AXIS_TYPES[:1]
+            ("olmo2", "olmo3", "exaone4", "granite", "phi3", "smollm3", "gemma2", "gemma3"),
+            ("both",),
+            ("none",),
+            LOSSES,
+            AXIS_TYPES[:1],
         ),
         *itertools.product(("llama",), MESHES, ("none",), LOSSES, AXIS_TYPES[1:]),
         *itertools.product(("qwen2", "gemma2", "gemma3"), ("both",), ("full",), ("fused",), AXIS_TYPES[1:]),

@@ -16,6 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import (
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -32,6 +34,8 @@ from liger_jax.models import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -53,6 +57,7 @@ SIZES = dict(
     vocab_size=24, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
+MIXED = ("sliding_attention", "full_attention")
 GRANITE = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22)
 WINDOWED = dict(num_hidden_layers=3, head_dim=4, sliding_window=5)
 FAMILIES = {
@@ -60,6 +65,8 @@ FAMILIES = {
     "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=5)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=4)),
+    "olmo3": (Olmo3ForCausalLM, Olmo3Config, dict(sliding_window=5, layer_types=MIXED)),
+    "exaone4": (Exaone4ForCausalLM, Exaone4Config, dict(sliding_window=5, layer_types=MIXED)),
     "granite": (GraniteForCausalLM, GraniteConfig, GRANITE),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, dict(no_rope_layers=(1, 0))),
     "gemma": (GemmaForCausalLM, GemmaConfig, dict(head_dim=4, num_key_value_heads=1)),
