@@ -21,6 +21,8 @@ from liger_jax.models.gpt_oss import GptOssConfig as GptOssConfig
 from liger_jax.models.gpt_oss import GptOssForCausalLM as GptOssForCausalLM
 from liger_jax.models.granite import GraniteConfig as GraniteConfig
 from liger_jax.models.granite import GraniteForCausalLM as GraniteForCausalLM
+from liger_jax.models.hunyuan import HunYuanDenseV1Config as HunYuanDenseV1Config
+from liger_jax.models.hunyuan import HunYuanDenseV1ForCausalLM as HunYuanDenseV1ForCausalLM
 from liger_jax.models.llama import LlamaConfig as LlamaConfig
 from liger_jax.models.llama import LlamaForCausalLM as LlamaForCausalLM
 from liger_jax.models.mistral import MistralConfig as MistralConfig

@@ -10,6 +10,7 @@ from liger_jax.models.gpt_oss import GptOssForCausalLM
 from liger_jax.models.granite import GraniteForCausalLM
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.source import Source, find
+from liger_jax.models.hunyuan import HunYuanDenseV1ForCausalLM
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.lora.files import load_adapters
 from liger_jax.models.mistral import MistralForCausalLM
@@ -30,6 +31,7 @@ FAMILIES = {
     "gemma3_text": Gemma3ForCausalLM,
     "gpt_oss": GptOssForCausalLM,
     "granite": GraniteForCausalLM,
+    "hunyuan_v1_dense": HunYuanDenseV1ForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
     "mixtral": MixtralForCausalLM,

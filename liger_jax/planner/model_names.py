@@ -91,7 +91,7 @@ _KINDS = {
     "of another family": (
         r"(?<![a-z])(gpt-?2|distilgpt2?|gpt-?neox?|gpt-?j|pythia|opt|bloomz?|mpt|falcon2?|phi-?[12]|stablelm|starcoder2?"
         r"|olmo(?!-?[23])|command|aya|c4ai|granite(?!-3\.\d-\d+b$)|chatglm[23]?|glm|internlm[23]?|baichuan2?|minicpm[34]?|exaone(?!-4)|nemotron"
-        r"|cerebras|dolly|openelm|santacoder|codegen|persimmon|xglm|hunyuan|seed-oss|apertus|ernie|mimo"
+        r"|cerebras|dolly|openelm|santacoder|codegen|persimmon|xglm|hunyuan-(a13b|large)|seed-oss|apertus|ernie|mimo"
         r"|qwen|qwen3\.5)(?![a-z\d])"
     ),
 }  # fmt: skip

@@ -72,7 +72,11 @@ class Attention(nnx.Module):
         self.o_proj = linear(query_width, width, use_bias=config.attention_bias)
         self.norm_is_wide = config.qk_norm_is_wide
         norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
-        self.q_norm, self.k_norm = (norm(width) if config.qk_norm else None for width in norm_widths)
+        self.norms_rotated = config.norms_rotated
+        if self.norms_rotated:  # by these names in checkpoints
+            self.query_layernorm, self.key_layernorm = map(norm, norm_widths)
+        has_norms = config.qk_norm and not self.norms_rotated
+        self.q_norm, self.k_norm = (norm(width) if has_norms else None for width in norm_widths)
         self.sinks = parameter(config.num_attention_heads) if config.has_sinks else None
         self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping
 
@@ -105,7 +109,9 @@ class Attention(nnx.Module):
             table_lies = layout.of_all_rows if cos.shape[0] == 1 else layout.in_loss
             specs = heads_lie, heads_lie, table_lies, table_lies
             q, k = layout.run(rope, (q, k, cos, sin), spec=specs, out=heads_lie)
-        if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
+        if self.norms_rotated:
+            q, k = self.query_layernorm(q), self.key_layernorm(k)
+        elif self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_INPUT)
         options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
         segments = None if rows is None else rows.segments

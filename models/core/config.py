@@ -76,6 +76,7 @@ class LlamaConfig:
     partial_rotary_factor: ClassVar[float] = 1.0  # the share of a head's columns that is rotated, the first ones
     qk_norm: ClassVar[bool] = False
     qk_norm_is_wide: ClassVar[bool] = False  # whether it is one norm over all heads, and not one for each
+    norms_rotated: ClassVar[bool] = False  # whether it is after the rotation, and not before it
     norm_offset: ClassVar[float] = 0.0
     norm_casting_mode: ClassVar[str] = "llama"
     gate: ClassVar[str] = "silu"

@@ -44,6 +44,9 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
         return {}, ["rope_parameters must be one object for all layers: in this family their types share it"]
     taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
     wrong = _lost(parameters, taken) if scaling else []
+    if getattr(config_type, "alpha_stretches_base", False) and taken.get("alpha") and _kind(taken) == "dynamic":
+        taken, problems = _stretched(taken, values)
+        wrong += problems
     rope = {"rope_theta": taken["rope_theta"]}
     if _PART in defaults:  # in this family a part of each head may be rotated
         rope[_PART] = taken.pop(_PART, values[_PART])
@@ -118,6 +121,21 @@ def _renamed(parameters: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[
     """An object whose type has the name of today."""
     is_old = lambda name, value: name in ("type", "rope_type") and isinstance(value, str) and value in aliases
     return {name: aliases[value] if is_old(name, value) else value for name, value in parameters.items()}
+
+
+def _stretched(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Hunyuan's: the base θ·alpha^(H/(H − 2)), which is all that `alpha` changes; and a list of problems."""
+    theta, alpha = parameters["rope_theta"], parameters["alpha"]
+    width, heads, head_dim = (values.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    numbers = {"rope_theta": theta, "alpha": alpha, "hidden_size": width, "num_attention_heads": heads}
+    numbers |= {} if head_dim is None else {"head_dim": head_dim}
+    for name, number in numbers.items():
+        if type(number) not in (int, float) or not 0 < number <= config_fields.MOST:
+            return {"rope_theta": 10000.0}, [f"{name}={config_fields.short(number)} must be a number above 0"]
+    size = head_dim or width // heads
+    if size <= 2:
+        return {"rope_theta": theta}, [f"head_dim={size} must be more than 2, since rope_scaling has an alpha"]
+    return {"rope_theta": theta * alpha ** (size / (size - 2))}, []
 
 
 def _kind(parameters: Mapping[str, Any]) -> Any:

@@ -61,6 +61,7 @@ YARN_BY_TYPE = dict(
     full_attention={**YARN, "truncate": True},
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
+ALPHA = dict(rope_type="dynamic", factor=1.0, alpha=50.0)
 MULTIPLIERS = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=1.7)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
@@ -101,6 +102,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4",
         {**NO_IDS, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     ),
+    "hunyuan": ("HunYuanDenseV1", {**NO_IDS, "head_dim": 6, "rope_parameters": {**ALPHA, "rope_theta": 100.0}}),
+    "hunyuan_biases": ("HunYuanDenseV1", {**NO_IDS, "head_dim": 4, "attention_bias": True}),
     "granite": ("Granite", {**NO_IDS, **MULTIPLIERS}),
     "granite_tied": ("Granite", {**NO_IDS, **MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True}),
     "smollm3": ("SmolLM3", {**NO_IDS, "num_hidden_layers": 5, "no_rope_layer_interval": 2, "rope_parameters": LLAMA3}),
@@ -167,6 +170,7 @@ COMMITTED = (
     "phi3",
     "exaone4",
     "olmo3",
+    "hunyuan",
     "smollm3",
     "llama_tied",
     "gemma",

@@ -20,6 +20,7 @@ from liger_jax.models import (
     Exaone4ForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     MistralConfig,
     Olmo3Config,
@@ -456,3 +457,16 @@ def test_layers_of_exaone_4_with_full_attention_rotate_where_no_layer_slides():
     assert hybrid.rope_of(FULL) is None and hybrid.rope_of(SLIDING) == full.rope_of(FULL) == (10000.0, None)
     with pytest.raises(ValueError, match="sliding_window_pattern=2 must be 4"):
         read(sliding_window_pattern=2)
+
+
+def test_an_alpha_stretches_hunyuan_s_base():
+    read = lambda **values: config_json.read(values, HunYuanDenseV1Config, {})
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    config = read(rope_scaling=scaling, head_dim=128)
+    assert config.rope_scaling is None and config.rope_theta == pytest.approx(1e4 * 1000 ** (128 / 126))
+    assert read(**config_json.write(config, {}, "", "float32")) == config
+    assert read(rope_scaling={"type": "dynamic", "factor": 2.0}).rope_scaling == DynamicRope(2.0, 2048)
+    with pytest.raises(ValueError, match="alpha='much' must be a number above 0"):
+        read(rope_scaling=scaling | {"alpha": "much"})
+    with pytest.raises(ValueError, match="head_dim=2 must be more than 2"):
+        read(rope_scaling=scaling, head_dim=2)

@@ -629,6 +629,7 @@ def live(test):
         ("olmo3", {}),
         ("exaone4", {}),
         ("granite", {}),
+        ("hunyuan", {}),
     ],
 )
 def test_peft_s_adapters_are_ours_both_ways(case, options, rng, tmp_path):

@@ -20,6 +20,8 @@ from liger_jax.models import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     KernelOptions,
     Layout,
     LlamaConfig,
@@ -56,6 +58,7 @@ FAMILIES = {
     "exaone4": lambda **options: Exaone4ForCausalLM(
         Exaone4Config(sliding_window=5, layer_types=MIXED, **SIZES), rngs=nnx.Rngs(0), **options
     ),
+    "hunyuan": lambda **options: HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**SIZES), rngs=nnx.Rngs(0), **options),
     "granite": lambda **options: GraniteForCausalLM(
         GraniteConfig(residual_multiplier=0.22, **SIZES), rngs=nnx.Rngs(0), **options
     ),
@@ -82,7 +85,7 @@ CASES = [
     for case in (
         *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES, AXIS_TYPES[:1]),
         *itertools.product(
-            ("olmo2", "olmo3", "exaone4", "granite", "phi3", "smollm3", "gemma2", "gemma3"),
+            ("olmo2", "olmo3", "exaone4", "granite", "hunyuan", "phi3", "smollm3", "gemma2", "gemma3"),
             ("both",),
             ("none",),
             LOSSES,
