@@ -17,7 +17,7 @@ CORES = $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,$(if $(filter gpu,$(PLATFORM)),$(shell expr \( $(CORES) + 1 \) / 2),0))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full examples parity integrations pairs lint format types docs wheel clean
+.PHONY: help train env test test-full examples parity integrations pairs lint format types docs wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -86,7 +86,6 @@ EXTRAS_tpu := examples,tpu
 EXTRAS_TEST_cpu := test,aot
 EXTRAS_TEST_gpu := test,cuda
 EXTRAS_TEST_tpu := test,tpu
-EXTRAS_DEV := $(EXTRAS_TEST_$(PLATFORM)),dev
 EXTRAS_PARITY := $(EXTRAS_TEST_$(PLATFORM)),parity
 
 # $(call install,environment,extras)
@@ -106,11 +105,17 @@ $(TEST_ENV)/.installed: pyproject.toml
 $(DOCS_ENV)/.installed: pyproject.toml
 	$(call install,$(DOCS_ENV),docs)
 
-$(TEST_ENV)/.installed-dev: $(TEST_ENV)/.installed
-	$(call install,$(TEST_ENV),$(EXTRAS_DEV))
-
 $(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_PARITY))
+
+# A checker has an environment of its own, so that ruff alone is installed to run ruff.
+TOOL_ENV = .venv/$(1)-py$(PY)
+
+$(call TOOL_ENV,%)/.installed:
+	@echo 'make: installing $* into $(@D)'
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check -qq $*
+	@touch $@
 
 # Other people's trainers and libraries, each with what it needs itself, and the packages of each.
 PEERS ?= tunix maxtext libraries
@@ -132,6 +137,7 @@ help:
 	@echo 'make train      train a small LLaMA on real text         ARGS="--steps 50"  EXTRA=cuda|tpu|none'
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
 	@echo '                JOBS=8 workers, PART=1/2 of the cases, ENV=system: in the Python that is there'
+	@echo '                PYTEST_ARGS=--costs: seconds and cases of each file; --cold: nothing compiled before'
 	@echo 'make test-full  all shapes, targets and model families   the same'
 	@echo 'make examples   every example of the pages, of docstrings and in examples/'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
@@ -159,8 +165,11 @@ PYTEST = PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(filter
   -p xdist -n $(JOBS) --dist=worksteal --platform=$(PLATFORM) --part=$(PART)
 installed = $(if $(filter venv,$(ENV)),$(TEST_ENV)/.installed$(1))
 
+env: $(call installed)
+
+# Doctests are examples: without TESTS, the package is not searched for them.
 test: $(call installed)
-	@$(PYTEST) -m 'not full and not example and not parity and not integrations' $(PYTEST_ARGS) $(TESTS)
+	@$(PYTEST) -m 'not full and not example and not parity and not integrations' $(PYTEST_ARGS) $(or $(TESTS),tests)
 
 test-full: $(call installed)
 	@$(PYTEST) $(PYTEST_ARGS) $(TESTS)
@@ -185,15 +194,18 @@ integrations: $(foreach peer,$(PEERS),$(call PEER_ENV,$(peer))/.installed)
 pairs:
 	@$(CPU_ONLY) $(PYTHON) tests/packaging/pairs.py
 
-lint: $(TEST_ENV)/.installed-dev
-	@$(TEST_ENV)/bin/ruff check .
-	@$(TEST_ENV)/bin/ruff format --check .
+RUFF := $(call TOOL_ENV,ruff)
+PYRIGHT := $(call TOOL_ENV,basedpyright)
 
-format: $(TEST_ENV)/.installed-dev
-	@$(TEST_ENV)/bin/ruff format .
+lint: $(RUFF)/.installed
+	@$(RUFF)/bin/ruff check .
+	@$(RUFF)/bin/ruff format --check .
 
-types: $(TEST_ENV)/.installed-dev
-	@$(TEST_ENV)/bin/basedpyright --pythonpath $(TEST_ENV)/bin/python
+format: $(RUFF)/.installed
+	@$(RUFF)/bin/ruff format .
+
+types: $(PYRIGHT)/.installed $(TEST_ENV)/.installed
+	@$(PYRIGHT)/bin/basedpyright --pythonpath $(TEST_ENV)/bin/python
 
 # NO_MKDOCS_2_WARNING: the theme advertises its successor. The hooks import the package, and no device is looked for.
 docs: $(DOCS_ENV)/.installed

@@ -1,12 +1,14 @@
 """Where the tests run, and under which rules.
 
-    pytest --platform=cpu|gpu|tpu --part=i/n
+    pytest --platform=cpu|gpu|tpu --part=i/n --cold --costs
 
 The cases are the same everywhere. On a CPU the Pallas kernels run in their interpreters, through the public ops;
 on a GPU or TPU they are compiled for it. What needs no accelerator is the CPU's alone (`is_for_the_cpu`).
 """
 
+import collections
 import gc
+import itertools
 import os
 import secrets
 import zlib
@@ -17,7 +19,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from tests import _annotations, _default_run, _devices
+from tests import _annotations, _compiled, _default_run, _devices
 
 # Here and not in a hook of pytest's: tests/ops/conftest.py imports liger_jax before those run wherever it is named on
 # the command line.
@@ -28,6 +30,8 @@ IMPLEMENTATIONS = {
     "gpu": ("xla", "triton"),
     "tpu": ("xla", "mosaic_tpu"),
 }
+# How many compiled programs were there at the start; None where none are kept.
+COMPILED = pytest.StashKey[int | None]()
 
 
 def pytest_addoption(parser):
@@ -38,6 +42,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--part", type=part, default=(1, 1), metavar="i/n", help="runs the i-th of n parts of equal length"
     )
+    parser.addoption("--costs", action="store_true", help="prints the seconds and the number of cases of each file")
+    parser.addoption("--cold", action="store_true", help="compiles everything; on a GPU or TPU that is always so")
 
 
 def part(text: str) -> tuple[int, int]:
@@ -77,6 +83,10 @@ def pytest_configure(config):
         if jax.__version_info__ < (0, 11):  # a third less time in all; gone from newer versions
             flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)
+    if platforms == "cpu" and not config.getoption("--cold"):
+        config.stash[COMPILED] = _compiled.prepare()
+        if config.stash[COMPILED] is not None:
+            _compiled.keep()
     # Fresh inputs in every run; pytest-xdist's workers inherit the seed of the process that starts them.
     seed = config.getoption("--seed")
     os.environ["TEST_SEED"] = str(seed) if seed is not None else os.environ.get("TEST_SEED", str(secrets.randbits(32)))
@@ -146,11 +156,28 @@ def is_for_the_cpu(item) -> bool:
 def pytest_report_header(config):
     i, n = config.getoption("--part")
     lines = [f"inputs: --platform={config.getoption('--platform')} --seed={os.environ['TEST_SEED']} --part={i}/{n}"]
+    if compiled := config.stash.get(COMPILED, None):
+        lines.append(f"warm: {compiled} compiled programs in {_compiled.FOLDER}; --cold compiles everything")
+    else:
+        lines.append("cold: everything is compiled" + (", and kept" if compiled == 0 else ""))
     if not _annotations.CHECKED:
         lines.append("annotations are not checked: beartype is not installed")
     if config.getoption("--platform") != "cpu":
         lines.append("left to `make test` on a CPU: compilers for absent devices, simulators, planner, site and wheel")
     return lines
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--costs"):
+        costs = collections.defaultdict(lambda: [0.0, 0])
+        for report in itertools.chain(*terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport):
+                cost = costs[report.nodeid.partition("::")[0]]
+                cost[0] += report.duration
+                cost[1] += report.when == "setup"
+        terminalreporter.section("seconds and cases of each file")
+        for file, (seconds, cases) in sorted(costs.items(), key=lambda item: item[1], reverse=True):
+            terminalreporter.write_line(f"{seconds:8.1f} {cases:5d}  {file}")
 
 
 @pytest.fixture(autouse=True)

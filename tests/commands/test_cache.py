@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from liger_jax.commands import _cache, finetune, main
 from liger_jax.commands._cache import compiled_programs_kept
@@ -11,10 +12,22 @@ HIT = "/jax/compilation_cache/cache_hits"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of compiled programs, which is not there yet."""
+    """The folder of compiled programs, which is not there yet; the suite's own is put aside."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(_cache, "_LEAST_SECONDS", 0.0)
-    return tmp_path / "liger-jax" / "compiled"
+    suite = setting("compilation_cache_dir")
+    cache_in(None)
+    yield tmp_path / "liger-jax" / "compiled"
+    cache_in(suite)
+
+
+def cache_in(folder):
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
+def setting(name):
+    return getattr(jax.config, f"jax_{name}")
 
 
 @pytest.fixture
@@ -40,10 +53,6 @@ def test_the_second_start_reads_what_the_first_has_compiled(folder, hits):
     assert len(list(folder.glob("*-cache"))) == 1
 
 
-def setting(name):
-    return getattr(jax.config, f"jax_{name}")
-
-
 def test_the_settings_of_jax_are_as_before_behind_it(folder):
     names = "compilation_cache_dir", "persistent_cache_min_compile_time_secs"
     before = [setting(name) for name in names]
@@ -53,14 +62,11 @@ def test_the_settings_of_jax_are_as_before_behind_it(folder):
 
 
 def test_a_folder_of_the_user_s_own_comes_first(folder, tmp_path):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
-    try:
-        with compiled_programs_kept():
-            assert setting("compilation_cache_dir") == str(tmp_path / "own")
-        with compiled_programs_kept(False):
-            assert not setting("enable_compilation_cache")
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
+    cache_in(str(tmp_path / "own"))
+    with compiled_programs_kept():
+        assert setting("compilation_cache_dir") == str(tmp_path / "own")
+    with compiled_programs_kept(False):
+        assert not setting("enable_compilation_cache")
     assert not folder.exists()
 
 

@@ -1,0 +1,46 @@
+"""The suite's cache of compiled programs, beside its environments: the second run of a tree compiles what changed.
+
+JAX looks a program up by its text, the versions of jaxlib and XLA, the flags and the devices, so a change of ours is
+compiled. What a program computes is never kept. Programs that call back into Python are always compiled.
+"""
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import jax
+
+FOLDER = Path(__file__).parents[1] / ".venv" / "compiled"
+LARGEST = 4 << 30  # bytes; then all begins anew
+
+
+def keep() -> None:
+    """Keeps the programs of this process, and reads those of others."""
+    jax.config.update("jax_compilation_cache_dir", str(_folder()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # what was measured on GPUs
+
+
+def prepare() -> int | None:
+    """Makes the folder, and says how many programs are in it; None where nothing can be written."""
+    try:
+        _folder().mkdir(mode=0o700, parents=True, exist_ok=True)  # programs are run: nobody else may put some there
+        sizes = [entry.stat().st_size for entry in os.scandir(_folder())]
+        if sum(sizes) > LARGEST:
+            shutil.rmtree(_folder())
+            return prepare()
+    except OSError:
+        return None
+    return len(sizes) if os.access(_folder(), os.W_OK) else None
+
+
+def _folder() -> Path:
+    """A folder of its own for each kind of processor, since a folder may be copied to another machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # other systems do not move a tree's environments between machines
+        lines = []
+    processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return FOLDER / f"{zlib.crc32(''.join(processor).encode()):08x}"
