@@ -4,12 +4,15 @@ JAX looks a program up by its text, the versions of jaxlib and XLA, the flags an
 compiled. What a program computes is never kept. Programs that call back into Python are always compiled.
 """
 
+import functools
+import itertools
 import os
 import shutil
 import zlib
 from pathlib import Path
 
 import jax
+from jax._src.interpreters import mlir
 
 FOLDER = Path(__file__).parents[1] / ".venv" / "compiled"
 LARGEST = 4 << 30  # bytes; then all begins anew
@@ -44,3 +47,16 @@ def _folder() -> Path:
         lines = []
     processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     return FOLDER / f"{zlib.crc32(''.join(processor).encode()):08x}"
+
+
+def share_contexts(most: int = 100) -> None:
+    """Lets this many programs share one MLIR context, which takes longer to make than a small program to lower.
+
+    Programs stay apart: a context holds the types, constants and places in the code that they have in common.
+    """
+    make = getattr(mlir, "make_ir_context", None)
+    if make is None:
+        return
+    lowered = itertools.count()
+    context = functools.lru_cache(1)(lambda _: make())
+    mlir.make_ir_context = lambda: context(next(lowered) // most)

@@ -83,6 +83,7 @@ def pytest_configure(config):
         if jax.__version_info__ < (0, 11):  # a third less time in all; gone from newer versions
             flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)
+    _compiled.share_contexts()
     if platforms == "cpu" and not config.getoption("--cold"):
         config.stash[COMPILED] = _compiled.prepare()
         if config.stash[COMPILED] is not None:
