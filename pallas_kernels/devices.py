@@ -1,6 +1,7 @@
 """The table of GPUs and TPUs: what kernels, the planner and benchmarks know of a device, which need not be there."""
 
 import dataclasses
+import functools
 import re
 
 Capability = tuple[int, int]
@@ -170,6 +171,7 @@ _CAPABILITY_OF_OTHERS: dict[Capability, tuple[str, ...]] = {
 }
 
 
+@functools.cache
 def gpu_named(device_kind: str) -> GPU | None:
     """The row of a card by its name.
 

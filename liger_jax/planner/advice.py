@@ -139,8 +139,9 @@ def changes(
         yield dict(remat=remat)
     if run.micro_batches > 1:
         yield dict(micro_batches=1)  # their sum of gradients may be more than what smaller ones save
-    for count in () if whole else range(run.micro_batches + 1, run.batch // run.batch_devices + 1):
-        if run.batch % (count * run.batch_devices) == 0:
+    rows, unshared = divmod(run.batch, run.batch_devices)
+    for count in () if whole or unshared else _divisors(rows):
+        if count > run.micro_batches:
             yield dict(micro_batches=count)
     if not is_offloaded(run.remat) and run.target.platform != "cpu":
         yield dict(remat="offload")
@@ -157,6 +158,12 @@ def changes(
     length = run.seq
     while frozen is not None and (length := length // 2) >= _SHORTEST:
         yield dict(seq=length)
+
+
+def _divisors(n: int) -> list[int]:
+    """In ascending order."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
 
 
 def adapters_that_fit(run: Run, correction: int = 0) -> Change | None:

@@ -24,7 +24,7 @@ FAMILIES = {
     "olmo2": (models.Olmo2ForCausalLM, dict(tie_word_embeddings=(True,))),
     "olmo3": (models.Olmo3ForCausalLM, dict(sliding_window=(1, 3, 500))),
     "exaone4": (models.Exaone4ForCausalLM, dict(sliding_window=(1, 3, None))),
-    "hunyuan": (models.HunYuanDenseV1ForCausalLM, dict(attention_bias=(True,))),
+    "hunyuandensev1": (models.HunYuanDenseV1ForCausalLM, dict(attention_bias=(True,))),
     "granite": (models.GraniteForCausalLM, dict.fromkeys(GRANITE, (0.3, 3.0))),
     "smollm3": (models.SmolLM3ForCausalLM, dict(no_rope_layer_interval=(1, 2), use_sliding_window=(True,))),
     "phi3": (models.Phi3ForCausalLM, dict(partial_rotary_factor=(0.5,), sliding_window=(1, 4))),

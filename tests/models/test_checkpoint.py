@@ -111,7 +111,7 @@ def test_every_family_reads_its_own_checkpoint_and_no_other(tmp_path):
         LlamaForCausalLM.from_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "mamba"}))
-    with pytest.raises(ValueError, match="model_type='mamba' in .* must be one of .'gemma', .*'llama', .*'qwen3'."):
+    with pytest.raises(ValueError, match="model_type='mamba' in .* must be one of .*'gemma', .*'llama', .*'qwen3'."):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -32,7 +32,7 @@ def test_a_device_is_known_by_the_names_that_people_type(typed):
         "rtx409": "is unknown. Did you mean 'rtx4090'",
         "rtx6000": "is unknown. Did you mean .*'rtx-6000-ada'",
         "mi300x": "is unknown. GPUs: h100.*tell its memory",
-        "v5e-8": "told by the topology of their chips, such as 'v5e:2x2'",
+        "v5e-8": "named by the topology of their chips, such as 'v5e:2x2'",
         "gpu": "say how much memory it has",
         "": "is unknown",
         "80gb": "is unknown",
