@@ -39,10 +39,10 @@ def test_sums_the_tokens_of_a_document(rng):
 
 def test_float64_is_kept(rng):
     x, weight, bias, state, ids = draw(rng)
-    arrays = [np.asarray(a, np.float64) for a in (x, weight, bias)]
+    x, weight, bias = (np.asarray(a, np.float64) for a in (x, weight, bias))
     with jax.enable_x64(True):
-        y, _ = jax.jit(causal_conv1d)(*arrays, segment_ids=ids, state=np.asarray(state, np.float64))
-    np.testing.assert_allclose(y, formula(*arrays, state, ids)[0], rtol=1e-12, atol=1e-12)
+        y, _ = jax.jit(causal_conv1d)(x, weight, bias, segment_ids=ids, state=np.asarray(state, np.float64))
+    np.testing.assert_allclose(y, formula(x, weight, bias, state, ids)[0], rtol=1e-12, atol=1e-12)
 
 
 def test_a_row_in_two_calls_is_the_row(rng):

@@ -133,7 +133,8 @@ def test_float64_is_kept(rng):
     with jax.enable_x64(True):
         arrays = [np.asarray(x, np.float64) for x in draw(rng, 70)]
         out, state = jax.jit(gated_delta_rule)(*arrays)
-        gradient = jax.jit(jax.grad(lambda v: jnp.sum(gated_delta_rule(*arrays[:2], v, *arrays[3:])[0])))(arrays[2])
+        q, k, v, gate, beta = arrays
+        gradient = jax.jit(jax.grad(lambda v: jnp.sum(gated_delta_rule(q, k, v, gate, beta)[0])))(v)
     truth, last = recurrence(*arrays)
     assert relative(out, truth) < 1e-13 and relative(state, last) < 1e-13 and gradient.dtype == np.float64
 

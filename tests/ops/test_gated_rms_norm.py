@@ -21,7 +21,9 @@ class TestGatedRMSNorm(_norms.LastAxisPromises):
         _oracle.check_residuals(self.make(implementation)[0], arrays, arrays)
 
     @pytest.mark.parametrize("eps", [0.0, 1e-38])
-    def test_the_smallest_numbers_are_normalised_where_eps_is_zero(self, eps, rng):
+    def test_the_smallest_numbers_are_normalised_where_eps_is_zero(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, eps, rng
+    ):
         """Only what is normalised is small: the product of two such numbers would be no number of float32."""
         op, reference = self.make("xla", eps=eps)
         x, *others = self.arrays(rng, (5, 70))
