@@ -127,8 +127,9 @@ def test_token_loss_of_a_split_head_is_that_of_the_whole_one(mode, fsdp, rng):
 
 def test_of_equal_logits_the_vocabularys_first_is_predicted_though_slices_hold_its_entries_out_of_order(fsdp, rng):
     (hidden, weight, *_), labels, _ = draw(rng)
-    weight = weight.at[20].set(weight[17]).at[40].set(weight[17])  # 17 is in the last slice, 20 and 40 in the first
-    hidden = jnp.broadcast_to(5.0 * weight[17], hidden.shape)
+    longest = 10.0 * weight[17]  # so that no other entry of the vocabulary has its logit
+    weight = weight.at[jnp.array([17, 20, 40])].set(longest)  # 17 is in the last slice, 20 and 40 in the first
+    hidden = jnp.broadcast_to(longest, hidden.shape)
     mesh = fsdp()
     with jax.set_mesh(mesh):
         arrays = placed(mesh, (hidden, TOKENS), (weight, P("fsdp")), (jnp.abs(labels) % V, TOKENS))
