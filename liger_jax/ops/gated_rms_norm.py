@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from liger_jax.ops import _checks, _explicit
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, only_xla
-from liger_jax.ops._powers import shrinking_factor
+from liger_jax.ops._powers import normalised_powers
 from liger_jax.pallas_kernels._tiles import in_float32, promoted
 
 _OP = "gated_rms_norm"
@@ -18,14 +18,10 @@ _KERNELS = only_xla(_OP)
 
 @functools.partial(jax.checkpoint, static_argnums=(3,))
 def _gated_rms_norm(x, gate, scale, eps):
-    x_wide, gate_wide = in_float32(x), in_float32(gate)
-    factor = shrinking_factor(jnp.max(jnp.abs(x_wide), axis=-1, keepdims=True), eps)
-    small = x_wide * factor  # whose squares neither overflow nor vanish
-    least = jnp.square(eps**0.5 * factor) if eps else 0.0
-    y = small * jax.lax.rsqrt(jnp.mean(jnp.square(small), axis=-1, keepdims=True) + least)
+    (y,) = normalised_powers(in_float32(x), eps, (1,))
     if scale is not None:
         y = y * jnp.expand_dims(scale.astype(promoted(scale.dtype, y.dtype)), tuple(range(x.ndim - 1)))
-    return (y * jax.nn.silu(gate_wide)).astype(x.dtype)
+    return (y * jax.nn.silu(in_float32(gate))).astype(x.dtype)
 
 
 def gated_rms_norm(

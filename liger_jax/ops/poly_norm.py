@@ -3,13 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _explicit
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, only_xla
-from liger_jax.ops._powers import shrinking_factor
+from liger_jax.ops._powers import normalised_powers
 from liger_jax.pallas_kernels._tiles import in_float32
 
 _OP = "poly_norm"
@@ -20,17 +19,9 @@ _KERNELS = only_xla(_OP)
 def _poly_norm(x, weight, bias, eps):
     x32 = in_float32(x)
     w = weight.astype(x32.dtype)
-    # x⁶ overflows float32 from 2.6 million on, and vanishes below 10⁻⁷.
-    factor = shrinking_factor(jnp.max(jnp.abs(x32), axis=-1, keepdims=True), eps)
-    small = x32 * factor
-
-    def normalised(power):
-        # The cube of a factor may be infinite: then the power vanishes beside eps.
-        least = jnp.square(eps**0.5 * factor**power) if eps else 0.0
-        mean_square = jnp.mean(small ** (2 * power), axis=-1, keepdims=True)
-        return small**power * jax.lax.rsqrt(mean_square + least)
-
-    y = w[0] * normalised(3) + w[1] * normalised(2) + w[2] * normalised(1)
+    # x⁶ alone would overflow float32 from 2.6 million on, and vanish below 10⁻⁷.
+    cube, square, linear = normalised_powers(x32, eps, (3, 2, 1))
+    y = w[0] * cube + w[1] * square + w[2] * linear
     return (y if bias is None else y + bias.astype(y.dtype)).astype(x.dtype)
 
 
