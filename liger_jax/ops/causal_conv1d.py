@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Integer
 from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops.layout import names
-from liger_jax.ops.segment_ids import ids_of_rows, numbered
+from liger_jax.ops.segment_ids import document_numbers, ids_of_rows, numbered
 from liger_jax.pallas_kernels._tiles import promoted
 
 _OP = "causal_conv1d"
@@ -82,8 +82,7 @@ def _conv(x, weight, bias, segment_ids, state) -> tuple[jax.Array, jax.Array]:
     if segment_ids is None:
         number, factor = jnp.zeros((batch, length), jnp.int32), jnp.float32(1)
     else:
-        begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-        number, factor = jnp.cumsum(begins, axis=1, dtype=jnp.int32), numbered(segment_ids)[..., None]
+        number, factor = document_numbers(segment_ids), numbered(segment_ids)[..., None]
     numbers = jnp.pad(number, ((0, 0), (width - 1, 0)))  # the state belongs to the first document
     total = jnp.zeros(x.shape, wide) if bias is None else bias.astype(wide)[None, None]
     for j in range(width):

@@ -1,7 +1,7 @@
 """The gated delta rule: a linear attention whose state forgets, and overwrites what a key had stored."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops.layout import names, spec_of
-from liger_jax.ops.segment_ids import ids_of_rows, is_numbered
+from liger_jax.ops.segment_ids import document_numbers, ids_of_rows, is_numbered
 from liger_jax.pallas_kernels._tiles import promoted
 
 _OP = "gated_delta_rule"
@@ -38,9 +38,8 @@ def gated_delta_rule(
         o_t = scale · Sᵀ q_t
 
     It is computed in chunks of 64 tokens, whose writes solve one triangular system (the WY representation), in float32
-    or wider.
-    The backward keeps the arguments and the state before every 1,024th token, and computes the rest again. Time and
-    memory are linear in T. XLA is the only implementation.
+    or wider. The backward keeps the arguments and the state before every 1,024th token, and computes the rest again.
+    Time and memory are linear in T. XLA is the only implementation.
 
     Args:
         q: (B, T, K, D), any float dtype. Queries, which models normalise beforehand.
@@ -56,9 +55,8 @@ def gated_delta_rule(
 
     Returns:
         The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token in float32, or float64 if
-        an argument is. What is NaN or
-        infinite makes its head's output NaN from its token to the end of its document, gradients of the whole document
-        NaN, and no other document's.
+        an argument is. What is NaN or infinite makes its head's output NaN from its token to the end of its document,
+        gradients of the whole document NaN, and no other document's.
 
     Raises:
         TypeError: an argument is not floating point, `segment_ids` no integers, or `scale` no Python number.
@@ -118,136 +116,99 @@ def _check_shapes(q, k, v, gate, beta, state) -> None:
     _checks.check_shape(_OP, "state", state, whole, "it is (B, H, D, E), with v's B, H and E and q's D")
 
 
-class _Documents(NamedTuple):
-    """Of each token of a row: its document's number, and its document's first and last token."""
-
-    number: jax.Array  # (B, T) int32, from 0
-    first: jax.Array
-    last: jax.Array
-    is_wrong: jax.Array  # (B,): the row's ids do not count documents
-
-    @classmethod
-    def of(cls, segment_ids: jax.Array | None, shape: tuple[int, int]) -> "_Documents":
-        position = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-        if segment_ids is None:
-            end = jnp.full_like(position, shape[1] - 1)
-            return cls(jnp.zeros_like(position), jnp.zeros_like(position), end, jnp.zeros(shape[0], bool))
-        begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-        ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-        first = jax.lax.cummax(jnp.where(begins, position, 0), axis=1)
-        last = jax.lax.cummin(jnp.where(ends, position, shape[1] - 1), axis=1, reverse=True)
-        return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), first, last, ~is_numbered(segment_ids))
-
-    def so_far(self, is_bad: jax.Array) -> jax.Array:
-        """Whether a token, or one before it in its document, is bad; (B, T, H)."""
-        return self._count(is_bad, jnp.arange(is_bad.shape[1])[None, :, None])
-
-    def anywhere(self, is_bad: jax.Array) -> jax.Array:
-        """Whether a token of its document is bad; (B, T, H)."""
-        return self._count(is_bad, self.last[:, :, None])
-
-    def _count(self, is_bad: jax.Array, last: jax.Array) -> jax.Array:
-        count = jnp.pad(jnp.cumsum(is_bad, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
-        until, before = jnp.broadcast_to(last + 1, is_bad.shape), jnp.broadcast_to(self.first[:, :, None], is_bad.shape)
-        return jnp.take_along_axis(count, until, axis=1) > jnp.take_along_axis(count, before, axis=1)
-
-
 def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> tuple[jax.Array, jax.Array]:
-    batch, _, heads, width = v.shape
-    dtypes = [x.dtype for x in (q, k, v, gate, beta, state) if x is not None]
-    wide = promoted(jnp.float32, *dtypes)
+    (batch, length, heads, width), depth = v.shape, q.shape[3]
+    wide = promoted(jnp.float32, *[x.dtype for x in (q, k, v, gate, beta, state) if x is not None])
     if batch == 0:
-        return v, jnp.zeros((0, heads, q.shape[3], width), wide)
-    documents = _Documents.of(segment_ids, v.shape[:2])
+        return v, jnp.zeros((0, heads, depth, width), wide)
     if state is None:
-        state = _mesh.align_varying(jnp.zeros((batch, heads, q.shape[3], width), wide), v)[0]
-    state = state.astype(wide)
+        state = _mesh.align_varying(jnp.zeros((batch, heads, depth, width), wide), v)[0]
     gate = jnp.where(gate == -jnp.inf, _SMALLEST_GATE, gate.astype(wide))  # which forgets
-    q, k, v, gate, beta, state, is_bad, nothing = _enter(q, k, v, gate, beta, state, documents)
-    out, last_state = _chunked(q, k, v, gate, beta, state, documents.number, scale)
-    out, state = _leave(out, last_state, nothing, is_bad, documents)
+    if segment_ids is None:
+        number, is_wrong = jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, bool)
+    else:
+        number, is_wrong = document_numbers(segment_ids), ~is_numbered(segment_ids)
+    out, state = _guarded((q, k, v, gate, beta, state.astype(wide)), number, is_wrong, scale)
     return out.astype(v.dtype), state
 
 
 # --- what is NaN stays in its document -------------------------------------------------------------------------------
 
 
-def _is_bad(*arrays: jax.Array, heads: int) -> jax.Array:
-    """Where an array (B, T, ·, ·) or (B, T, H) is not finite, for each of H heads; (B, T, H)."""
-    is_bad = jnp.zeros((), bool)
-    for x in arrays:
-        rows = ~jnp.all(jnp.isfinite(x), axis=3) if x.ndim == 4 else ~jnp.isfinite(x)
-        is_bad |= jnp.repeat(rows, heads // rows.shape[2], axis=2)
-    return is_bad
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _guarded(arrays, number, is_wrong, scale) -> Any:
+    """The output and the last state, of arguments with 0 for what is not finite, and NaN from there on."""
+    results = _chunked(jax.tree.map(_finite, arrays), number, scale)
+    return _marked(results, _is_bad(arrays, number, is_wrong), number)
 
 
-def _finite(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, 0)
+def _guarded_forward(arrays, number, is_wrong, scale):
+    is_bad = _is_bad(arrays, number, is_wrong)
+    results, vjp = jax.vjp(lambda finite: _chunked(finite, number, scale), jax.tree.map(_finite, arrays))
+    return _marked(results, is_bad, number), (vjp, is_bad, number)
 
 
-@jax.custom_vjp
-def _enter(q, k, v, gate, beta, state, documents) -> Any:
-    return _entered(q, k, v, gate, beta, state, documents)
-
-
-def _entered(q, k, v, gate, beta, state, documents):
-    """The arguments with 0 for what is not finite, where that was, and zeros whose gradient tells of the output's."""
-    is_bad = _is_bad(q, k, v, gate, beta, heads=v.shape[2])
-    is_bad |= ~jnp.all(jnp.isfinite(state), axis=(2, 3))[:, None] & (documents.number == 0)[..., None]
-    is_bad |= documents.is_wrong[:, None, None]
-    nothing = 0.0 * _finite(gate)
-    return *map(_finite, (q, k, v, gate, beta, state)), is_bad, nothing
-
-
-def _enter_forward(q, k, v, gate, beta, state, documents):
-    entered = _entered(q, k, v, gate, beta, state, documents)
-    return entered, (entered[6], documents)
-
-
-def _enter_backward(residuals, cotangents):
-    is_bad, documents = residuals
-    *gradients, dstate, _, of_outputs = cotangents
-    is_bad = documents.anywhere(is_bad | jnp.isnan(of_outputs))
+def _guarded_backward(scale, residuals, cotangents):
+    vjp, is_bad, number = residuals
+    dout, dlast = cotangents
+    is_bad |= ~jnp.all(jnp.isfinite(dout), axis=3) | _is_bad_state(dlast, number == number[:, -1:])
+    is_bad = _anywhere(is_bad, number)
+    ((*gradients, dstate),) = vjp((_finite(dout), _finite(dlast)))
 
     def marked(g):
         heads = jnp.any(is_bad.reshape(*is_bad.shape[:2], g.shape[2], -1), axis=3)
         return jnp.where(heads.reshape(*heads.shape, *[1] * (g.ndim - 3)), jnp.nan, g)
 
     dstate = jnp.where(is_bad[:, 0, :, None, None], jnp.nan, dstate)
-    return *map(marked, gradients), dstate, None
+    return (*map(marked, gradients), dstate), None, None
 
 
-_enter.defvjp(_enter_forward, _enter_backward)
+_guarded.defvjp(_guarded_forward, _guarded_backward)
 
 
-@jax.custom_vjp
-def _leave(out, state, nothing, is_bad, documents) -> Any:
-    """The output and the last state, NaN from the first bad input on."""
-    out = jnp.where(documents.so_far(is_bad)[..., None], jnp.nan, out)
-    return out, jnp.where(documents.anywhere(is_bad)[:, -1, :, None, None], jnp.nan, state)
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _leave_forward(out, state, nothing, is_bad, documents):
-    return _leave(out, state, nothing, is_bad, documents), documents
+def _is_bad(arrays, number, is_wrong) -> jax.Array:
+    """Where an argument is not finite, or a row's ids do not count documents; (B, T, H)."""
+    *of_tokens, state = arrays
+    is_bad = is_wrong[:, None, None] | _is_bad_state(state, number == 0)
+    for x in of_tokens:
+        rows = ~jnp.all(jnp.isfinite(x), axis=3) if x.ndim == 4 else ~jnp.isfinite(x)
+        is_bad |= jnp.repeat(rows, state.shape[1] // rows.shape[2], axis=2)
+    return is_bad
 
 
-def _leave_backward(documents, cotangents):
-    dout, dstate = cotangents
-    is_bad = ~jnp.all(jnp.isfinite(dout), axis=3)
-    is_last = documents.number == documents.number[:, -1:]
-    is_bad |= ~jnp.all(jnp.isfinite(dstate), axis=(2, 3))[:, None] & is_last[..., None]
-    return _finite(dout), _finite(dstate), jnp.where(is_bad, jnp.nan, 0.0).astype(dstate.dtype), None, None
+def _is_bad_state(state: jax.Array, is_its: jax.Array) -> jax.Array:
+    """Where a token (B, T) is of the document of a state that is not finite; (B, T, H)."""
+    return ~jnp.all(jnp.isfinite(state), axis=(2, 3))[:, None] & is_its[..., None]
 
 
-_leave.defvjp(_leave_forward, _leave_backward)
+def _so_far(is_bad: jax.Array, number: jax.Array) -> jax.Array:
+    """Whether a token, or one before it in its document, is bad; (B, T, H). Documents' numbers ascend."""
+    return jax.lax.cummax(jnp.where(is_bad, number[..., None], -1), axis=1) == number[..., None]
+
+
+def _anywhere(is_bad: jax.Array, number: jax.Array) -> jax.Array:
+    """Whether a token of its document is bad; (B, T, H)."""
+    number_of_next = jax.lax.cummin(jnp.where(is_bad, number[..., None], is_bad.shape[1]), axis=1, reverse=True)
+    return _so_far(is_bad, number) | (number_of_next == number[..., None])
+
+
+def _marked(results, is_bad, number) -> tuple[jax.Array, jax.Array]:
+    out, state = results
+    is_bad = _so_far(is_bad, number)
+    return jnp.where(is_bad[..., None], jnp.nan, out), jnp.where(is_bad[:, -1, :, None, None], jnp.nan, state)
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def _chunked(q, k, v, gate, beta, state, number, scale) -> tuple[jax.Array, jax.Array]:
+def _chunked(arrays, number, scale) -> tuple[jax.Array, jax.Array]:
     """The output and last state of finite arguments, by a scan over groups of chunks."""
-    batch, length, heads, width = v.shape
+    *of_tokens, state = arrays
+    batch, length, heads, width = of_tokens[2].shape
     size = min(_CHUNK, 1 << (length - 1).bit_length())
     group = min(_CHUNKS_A_STATE, -(-length // size))
     padding = -length % (size * group)
@@ -259,7 +220,7 @@ def _chunked(q, k, v, gate, beta, state, number, scale) -> tuple[jax.Array, jax.
         x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode=mode)
         return jnp.moveaxis(x.reshape(batch, x.shape[1] // (group * size), group, size, *x.shape[2:]), 0, 2)
 
-    by_heads = [jnp.swapaxes(cut(x), 3, 4) for x in (q, k, v, gate, beta)]
+    by_heads = [jnp.swapaxes(cut(x), 3, 4) for x in of_tokens]
     numbers = cut(number)
     # The first chunk continues the state's document, which is 0.
     flat = numbers[..., -1].reshape(numbers.shape[0] * group, batch)

@@ -40,6 +40,16 @@ def ids_of_rows(op: str, ids: Any, shape: tuple[int, ...]) -> Any:
     return ids
 
 
+def document_numbers(ids: jax.Array) -> jax.Array:
+    """The number of each token's document in its row (B, T), from 0; int32. Padding counts as one more document.
+
+    >>> document_numbers(jnp.array([[1, 1, 2, 0]])).tolist()
+    [[0, 0, 1, 2]]
+    """
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+
+
 def numbered(ids: jax.Array) -> jax.Array:
     """The factor that refuses rows under jit, where nothing can be raised.
 
