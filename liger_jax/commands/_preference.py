@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -17,14 +18,11 @@ from liger_jax.losses.unpaired import KTO_TYPES
 CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss` calls them
 FREE = ("orpo", *CPO, "simpo")  # they need no reference
 
-
-_FAR = 1e9  # beyond every log-probability, so that what is no pair is sorted after all pairs
-# Which losses read an option, where their functions do not say it themselves.
-_READ_BY = {
-    "cpo_alpha": tuple(CPO), "gamma": ("simpo",), "loss_weights": DPO_TYPES, "ld_alpha": DPO_TYPES,
-    "desirable_weight": KTO_TYPES, "undesirable_weight": KTO_TYPES,
+_FUNCTIONS: dict[str, Any] = {
+    **dict.fromkeys(DPO_TYPES, losses.dpo_loss), "orpo": losses.orpo_loss, **dict.fromkeys(CPO, losses.cpo_loss),
+    "simpo": losses.simpo_loss, **dict.fromkeys(KTO_TYPES, losses.kto_loss),
 }  # fmt: skip
-_WEIGHTS = ("desirable_weight", "undesirable_weight")
+_FAR = 1e9  # beyond every log-probability, so that what is no pair is sorted after all pairs
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -82,6 +80,21 @@ def of_settings(settings: Any) -> dict[str, Any]:
     return {field.name: getattr(settings, field.name) for field in dataclasses.fields(LossOptions)}
 
 
+def _given(options: LossOptions) -> dict[str, Any]:
+    """The options that a loss's function takes, where they are set."""
+    others = ("loss_type", "ld_alpha")  # the second is of the sums over tokens
+    return {name: x for name, x in of_settings(options).items() if x is not None and name not in others}
+
+
+def _check_read(options: LossOptions, types: tuple[str, ...]) -> None:
+    """Refuses an option that the function of a loss does not take."""
+    for loss in types:
+        unread = [name for name in _given(options) if name not in inspect.signature(_FUNCTIONS[loss]).parameters]
+        unread += ["ld_alpha"] if options.ld_alpha is not None and loss not in DPO_TYPES else []
+        if unread:
+            raise UserError(f"{flag(unread[0])} does not go with --loss {loss}. Leave it out.")
+
+
 class Pairs(NamedTuple):
     """What a loss reads of P pairs, (P,) float32 each."""
 
@@ -106,9 +119,7 @@ class Preference(LossOptions):
             if name not in (*DPO_TYPES, *FREE) or name in FREE and len(self._types) > 1:
                 known = ", ".join((*DPO_TYPES, *FREE, *KTO_TYPES))
                 raise UserError(f"--loss={self.loss_type}: {name!r} must be one of {known}; DPO's also go together.")
-        for option, readers in _READ_BY.items():
-            if getattr(self, option) is not None and not set(self._types) <= set(readers):
-                raise UserError(f"{flag(option)} goes with --loss {', '.join(readers)}. Leave it out.")
+        _check_read(self, self._types)
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             raise UserError(f"--ld-alpha={self.ld_alpha} must be in [0, 1]; 1 weighs all tokens alike.")
         if self.sorts and len(self._types) > 1:
@@ -158,13 +169,12 @@ class Preference(LossOptions):
         if not self.needs_reference:  # a mean of 0 has infinite odds: what is no pair has another
             chosen, rejected = (jnp.where(pairs.exist, x, -1.0) for x in (chosen, rejected))
         if self.loss_type == "orpo":
-            return losses.orpo_loss(chosen, rejected, pairs.nll, **self._given("beta"))
+            return losses.orpo_loss(chosen, rejected, pairs.nll, **_given(self))
         if self.loss_type == "simpo":
-            return losses.simpo_loss(chosen, rejected, **self._given("beta", "gamma", "label_smoothing"))
+            return losses.simpo_loss(chosen, rejected, **_given(self))
         if self.loss_type in CPO:
             nll = None if self.cpo_alpha == 0 else pairs.nll
-            options = self._given("beta", "label_smoothing", "cpo_alpha")
-            return losses.cpo_loss(chosen, rejected, nll, loss_type=CPO[self.loss_type], **options)
+            return losses.cpo_loss(chosen, rejected, nll, loss_type=CPO[self.loss_type], **_given(self))
         return self._dpo(pairs, counts, tokens_per_pair)
 
     def _dpo(self, pairs: Pairs, counts: list[jax.Array], tokens_per_pair: Any) -> DPOOutput:
@@ -178,16 +188,12 @@ class Preference(LossOptions):
                 references = references[0] + last, references[1]
             else:  # the log-ratios of chosen, and those of rejected
                 rejected = rejected + last
-        options = self._given("beta", "label_smoothing", "f_divergence", "f_alpha", "discopop_tau", "loss_weights")
-        output = losses.dpo_loss(chosen, rejected, *references, loss_type=self._types, **read, **options)
+        output = losses.dpo_loss(chosen, rejected, *references, loss_type=self._types, **read, **_given(self))
         if not self.sorts:
             return output
         responses = zip((pairs.chosen, pairs.rejected), pairs.references, strict=True)
         rewards = jax.lax.stop_gradient([self.beta * (x - y) for x, y in responses])
         return DPOOutput(losses=output.losses, chosen_rewards=rewards[0], rejected_rewards=rewards[1])
-
-    def _given(self, *names: str) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,13 +203,11 @@ class Unpaired(LossOptions):
     needs_reference = True
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if value is not None and name not in ("loss_type", "beta", *_WEIGHTS):
-                raise UserError(f"{flag(name)} does not go with --loss {self.loss_type}. Leave it out.")
+        _check_read(self, (self.loss_type,))
         if not 0 < self.beta < math.inf:
             raise UserError(f"--loss={self.loss_type}: --beta={self.beta} must be a finite number > 0.")
-        for name in _WEIGHTS:
-            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+        for name, value in _given(self).items():
+            if not 0 <= value < math.inf:
                 raise UserError(f"{flag(name)}={value} must be a finite number, at least 0.")
 
     @property
@@ -218,7 +222,5 @@ class Unpaired(LossOptions):
 
     def losses(self, log_probs: jax.Array, references: jax.Array, desirable: jax.Array, kl: jax.Array) -> KTOOutput:
         """The losses of answers."""
-        weights = {name: getattr(self, name) for name in _WEIGHTS}
-        options: dict[str, Any] = {name: value for name, value in weights.items() if value is not None}
-        options |= {"kl": kl} if self.needs_others else {}
-        return losses.kto_loss(log_probs, references, desirable, beta=self.beta, loss_type=self.loss_type, **options)
+        options = _given(self) | ({"kl": kl} if self.needs_others else {})
+        return losses.kto_loss(log_probs, references, desirable, loss_type=self.loss_type, **options)

@@ -272,7 +272,7 @@ def test_good_answers_become_likelier_than_bad_ones(source, tmp_path, options):
         (["--loss=kto", "--micro-batches=2"], "a batch, of which --loss kto has one baseline. Leave it out."),
         (["--loss=kto", "--label-smoothing=0.1"], "--label-smoothing does not go with --loss kto. Leave it out."),
         (["--loss=kto,sft"], "kto is of single answers, and goes with no other"),
-        (["--desirable-weight=2"], "--desirable-weight goes with --loss kto, apo_zero_unpaired. Leave it out."),
+        (["--desirable-weight=2"], "--desirable-weight does not go with --loss sigmoid. Leave it out."),
         (["--loss=kto", "--undesirable-weight=-1"], "--undesirable-weight=-1.0 must be a finite number, at least 0."),
         (["--loss=kto", "--beta=0"], "beta=0.0 must be a finite number > 0"),
         ([], "the row is one completion with a label, and pairs are trained on. Pass --loss kto"),
