@@ -128,7 +128,8 @@ def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> 
         number, is_wrong = jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, bool)
     else:
         number, is_wrong = document_numbers(segment_ids), ~is_numbered(segment_ids)
-    out, state = _guarded((q, k, v, gate, beta, state.astype(wide)), number, is_wrong, scale)
+    results: Any = _guarded((q, k, v, gate, beta, state.astype(wide)), number, is_wrong, scale)
+    out, state = results
     return out.astype(v.dtype), state
 
 
@@ -136,7 +137,7 @@ def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _guarded(arrays, number, is_wrong, scale) -> Any:
+def _guarded(arrays, number, is_wrong, scale):
     """The output and the last state, of arguments with 0 for what is not finite, and NaN from there on."""
     results = _chunked(jax.tree.map(_finite, arrays), number, scale)
     return _marked(results, _is_bad(arrays, number, is_wrong), number)
