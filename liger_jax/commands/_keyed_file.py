@@ -4,7 +4,6 @@ Beside the file is one of the same name with the suffix .json: the key, and a di
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ def key(
 ) -> str:
     """The key of numbers that depend on the settings `read`, on model and data, and on which row has which pieces."""
     order = [digests.of_bytes(np.ascontiguousarray(laid.pieces)) for laid in rows]
-    values = [{name: getattr(settings, name) for name in read}, dict(made_of), order, *more]
-    return digests.of_bytes(json.dumps(values).encode())
+    return digests.of_json([{name: getattr(settings, name) for name in read}, dict(made_of), order, *more])
 
 
 def is_whole(path: Path, key: str) -> bool:

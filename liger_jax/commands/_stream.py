@@ -5,7 +5,6 @@ These places are noted beside the run: a run that goes on begins to read there.
 """
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ class Stream:
             )
         made_of = [encoder.identity(), settings.data, settings.subset, settings.column, settings.format]
         made_of += [settings.length, settings.batch, settings.pack]
-        key = digests.of_bytes(json.dumps(made_of).encode())[:16]
+        key = digests.of_json(made_of)
         self._path = folder / f"stream-{key}"
         self._rows = _data.dataset(self._name, settings.subset, streaming=True)
         noted = np.fromfile(self._path, np.int64) if self._path.is_file() else np.zeros(0, np.int64)

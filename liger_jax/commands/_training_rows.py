@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import importlib.metadata
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -254,4 +253,4 @@ def _key(
                 dataset = loaded.get(source.name)  # one that does not tell its content is read anew each time
                 content = files or getattr(dataset, "_fingerprint", None) or f"at {datetime.datetime.now()}"
                 made.append([source.name, content])
-    return digests.of_bytes(json.dumps(made).encode())[:16]
+    return digests.of_json(made)
