@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, Num
@@ -19,8 +18,8 @@ from liger_jax.models.core.explicit_axes import with_auto_axes
 from liger_jax.models.core.generation import generate
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded
-from liger_jax.models.core.lm_loss import LanguageModelLoss
-from liger_jax.models.core.mesh_axes import open_axes
+from liger_jax.models.core.lm_loss import LanguageModelLoss, num_tokens
+from liger_jax.models.core.mesh_axes import check_takes_all_axes
 from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.predictions import predicted, scored
 from liger_jax.models.core.remat import Remat
@@ -195,7 +194,7 @@ class CausalLM(Pretrained):
         if self.config.experts is not None and (sums := decoded.aux.get(EXPERTS)) is not None:
             experts = expert_metrics(sums) if return_metrics else None
             if targets is not None:
-                share = 1.0 if loss_normalizer is None else _num_tokens(targets, loss_weights) / loss_normalizer
+                share = 1.0 if loss_normalizer is None else num_tokens(targets, loss_weights) / loss_normalizer
                 out = dataclasses.replace(out, loss=out.loss + share * router_loss(self.config, sums))
         return dataclasses.replace(out, cache=decoded.cache, aux=decoded.aux or None, experts=experts)
 
@@ -270,13 +269,8 @@ class CausalLM(Pretrained):
             ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
             TypeError: an argument is not of integers, or an option is no Python number.
         """
-        arguments.check_call(input_ids, labels, shift_labels, None, None)
-        arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
-        targets = self._targets(labels, shift_labels, segment_ids, logits_to_keep)
-        if targets is None:
-            raise ValueError("log_probs needs the labels whose probabilities are wanted. Pass labels=input_ids.")
-        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask)
-        hidden, targets = arguments.keep(logits_to_keep, decoded.hidden, targets)
+        rows = positions, segment_ids, attention_mask, token_mask
+        hidden, targets, head = self._labelled("log_probs", input_ids, labels, shift_labels, logits_to_keep, rows)
         return self._loss.log_probs(hidden, head, targets, temperature=temperature, entropy=entropy)
 
     def token_loss(
@@ -323,14 +317,7 @@ class CausalLM(Pretrained):
             ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
             TypeError: an argument is not of integers, `per_token` is no tuple, or an option is no Python number.
         """
-        if labels is None and shift_labels is None:
-            raise ValueError("token_loss needs the labels whose probabilities are wanted. Pass labels=input_ids.")
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        if manual and open_axes(self.kernels.mesh_layout):
-            raise ValueError(
-                f"token_loss is called inside a jax.shard_map over {tuple(manual)} alone, and the layout takes other "
-                "axes of the mesh. Leave that jax.shard_map out, and let the layout split the batch over all axes."
-            )
+        check_takes_all_axes("token_loss", self.kernels.mesh_layout)
         per_token = as_tuple("token_loss", per_token)
         of_tokens = [x for x in (input_ids, labels, shift_labels, segment_ids) if x is not None]
         varying = varying_axes(*map(as_labels, of_tokens), *per_token)
@@ -343,28 +330,31 @@ class CausalLM(Pretrained):
             denominator=jnp.asarray(denominator, jnp.float32),
             labels=labels,
             shift_labels=shift_labels,
+            logits_to_keep=logits_to_keep,
+            rows=(positions, segment_ids, attention_mask, token_mask),
             temperature=temperature,
             entropy=entropy,
-            logits_to_keep=logits_to_keep,
-            positions=positions,
-            segment_ids=segment_ids,
-            attention_mask=attention_mask,
-            token_mask=token_mask,
         )
 
     @with_auto_axes
     def _token_loss(
-        self, input_ids, *, function, constants, per_token, denominator, labels, shift_labels, temperature, entropy,
-        logits_to_keep, positions, segment_ids, attention_mask, token_mask,
+        self, input_ids, *, function, constants, per_token, denominator, labels, shift_labels, logits_to_keep, rows,
+        temperature, entropy,
     ):  # fmt: skip
-        arguments.check_call(input_ids, labels, shift_labels, None, None)
-        arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
-        targets = self._targets(labels, shift_labels, segment_ids, logits_to_keep)
-        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask)
-        hidden, targets = arguments.keep(logits_to_keep, decoded.hidden, targets)
+        hidden, targets, head = self._labelled("token_loss", input_ids, labels, shift_labels, logits_to_keep, rows)
         per_token = tuple(broadcast_to_tokens("token_loss", per_token, targets.shape))
         options = dict(denominator=denominator, temperature=temperature, entropy=entropy)
         return self._loss.token_loss(function, hidden, head, targets, per_token, constants, **options)
+
+    def _labelled(self, caller, input_ids, labels, shift_labels, logits_to_keep, rows):
+        """Hidden states and labels of the kept positions, and the head; `rows` are `_decoded_and_head`'s."""
+        arguments.check_call(input_ids, labels, shift_labels, None, None)
+        arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
+        targets = self._targets(labels, shift_labels, rows[1], logits_to_keep)
+        if targets is None:
+            raise ValueError(f"{caller} needs the labels whose probabilities are wanted. Pass labels=input_ids.")
+        decoded, head = self._decoded_and_head(input_ids, *rows)
+        return *arguments.keep(logits_to_keep, decoded.hidden, targets), head
 
     def _targets(self, labels, shift_labels, segment_ids, logits_to_keep):
         """The label of each position, or None."""
@@ -381,13 +371,7 @@ class CausalLM(Pretrained):
         """What the decoder makes of the tokens, and the head (V, D)."""
         input_ids, shape = as_labels(input_ids), input_ids.shape
         masks = dict(segment_ids=segment_ids, attention_mask=attention_mask, token_mask=token_mask)
-        arguments.check_shapes(shape, **masks)
-        if cache is not None and segment_ids is not None:
-            raise ValueError(
-                "segment_ids is given with a cache, but a row of a cache holds one sequence. Unpack the rows."
-            )
-        if positions is not None and positions.shape not in (shape, (1, shape[1])):
-            raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
+        arguments.check_rows(shape, positions, cache, **masks)
         if attention_mask is not None:  # an id outside the vocabulary is NaN, and 0 · NaN reaches other tokens
             input_ids = jnp.where(
                 attention_mask.astype(bool), input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1)
@@ -410,9 +394,3 @@ class CausalLM(Pretrained):
     @property
     def _loss(self) -> LanguageModelLoss:
         return LanguageModelLoss(self.config, self.kernels, self.model.stack.remat, self.head.dtype)
-
-
-def _num_tokens(targets, loss_weights):
-    """Σ w over the positions that are scored."""
-    weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
-    return jnp.sum(weights, where=targets != IGNORE_INDEX)

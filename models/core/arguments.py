@@ -74,6 +74,15 @@ def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
             raise ValueError(f"{name} has shape {array.shape}; it must be {shape}, like input_ids. {cure}".strip())
 
 
+def check_rows(shape: tuple[int, ...], positions: Any, cache: Any, **masks: Any) -> None:
+    """Raises an error if what is said of the tokens' rows does not have their shape, or does not go with a cache."""
+    check_shapes(shape, **masks)
+    if cache is not None and masks["segment_ids"] is not None:
+        raise ValueError("segment_ids is given with a cache, but a row of a cache holds one sequence. Unpack the rows.")
+    if positions is not None and positions.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
+
+
 def as_key(caller: str, key: Any) -> Key[Array, ""]:
     """A typed key, of `jax.random.key` or of the numbers that `jax.random.PRNGKey` makes.
 

@@ -200,6 +200,12 @@ class LanguageModelLoss:
         return loss_budget_bytes(*options, device_of(hidden), tensor)
 
 
+def num_tokens(targets: jax.Array, loss_weights: jax.Array | None) -> jax.Array:
+    """Σ w over the positions that are scored."""
+    weights, counts = _weights_and_counts(targets, loss_weights)
+    return jnp.sum(weights, where=counts)
+
+
 def _weights_and_counts(targets: jax.Array, loss_weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Each position's weight in float32, and whether it is scored."""
     weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
@@ -208,10 +214,10 @@ def _weights_and_counts(targets: jax.Array, loss_weights: jax.Array | None) -> t
 
 def _with_metrics(loss, targets, loss_weights, reduction, per_token) -> Result:
     """A sum of losses, or its mean; and metrics, where `per_token` has predictions, largest logits and normalisers."""
-    weights, counts = _weights_and_counts(targets, loss_weights)
-    num_tokens = jnp.sum(weights, where=counts)
+    _, counts = _weights_and_counts(targets, loss_weights)
+    total = num_tokens(targets, loss_weights)
     if reduction == "mean":
-        loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
+        loss = loss / jnp.where(jnp.any(counts), total, 1.0)
     if per_token is None:
         return loss, None
     predicted, max_logit, log_normalizer = per_token
@@ -222,5 +228,5 @@ def _with_metrics(loss, targets, loss_weights, reduction, per_token) -> Result:
         max_logit=max_logit,
         log_normalizer=log_normalizer,
         z_loss=jnp.zeros((), jnp.float32),
-        num_tokens=jax.lax.stop_gradient(num_tokens),
+        num_tokens=jax.lax.stop_gradient(total),
     )

@@ -14,6 +14,16 @@ def open_axes(layout: Any) -> dict[str, int]:
     return sizes_of(mesh, layout) if layout.axes else {}
 
 
+def check_takes_all_axes(caller: str, layout: Any) -> None:
+    """Raises a ValueError inside of a jax.shard_map that leaves axes to the layout."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual and open_axes(layout):
+        raise ValueError(
+            f"{caller} is called inside a jax.shard_map over {tuple(manual)} alone, and the layout takes other axes of "
+            "the mesh. Leave that jax.shard_map out, and let the layout split the batch over all axes."
+        )
+
+
 def sizes_of(mesh: Mesh | AbstractMesh, layout: Any) -> dict[str, int]:
     """The devices along each axis of a mesh, but for axes that are Manual."""
     if missing := [name for name in layout.axes if name not in mesh.axis_names]:
