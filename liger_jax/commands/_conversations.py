@@ -11,7 +11,7 @@ import tokenizers
 
 from liger_jax.commands import _chat_templates
 from liger_jax.commands._document import Document
-from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.commands._errors import UserError, counted, needed_packages
 from liger_jax.commands._left_out import LeftOut
 from liger_jax.commands._messages import is_trained
 from liger_jax.commands._pieces import failures
@@ -144,7 +144,7 @@ class UnknownRoles:
 
 
 def _sentence(role: str, places: list[str]) -> str:
-    rows = f"{len(places):,} row{'' if len(places) == 1 else 's'} (first: {places[0]})"
+    rows = f"{counted(len(places), 'row')} (first: {places[0]})"
     known = f"{', '.join(_KNOWN[:-1])} and {_KNOWN[-1]}"
     meant = ROLES.get(role.lower()) or next(iter(difflib.get_close_matches(role.lower(), _KNOWN, 1)), None)
     notice = f"role {role[:30]!r} in {rows} is printed as it is: chat templates know {known}"

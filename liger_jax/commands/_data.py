@@ -8,6 +8,7 @@ from typing import Any
 from liger_jax.commands import _file_rows, _formats, _pair_rows, _row_formats, _sources, _unpaired_rows
 from liger_jax.commands._document import Document as Document
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages, refusals_kept
+from liger_jax.commands._json import kind_of
 from liger_jax.commands._messages import IS_TRAINED, VALUES
 
 Refused = dict[str, UserError] | None
@@ -101,9 +102,7 @@ def _of_file(path: Path, column: str | None, form: str | None, refused: Refused)
             if isinstance(values, _file_rows.Line):
                 values = _file_rows.of_line(where, values)
             if not isinstance(values, dict):
-                raise UserError(
-                    f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages."
-                )
+                raise UserError(f"{where}, holds {kind_of(values)}, and must hold an object, with text or messages.")
             yield _reader(form)(where, values, column, form)
 
 

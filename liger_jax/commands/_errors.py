@@ -81,6 +81,15 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
     return text
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what there is so often.
+
+    >>> counted(1, "row"), counted(2_000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def is_text(text: str) -> bool:
     """Whether a text that was typed is one, and no bytes that the terminal's encoding does not know.
 

@@ -19,9 +19,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def loads(text: str) -> Any:
     """The value that a text holds as JSON."""
     return json.loads(text, object_pairs_hook=_object)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in the words of a message.
+
+    >>> kind_of(3), kind_of([]), kind_of(None)
+    ('a number', 'a list', 'null')
+    """
+    return "null" if value is None else _KINDS.get(type(value), f"a value of type {type(value).__name__}")

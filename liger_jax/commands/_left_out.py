@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, counted
 from liger_jax.commands._messages import REASONING
 from liger_jax.commands._spans import Layout
 
@@ -28,7 +28,7 @@ class LeftOut:
     def notices(self) -> dict[str, str]:
         """What is to be said of it, and forgets it."""
         noted, self._rows, self._last = self._rows, {}, {}
-        return {what: f"the chat template {what}, in {n:,} row{'' if n == 1 else 's'}" for what, n in noted.items()}
+        return {what: f"the chat template {what}, in {counted(n, 'row')}" for what, n in noted.items()}
 
 
 def of(

@@ -10,6 +10,7 @@ from typing import Any
 from liger_jax.commands import _row_formats
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._json import kind_of
 from liger_jax.commands._messages import REASONING, VALUES
 from liger_jax.commands._row_formats import CONVERSATIONS, Row, conversation, message, parsed
 
@@ -90,7 +91,7 @@ def _pair(where: str, values: Row) -> Document:
 
 def _texts(where: str, values: Row, prompt: Any, chosen: str, rejected: str) -> Document:
     if prompt is not None and not isinstance(prompt, str):
-        raise UserError(f"prompt holds a {type(prompt).__name__}, and must hold a text or a list of messages.")
+        raise UserError(f"prompt holds {kind_of(prompt)}, and must hold a text or a list of messages.")
     if str(values.get("system") or "").strip():
         raise UserError("the row has a system message beside answers that are texts. Write it into the prompt.")
     if prompt is None:
@@ -155,7 +156,7 @@ def _messages(name: str, value: Any) -> list[Row]:
         return [{"role": "assistant", "content": value}]
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{name} holds a {type(value).__name__}, and must hold a text or a list of messages.")
+        raise UserError(f"{name} holds {kind_of(value)}, and must hold a text or a list of messages.")
     try:
         return [message(each) for each in value]
     except UserError as error:

@@ -9,7 +9,7 @@ import jax
 
 from liger_jax.commands import _adapters, _output
 from liger_jax.commands._decided_run import Run
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, counted
 from liger_jax.commands._grpo_settings import REWARD_CALL
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._training_inputs import TrainingInputs
@@ -118,7 +118,7 @@ def longer_run(
         f"schedule of {steps} steps from here on, with {float(rate(done)):.1e}{after}"
     ]
     if skipped := _skipped(before, done, rows):
-        lines.append(f"{skipped} rows of the epoch that was cut off within a batch are left out, once")
+        lines.append(f"{counted(skipped, 'row')} left out, once: the epoch was cut off within a batch")
     return lines
 
 

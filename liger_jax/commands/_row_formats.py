@@ -10,6 +10,7 @@ from typing import Any
 from liger_jax.commands import _json, _messages
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._json import kind_of
 from liger_jax.commands._messages import VALUES
 
 MOST_LEVELS = 100  # of lists and objects in one another; what reads them later calls itself at each
@@ -78,12 +79,12 @@ def _of_column(where: str, values: Row, column: str) -> Document:
         return Document(where, value)
     if _are_messages(value):
         return conversation(where, {name: each for name, each in values.items() if name != column}, value)
-    raise UserError(f"{column!r} holds a {type(value).__name__}, and must hold a text or a list of messages.")
+    raise UserError(f"{column!r} holds {kind_of(value)}, and must hold a text or a list of messages.")
 
 
 def _of_text(where: str, values: Row) -> Document:
     if not isinstance(values["text"], str):
-        raise UserError(f"text holds a {type(values['text']).__name__}, and must hold a text.")
+        raise UserError(f"text holds {kind_of(values['text'])}, and must hold a text.")
     return Document(where, values["text"])
 
 
@@ -169,7 +170,7 @@ def _with_system(system: Any, messages: list[Row]) -> list[Row]:
     if system is None or isinstance(system, str) and not system.strip():
         return messages
     if not isinstance(system, str):
-        raise UserError(f"system holds a {type(system).__name__}, and must hold a text.")
+        raise UserError(f"system holds {kind_of(system)}, and must hold a text.")
     if messages and messages[0].get("role") == "system":
         if messages[0].get("content") == system:
             return messages
@@ -196,7 +197,7 @@ def parsed(value: Any) -> Any:
 
 def _text_in(values: Row, name: str) -> str:
     if not isinstance(values[name], str):
-        raise UserError(f"{name} holds a {type(values[name]).__name__}, and must hold a text.")
+        raise UserError(f"{name} holds {kind_of(values[name])}, and must hold a text.")
     return values[name]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from liger_jax.commands import _long_rows, _pair_task, _training_rows
-from liger_jax.commands._errors import UserError, in_one_line, of_option, training_errors, user_errors
+from liger_jax.commands._errors import UserError, counted, in_one_line, of_option, training_errors, user_errors
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Piece, Tokenizer
@@ -50,7 +50,7 @@ def check(settings: Settings, *, shorten: bool) -> int:
         _, good = _laid(settings, tokenizer, Path(place), refused)
     for where in sorted(refused, key=_in_order):
         print(in_one_line(refused[where]))
-    print(f"{len(refused):,} of {len(refused) + good:,} documents would be refused")
+    print(f"{len(refused):,} of {counted(len(refused) + good, 'document')} would be refused")
     return 1 if refused else 0
 
 
@@ -205,7 +205,7 @@ def _with_side(piece: Piece, side: str) -> Piece:
 
 def _counts(row: tuple[np.ndarray, ...]) -> str:
     _, scored, numbers = row
-    return f"{np.count_nonzero(numbers >= 0):,} tokens, {np.count_nonzero(scored):,} of them scored"
+    return f"{counted(int(np.count_nonzero(numbers >= 0)), 'token')}, {np.count_nonzero(scored):,} of them scored"
 
 
 def _in_order(where: str) -> list[Any]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax.commands._data import Document
-from liger_jax.commands._errors import UserError, of_option, quantizing, user_errors
+from liger_jax.commands._errors import UserError, counted, of_option, quantizing, user_errors
 from liger_jax.commands._generation import MOST_NEW_TOKENS, Generation
 from liger_jax.commands._output import ADAPTERS, CHECKPOINTS, MODEL
 from liger_jax.commands._tokenizer import FILE, Tokenizer
@@ -76,8 +76,10 @@ class TextGenerator:
         longest, asked = self._model.config.longest_sequence, self._options.max_new_tokens
         new = min(MOST_NEW_TOKENS, longest - len(prompt)) if asked is None else asked
         if new < 1 or len(prompt) + new > longest:
-            more = f", and --max-new-tokens={asked} come to them" if asked else ""
-            raise UserError(f"{document.where} has {len(prompt):,} tokens{more}: the model takes {longest:,} in all.")
+            more = f", and --max-new-tokens={asked} adds to them" if asked else ""
+            raise UserError(
+                f"{document.where} has {counted(len(prompt), 'token')}{more}: the model takes {longest:,} in all."
+            )
         words = _Words(lambda tokens: self.tokenizer.text(tokens, special=False), prompt)
         start = first = time.perf_counter()
         count, has_ended = 0, False
@@ -113,7 +115,7 @@ class TextGenerator:
     def _tell(count: int, cut_at: int | None, until_first: float, seconds: float) -> None:
         rate = f", then {(count - 1) / seconds:,.1f} tokens/s" if count > 1 else ""
         cut = "" if cut_at is None else f"; --max-new-tokens={cut_at} cuts it off"
-        print(f"[{count} tokens: the first after {until_first:.2f} s{rate}{cut}]", file=sys.stderr)
+        print(f"[{counted(count, 'token')}: the first after {until_first:.2f} s{rate}{cut}]", file=sys.stderr)
 
 
 class _Words:

@@ -15,6 +15,7 @@ from liger_jax.commands._added_tokens import AddedOnce, check_growth
 from liger_jax.commands._conversations import Conversations
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, refusals_kept
+from liger_jax.commands._json import kind_of
 from liger_jax.commands._pieces import Piece as Piece
 from liger_jax.commands._pieces import completed, errors_at, failures, no_place, nothing_to_train_on, places
 from liger_jax.models.core.config_fields import MOST, short
@@ -285,7 +286,7 @@ class Tokenizer:
             values = json.loads(self._text(name))
             if isinstance(values, dict):
                 return values
-            reason = f"it holds a {type(values).__name__}, and must hold an object"
+            reason = f"it holds {kind_of(values)}, and must hold an object"
         except UserError:
             raise
         except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from liger_jax.commands import _data, _formats, _sources, _token_cache
-from liger_jax.commands._errors import UserError, user_errors
+from liger_jax.commands._errors import UserError, counted, user_errors
 from liger_jax.commands._laid_rows import LaidRows
 from liger_jax.commands._pieces import NO_TOKEN, Piece, nothing_to_train_on
 from liger_jax.commands._settings import Settings
@@ -54,7 +54,7 @@ class TrainingRows:
         return list({each.tokens.folder: each.tokens for each in self.laid}.values())
 
     def made_of(self) -> dict[str, str]:
-        """Texts by which the data of a run can be groups from that of another: its documents, and its tokens."""
+        """Texts by which the data of a run can be told from that of another: its documents, and its tokens."""
         digest = digests.of_bytes("".join(each.digest for each in self._tokens).encode())[:12]
         number = sum(each.num_rows for each in self.laid)
         return {
@@ -213,17 +213,17 @@ def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixt
     tokens = int(laid.tokens.sizes()[laid.pieces].sum())
     padding = 1 - tokens / (laid.num_rows * settings.length)
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
-    meta, count = laid.tokens.meta, lambda number, what: f"{number:,} {what}{'' if number == 1 else 's'}"
-    pieces = lambda some: count(len(some) // laid.tokens.together, laid.tokens.kind)
-    read = f"{count(meta['count'], 'document')} in {pieces(laid.tokens)}"
-    trained = f"{pieces(laid.pieces)} with {tokens:,} tokens in {count(laid.num_rows, 'row')} to train on"
+    meta = laid.tokens.meta
+    pieces = lambda some: counted(len(some) // laid.tokens.together, laid.tokens.kind)
+    read = f"{counted(meta['count'], 'document')} in {pieces(laid.tokens)}"
+    trained = f"{pieces(laid.pieces)} with {counted(tokens, 'token')} in {counted(laid.num_rows, 'row')} to train on"
     scored = pieces([] if held_out is None else held_out.pieces)
     summary = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {scored} "
     summary += "scored" if settings.eval_data else "held out"
     if mixture is not None:
         groups = zip(settings.data, mixture, strict=True)
         each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in groups)
-        summary += f"\nan epoch has {num_mixed(mixture):,} rows: {each}"
+        summary += f"\nan epoch has {counted(num_mixed(mixture), 'row')}: {each}"
     return "\n".join([summary, *_unused(meta)])
 
 

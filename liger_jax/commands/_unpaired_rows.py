@@ -6,6 +6,7 @@ from typing import Any
 from liger_jax.commands import _pair_rows, _row_formats
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._json import kind_of
 from liger_jax.commands._row_formats import Row, parsed
 from liger_jax.models.core.config_fields import short
 
@@ -38,7 +39,7 @@ def _labelled(where: str, values: Row) -> Document:
         if str(values.get("system") or "").strip():
             raise UserError("the row has a system message beside a completion that is text. Write it into the prompt.")
         if not isinstance(prompt, str | None):
-            raise UserError(f"prompt holds a {type(prompt).__name__}, and must hold a text or a list of messages.")
+            raise UserError(f"prompt holds {kind_of(prompt)}, and must hold a text or a list of messages.")
         return Document(where, completion, prompt=prompt or "", desirable=label)
     document = _pair_rows.answered(where, values, prompt, completion)
     return dataclasses.replace(document, desirable=label)

@@ -32,12 +32,11 @@ def causal_conv1d(
         weight: (D, W), any float dtype; its last column belongs to the token itself. W is 4 in most models.
         bias: (D,), any float dtype, or None for 0.
         segment_ids: (B, T) integers of packed rows, as `causal_attention`'s: no token sees another document's.
-        state: (B, W − 1, D), any float dtype: the tokens before the first one, which continues their document; None
-            for 0.
+        state: (B, W − 1, D), any float dtype: the tokens before the first one, in the same document; None for 0.
 
     Returns:
-        (B, T, D) in x's dtype, and the last W − 1 tokens of the last document, (B, W − 1, D) in x's dtype, 0 where
-        there are fewer: the `state` of the tokens that follow.
+        (B, T, D) in x's dtype; and the `state` for the tokens that follow, (B, W − 1, D) in x's dtype: the last W − 1
+        tokens of the last document, after zeros if it has fewer.
 
     Raises:
         TypeError: an argument is not floating point, or `segment_ids` no integers.

@@ -37,26 +37,26 @@ def gated_delta_rule(
         S ← S + k_t (beta_t · (v_t − Sᵀ k_t))ᵀ
         o_t = scale · Sᵀ q_t
 
-    It is computed in chunks of 64 tokens, whose writes solve one triangular system (the WY representation), in float32
-    or wider. The backward keeps the arguments and the state before every 1,024th token, and computes the rest again.
-    Time and memory are linear in T. XLA is the only implementation.
+    It is computed in float32 or wider, in chunks of 64 tokens. The writes of a chunk solve one triangular system (the
+    WY representation). The backward keeps the arguments and the state before every 1,024th token, and computes the rest
+    again. Time and memory are linear in T. XLA is the only implementation.
 
     Args:
         q: (B, T, K, D), any float dtype. Queries, which models normalise beforehand.
         k: (B, T, K, D), as `q`. The rule is stable for keys of norm 1 at most.
-        v: (B, T, H, E), any float dtype; H is a multiple of K, and H/K heads in turn share a head of `q` and `k`.
-        gate: (B, T, H), any float dtype: the logarithm of a head's decay, at most 0, and −inf forgets all. A positive
-            one makes the state grow.
+        v: (B, T, H, E), any float dtype; H is a multiple of K, and H/K consecutive heads share a head of `q` and `k`.
+        gate: (B, T, H), any float dtype: the logarithm of a head's decay, at most 0; −inf forgets the whole state. A
+            positive gate makes the state grow.
         beta: (B, T, H), any float dtype: how much of what is stored at a key is overwritten, from 0 to 1.
         segment_ids: (B, T) integers of packed rows, as `causal_attention`'s: the state is 0 where a document begins.
-        state: (B, H, D, E), any float dtype: the state before the first token, which continues the document that
-            this belongs to; None for 0.
-        scale: of the output, a Python number; None for D^−½.
+        state: (B, H, D, E), any float dtype: the state before the first token, whose document it belongs to; None
+            for 0.
+        scale: the output's factor, a Python number; None for D^−½.
 
     Returns:
-        The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token in float32, or float64 if
-        an argument is. What is NaN or infinite makes its head's output NaN from its token to the end of its document,
-        gradients of the whole document NaN, and no other document's.
+        The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token, in float32, or in
+        float64 if an argument is float64. A NaN or infinite input makes its head's output NaN from its token to the
+        end of its document, and the gradients of that document NaN. Other documents are not affected.
 
     Raises:
         TypeError: an argument is not floating point, `segment_ids` no integers, or `scale` no Python number.

@@ -26,7 +26,8 @@ def heading(plan: MemoryPlan) -> str:
     run = plan.run
     on_host = " on the host" if run.state_memory == "host" else ""
     state = f" ({run.state_dtype} state{on_host})" if run.optimizer == "adamw" else ""
-    parts = (" packed" if run.packed else "") + (f" in {run.micro_batches} parts" if run.micro_batches > 1 else "")
+    packed = " packed" if run.packed else ""
+    cut = f" in {run.micro_batches} micro-batches" if run.micro_batches > 1 else ""
     beside = f" beside {run.quantize} projections" if run.quantize else ""
     dora = " with DoRA" if run.dora else ""
     adapters = f"adapters of rank {run.lora}{dora}{beside}, " if run.lora else ""
@@ -36,7 +37,7 @@ def heading(plan: MemoryPlan) -> str:
         total, active = (f"{n / 1e9:.1f} B" for n in (run.model.num_parameters, run.model.num_active_parameters))
         experts = f" ({total} parameters, {active} for a token)"
     return (
-        f"{run.model.name}{experts}, {run.batch} × {run.seq} tokens{parts} on {where}, "
+        f"{run.model.name}{experts}, {run.batch} × {run.seq} tokens{packed}{cut} on {where}, "
         f"{adapters}{run.optimizer}{state}, {run.param_dtype} parameters, {run.dtype} computation, remat {run.remat}"
     )
 

@@ -71,7 +71,7 @@ def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], gro
     names = [name for name in names if name not in growing or _is_less(new.get(name), old.get(name))]
     if not names:
         return
-    changes = [f"{name}={_told(old.get(name))} became {_told(new.get(name))}" for name in names[:_NAMED]]
+    changes = [_change(name, old.get(name), new.get(name)) for name in names[:_NAMED]]
     more = [f"{len(names) - _NAMED} more differ"] if len(names) > _NAMED else []
     raise CheckpointError(f"{folder} holds another run: {', '.join(changes + more)}.")
 
@@ -80,8 +80,14 @@ def _is_less(new: Any, old: Any) -> bool:
     return new is not None and old is not None and new < old
 
 
+def _change(name: str, before: Any, now: Any) -> str:
+    if before is None:
+        return f"{name}={_told(now)} is new"
+    return f"{name}={_told(before)} is gone" if now is None else f"{name}={_told(before)} became {_told(now)}"
+
+
 def _told(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
+    text = repr(value)
     return text if len(text) <= _SHOWN + 60 else f"{text[:_SHOWN]}…{text[-20:]}"
 
 

@@ -237,8 +237,8 @@ def _scored(
     for number, (tokens, targets) in enumerate(zip(documents, scored, strict=True)):
         if len(tokens) != len(targets):
             raise ValueError(
-                f"{op}: {label_name}[{number}] has {len(targets)} entries and {name}[{number}] has {len(tokens)} "
-                "tokens; pass one label for each token, -100 where it is not scored."
+                f"{op}: {label_name}[{number}] has length {len(targets)} and {name}[{number}] length {len(tokens)}; "
+                "pass one label for each token, -100 where it is not scored."
             )
     return scored
 

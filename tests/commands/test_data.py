@@ -181,7 +181,7 @@ def test_a_cell_of_a_table_holds_any_text(tmp_path):
         ("a.csv", "text,label\none, two,0", "line 2: the row has 3 fields, and the first one names 2 columns. Put"),
         ("a.csv", 'text\n"one', "line 2: unexpected end of data, so that the table cannot be read"),
         ("a.csv", "text,text\none,two", "line 1: two columns have one name"),
-        ("a.json", "[1]", "element 1, holds a int, and must hold an object"),
+        ("a.json", "[1]", "element 1, holds a number, and must hold an object"),
         (
             "a.json",
             '{\n"text": ',

@@ -183,7 +183,7 @@ def test_texts_without_a_prompt_have_what_both_begin_with():
         ({"prompt": "a", "completion": "b", "label": True}, "one completion with a label, and pairs are trained on"),
         ({"chosen": "a"}, "there is no 'rejected' among ['chosen']"),
         ({"question": "a", "chosen": "b", "rejected": "c"}, "no prompt. Rename it to prompt"),
-        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt holds a int"),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt holds a number"),
         ({"chosen": "b", "rejected": [GOOD], "prompt": "a", "conversations": ASKED}, "has both prompt and"),
         ({"prompt": "z", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}, "begin with other"),
         ({"prompt": "a", "chosen": ASKED, "rejected": ASKED}, "begin with other messages"),

@@ -123,7 +123,7 @@ def test_more_steps_or_epochs_go_on_from_a_finished_run(command, finished, capsy
 def test_a_run_of_part_of_an_epoch_says_which_rows_its_longer_run_leaves_out():
     before = {"steps": 3, "epochs": 1.3, "batch": 8}
     lines = functools.partial(_resume.longer_run, before, steps=4, last_rate=0.1, rate=lambda step: 0.2, rows=10)
-    assert lines(done=3)[1:] == ["5 rows of the epoch that was cut off within a batch are left out, once"]
+    assert lines(done=3)[1:] == ["5 rows left out, once: the epoch was cut off within a batch"]
     assert lines(done=2)[1:] == [] and lines(done=0) == [] and lines(done=3, steps=3) == []
 
 

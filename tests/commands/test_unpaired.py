@@ -156,7 +156,7 @@ ASKED = [{"role": "user", "content": "a?"}]
         ({"prompt": "a", "completion": "b", "label": "good"}, "label holds 'good', and must be true"),
         ({"prompt": "a", "completion": "b", "label": 3}, "label holds 3, and must be true"),
         ({"prompt": "a", "completion": "b", "label": ""}, "label holds '', and must be true"),
-        ({"prompt": 3, "completion": "b", "label": True}, "prompt holds a int"),
+        ({"prompt": 3, "completion": "b", "label": True}, "prompt holds a number"),
         ({"prompt": "a", "system": "s", "completion": "b", "label": True}, "Write it into the prompt"),
         ({"prompt": "a", "completion": ASKED, "label": True}, "completion holds no message of the assistant's"),
     ],

@@ -64,7 +64,7 @@ def test_settings_are_those_of_the_step_that_is_read(folder):
 
 
 def test_settings_that_came_and_went_are_named(folder):
-    with pytest.raises(CheckpointError, match="remat=nothing became 'full', steps=3 became nothing. Pass fresh="):
+    with pytest.raises(CheckpointError, match="remat='full' is new, steps=3 is gone. Pass fresh="):
         Checkpoints(folder, {"remat": "full"}, fresh=False).restore(STATE)
 
 

@@ -89,7 +89,7 @@ def test_labels_go_where_their_tokens_go_and_empty_places_are_not_scored(rng):
         (dict(documents=[[[1]]], length=4), ValueError, r"documents\[0\] has shape \(1, 1\)"),
         (dict(documents=[[1], [0.5]], length=4), TypeError, r"documents\[1\] holds float64; token ids are integers"),
         (dict(documents=[[1]], length=4, labels=[]), ValueError, "0 labels and 1 documents"),
-        (dict(documents=[[1]], length=4, labels=[[1, 2]]), ValueError, r"labels\[0\] has 2 entries and documents"),
+        (dict(documents=[[1]], length=4, labels=[[1, 2]]), ValueError, r"labels\[0\] has length 2 and documents"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(arguments, error, text):
@@ -146,7 +146,7 @@ def test_a_group_shares_a_row_and_is_found_at_its_places(rng):
         (
             lambda: pack_pairs([[1]], [[1]], 4, rejected_labels=[[1, 2]]),
             ValueError,
-            r"pack_pairs: rejected_labels\[0\] has 2 entries and rejected\[0\] has 1 tokens",
+            r"pack_pairs: rejected_labels\[0\] has length 2 and rejected\[0\] length 1;",
         ),
         (lambda: pack_pairs([[1]], [[1]], 0), ValueError, "pack_pairs: length=0 must be a Python int of at least 1"),
         (

@@ -1,9 +1,9 @@
 """Heads that FSDP splits, inside `jax.shard_map`: no device ever holds the whole weight, nor its whole gradient.
 
-The same mesh axes split the tokens and the head's weight. In mode "lean" each device slices its shard, and the
-devices gather these, in the products' dtype. The kernels read the gathered slice as if it were the whole vocabulary.
-Then it is dropped, and its gradient is summed over the devices and scattered at once. So a slice holds the same few
-entries of every part, and its columns have to be told from the vocabulary's entries:
+The same mesh axes split the tokens and the head's weight. In mode "lean" each device takes a few entries of its shard,
+and the devices gather them, in the products' dtype. The kernels read the gathered slice as if it were the whole
+vocabulary. Then it is dropped, and its gradient is summed over the devices and scattered at once. So a slice has
+the same number of entries from every shard, and its columns are entries of the vocabulary in another order:
 
     column = owner · size + place        entry = owner · entries_of_a_shard + start + place
 
@@ -83,7 +83,7 @@ def gradients(
 
 
 class _Slices:
-    """The slices of a vocabulary that devices split. A slice has at most `size` entries of every part."""
+    """The slices of a vocabulary that devices split. A slice has at most `size` entries of every shard."""
 
     def __init__(self, inputs: Inputs, split: HeadSplit, vocab_dim: int, entries: int) -> None:
         self.inputs, self.split, self.vocab_dim = inputs, split, vocab_dim
