@@ -139,6 +139,11 @@ def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return array
 
 
+def empty_for_slices(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """`empty`, for slices to be written to: XLA (jaxlib 0.12.0) fails where it fuses its call with such a writing."""
+    return jax.lax.optimization_barrier(empty(like, shape, dtype))
+
+
 def can_write_in_place(x: jax.Array) -> bool:
     """Whether `launch` may change arrays that vary over the mesh as x does."""
     return not jax.typeof(x).manual_axis_type.varying

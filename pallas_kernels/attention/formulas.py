@@ -18,6 +18,12 @@ LOG2_E = math.log2(math.e)
 NO_SCORE = -1e30
 
 
+def product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """The float32 product of two tiles over one axis of each."""
+    dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """How a product of a query and a key becomes an exponent of 2: factor · capped(q·k)."""

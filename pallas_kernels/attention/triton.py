@@ -24,16 +24,10 @@ from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, with_
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.config import TritonBlocks
 from liger_jax.pallas_kernels.attention.config import unsupported as unsupported
-from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores
+from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores, product
 from liger_jax.pallas_kernels.attention.intervals import Bounds, Segments, Tile, intervals, table, whole_blocks
 
 _ROWS = 128  # a multiple of every block size; log-sum-exps, bounds and ids are padded to a multiple of it
-
-
-def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """The float32 product of two tiles over one axis of each."""
-    dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
 class _Program:
@@ -109,14 +103,14 @@ def _forward_kernel(*refs, scores, group, **how):
     def step(n, carry, *, is_masked):
         accumulator, maximum, total = carry
         k, v = (program.load_columns(ref, n, kv_head, is_masked=is_masked) for ref in (k_ref, v_ref))
-        s = scores.capped(_product(q, k, (1, 1)))
+        s = scores.capped(product(q, k, (1, 1)))
         if is_masked:
             s = program.only_seen(s, n, -jnp.inf)
         new_maximum = jnp.maximum(maximum, jnp.max(s, axis=1) * scores.factor)
         shrink = jnp.exp2(maximum - new_maximum)
         p = jnp.exp2(s * scores.factor - new_maximum[:, None])
         total = total * shrink + jnp.sum(p, axis=1)
-        accumulator = accumulator * shrink[:, None] + _product(p.astype(q.dtype), v, (1, 0))
+        accumulator = accumulator * shrink[:, None] + product(p.astype(q.dtype), v, (1, 0))
         return accumulator, new_maximum, total
 
     start = (
@@ -139,12 +133,12 @@ def _query_gradient_kernel(*refs, scores, group, **how):
 
     def step(n, dq, *, is_masked):
         k, v = (program.load_columns(ref, n, kv_head, is_masked=is_masked) for ref in (k_ref, v_ref))
-        capped = scores.capped(_product(q, k, (1, 1)))
+        capped = scores.capped(product(q, k, (1, 1)))
         p = jnp.exp2(capped * scores.factor - lse)
         if is_masked:
             p = program.only_seen(p, n, 0.0)
-        ds = scores.slope(p * (_product(do, v, (1, 1)) - delta), capped)
-        return dq + _product(ds.astype(q.dtype), k, (1, 0))
+        ds = scores.slope(p * (product(do, v, (1, 1)) - delta), capped)
+        return dq + product(ds.astype(q.dtype), k, (1, 0))
 
     dq = program.tile.over_columns(step, jnp.zeros(q.shape, jnp.float32))
     program.store_rows(dq_ref, dq * scores.scale)
@@ -164,13 +158,13 @@ def _key_gradients_kernel(*refs, scores, group, **how):
             queries = pl.ds(*program.columns_at(n))
             q, do = (program.load_columns(ref, n, head, is_masked=is_masked) for ref in (q_ref, do_ref))
             lse, delta = (ref[program.tile.batch, head, queries][None, :] for ref in (lse_ref, delta_ref))
-            capped = scores.capped(_product(k, q, (1, 1)))
+            capped = scores.capped(product(k, q, (1, 1)))
             p = jnp.exp2(capped * scores.factor - lse)
             if is_masked:
                 p = program.only_seen(p, n, 0.0)
-            dv += _product(p.astype(q.dtype), do, (1, 0))
-            ds = scores.slope(p * (_product(v, do, (1, 1)) - delta), capped)
-            return dk + _product(ds.astype(q.dtype), q, (1, 0)), dv
+            dv += product(p.astype(q.dtype), do, (1, 0))
+            ds = scores.slope(p * (product(v, do, (1, 1)) - delta), capped)
+            return dk + product(ds.astype(q.dtype), q, (1, 0)), dv
 
         return program.tile.over_columns(step, carry)
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, next_power_of_2, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.attention.config import TRITON_DECODE, DecodeBlocks, Typed
-from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores
+from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores, product
 
 _PROGRAMS = 512  # up to which slots are shared: 132 multiprocessors with about four programs each
 _FEWEST_BLOCKS = 2  # of slots for each of the programs that share them, if all slots are written
@@ -46,12 +46,6 @@ def number_of_splits(programs: int, slots: int, blocks: DecodeBlocks) -> int:
     return max(1, min(_PROGRAMS // programs, cdiv(slots, _FEWEST_BLOCKS * blocks.slots)))
 
 
-def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """The float32 product of two tiles over one axis of each."""
-    dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
-
-
 def _kernel(*refs, has_first, has_sinks, tile, group, width, kv_heads, num_slots, slots, splits, scores):
     """The tile is (rows, columns) of a program's queries: at least `group` and `width`."""
     present = [True, True, has_first, has_sinks, *[True] * (len(refs) - 2 - has_first - has_sinks)]
@@ -75,12 +69,12 @@ def _kernel(*refs, has_first, has_sinks, tile, group, width, kv_heads, num_slots
         is_seen = pltriton.load(positions_ref.at[batch, own], mask=is_filled, other=-1) >= 0
         if has_first:
             is_seen &= begin + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0) >= first
-        s = jnp.where(is_seen[None, :], scores.factor * scores.capped(_product(q, k, (1, 1))), -jnp.inf)
+        s = jnp.where(is_seen[None, :], scores.factor * scores.capped(product(q, k, (1, 1))), -jnp.inf)
         new_maximum = jnp.maximum(maximum, jnp.max(s, axis=1))
         shrink = jnp.exp2(maximum - new_maximum)
         p = jnp.exp2(s - new_maximum[:, None])
         total = total * shrink + jnp.sum(p, axis=1)
-        return accumulator * shrink[:, None] + _product(p.astype(v.dtype), v, (1, 0)), new_maximum, total
+        return accumulator * shrink[:, None] + product(p.astype(v.dtype), v, (1, 0)), new_maximum, total
 
     nothing = jnp.zeros((rows,), jnp.float32)
     maximum, total = nothing + NO_SCORE, nothing

@@ -105,7 +105,7 @@ def gradients(
     shape = inputs.weight.shape if writes_in_place else like.weight.shape
     start_carry = Gradients(
         zeros_of(needs.hidden, inputs.hidden.shape, jnp.float32),
-        _unset(inputs.hidden, shape, dtypes.weight) if needs.weight else None,
+        _hopper.empty_for_slices(inputs.hidden, shape, dtypes.weight) if needs.weight else None,
         zeros_of(needs.bias, (v,), dtypes.bias),
     )
     # Slices begin at whole tiles.
@@ -117,11 +117,6 @@ def gradients(
 def _zeros_if(like: jax.Array, needed: bool | None, shape: tuple[int, ...], dtype: Any) -> jax.Array | None:
     """Zeros for a loop's carry, or None where nobody asks for them."""
     return full_like(like, shape, 0, dtype) if needed else None
-
-
-def _unset(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array to be filled. XLA (jaxlib 0.12.0) fails where it fuses the call that makes it with a slice's writing."""
-    return jax.lax.optimization_barrier(_hopper.empty(like, shape, dtype))
 
 
 # --- fast -------------------------------------------------------------------------------------------------------------
@@ -275,7 +270,7 @@ class _WeightSum(NamedTuple):
         if len(pieces) == 1:
             return pieces[0]
         vocab_dim = self.options.vocab_dim
-        whole, width = _unset(after, shape, self.dtype), shape[1 - vocab_dim]
+        whole, width = _hopper.empty_for_slices(after, shape, self.dtype), shape[1 - vocab_dim]
         for piece, (start, size) in reversed(list(zip(pieces, spans(shape[vocab_dim], self.options), strict=True))):
             piece = piece[:size, :width] if vocab_dim == 0 else piece[:width, :size]
             whole = formulas.put(whole, piece, start, vocab_dim)

@@ -122,13 +122,9 @@ def _end_of_sum(total: Any, dtype: Any) -> jax.Array:
     return total[0] if isinstance(total, tuple) else total.astype(dtype)
 
 
-def _empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jax.lax.optimization_barrier(_hopper.empty(like, shape, dtype))
-
-
 _BACKEND = chunks.Backend(
     logits=_logits,
-    empty=_empty,
+    empty=_hopper.empty_for_slices,
     start_of_sum=_start_of_sum,
     add_to_sum=_add_to_sum,
     end_of_sum=_end_of_sum,

@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import promoted
+from liger_jax.pallas_kernels._tiles import in_float32
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _LINEAR, _CUBIC = 2 * _SQRT_2_OVER_PI, 2 * _SQRT_2_OVER_PI * 0.044715  # of 2·√(2/π)·(x + 0.044715·x³)
@@ -35,11 +35,6 @@ def activate(x: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
     return x * sigmoid, sigmoid + x * (sigmoid * (1.0 - sigmoid)) * slope
 
 
-def _in_float32(x: jax.Array) -> jax.Array:
-    """x in float32; in float64 if it is float64."""
-    return x.astype(promoted(x.dtype, jnp.float32))
-
-
 def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """gpt-oss's g·σ(1.702·g) · (u + 1) with g = min(gate, 7) and u = clip(up, −7, 7), in float32 or wider.
 
@@ -55,18 +50,18 @@ def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Arra
 def product(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:
     """act(gate) · up, elementwise, in up's dtype; gpt-oss's "clamped_swiglu" is rounded once."""
     if activation == "clamped_swiglu":
-        return _clamped_swiglu(_in_float32(gate), _in_float32(up))[0].astype(up.dtype)
-    act, _ = activate(_in_float32(gate), activation)
+        return _clamped_swiglu(in_float32(gate), in_float32(up))[0].astype(up.dtype)
+    act, _ = activate(in_float32(gate), activation)
     return act.astype(up.dtype) * up
 
 
 def gradients(dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str) -> tuple[jax.Array, jax.Array]:
     """dgate and dup, elementwise, in their primals' dtypes."""
     if activation == "clamped_swiglu":
-        _, by_gate, by_up = _clamped_swiglu(_in_float32(gate), _in_float32(up))
+        _, by_gate, by_up = _clamped_swiglu(in_float32(gate), in_float32(up))
         dy = dy.astype(by_gate.dtype)
         return (dy * by_gate).astype(gate.dtype), (dy * by_up).astype(up.dtype)
-    act, slope = activate(_in_float32(gate), activation)
+    act, slope = activate(in_float32(gate), activation)
     dy = dy.astype(act.dtype)
     return (dy * up.astype(act.dtype) * slope).astype(gate.dtype), (dy * act).astype(up.dtype)
 
