@@ -37,12 +37,12 @@ def add_rope_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
 
 
-def add_training_arguments(command: argparse.ArgumentParser, rate: str, settings_type: type[Settings]) -> None:
+def add_training_arguments(command: argparse.ArgumentParser, settings_type: type[Settings]) -> None:
     """Adds the arguments of every command that trains a model, apart from those of its data."""
     model = "a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters"
     command.add_argument("--model", required=True, help=model)
     _add_model_arguments(command)
-    _add_step_arguments(command, rate)
+    _add_step_arguments(command, settings_type)
     _add_run_arguments(command, settings_type)
 
 
@@ -73,7 +73,7 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
 
 
-def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
+def _add_step_arguments(command: argparse.ArgumentParser, settings_type: type[Settings]) -> None:
     """How many steps there are, and what a step does."""
     add = command.add_argument
     add("--batch", type=int, help="rows in a step (default: 8)")
@@ -84,7 +84,8 @@ def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
     )
     add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
     add("--steps", type=int, help="training steps, in the place of --epochs")
-    add("--learning-rate", type=float, help=f"the peak (default: {rate})")
+    rates = [f"{rate:.0e}".replace("e-0", "e-") for rate in settings_type.peak_rates]
+    add("--learning-rate", type=float, help=f"the peak (default: {rates[0]}, with --lora {rates[1]})")
     add("--optimizer", choices=OPTIMIZERS, help="adamw8bit holds its moments in 8 bits (default: adamw)")
     add("--schedule", choices=SCHEDULES, help="of the rate after its peak (default: cosine, down to a tenth)")
     add("--warmup", type=float, help="share of the steps in which the rate rises, or their number (default: 0.03)")

@@ -60,6 +60,7 @@ class GrpoSettings(Settings):
 
     command = "grpo"
     is_alone = True
+    peak_rates = 1e-6, 1e-5
     what_samples = "completions of each step that are written to OUT/completions.jsonl, with their rewards"
 
     def __post_init__(self):
@@ -123,11 +124,6 @@ class GrpoSettings(Settings):
                 f"--patience={self.patience} is for data that is held out, and this command holds out none: a step's "
                 "rewards are of what the model has just written. Leave it out."
             )
-
-    @property
-    def peak_rate(self) -> float:
-        """The peak of the learning rate."""
-        return self.learning_rate or (1e-6 if self.lora is None else 1e-5)
 
     @property
     def keeps(self) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
     """The run with what was left to it: the first choice that fits every process's devices and host, else as it is."""
     counts, remats = [run.micro_batches], [run.remat]
     if settings.micro_batches is None and not settings.takes_whole_batches:
-        counts = [n for n in range(1, run.batch + 1) if run.batch % (n * run.batch_devices) == 0]
+        counts = run.micro_batch_choices
     if settings.remat is None and run.target.platform != "cpu":
         config = run.model.config
         windows = any(config.window_of(kind) for kind in config.layer_types)

@@ -21,6 +21,7 @@ class PairSettings(LossOptions, Settings):
 
     command = "dpo"
     is_alone = True
+    peak_rates = 1e-6, 1e-5
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,11 +54,6 @@ class PairSettings(LossOptions, Settings):
     def needs_reference(self) -> bool:
         """Whether the loss reads the reference's log-probabilities."""
         return self.unpaired is not None or self.preference.needs_reference
-
-    @property
-    def peak_rate(self) -> float:
-        """The peak of the learning rate."""
-        return self.learning_rate or (1e-6 if self.lora is None else 1e-5)
 
     @property
     def switches_adapters_off(self) -> bool:

@@ -13,11 +13,10 @@ from liger_jax.commands import _references, _unpaired_task
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._pair_tokenizer import PairTokenizer
-from liger_jax.commands._preference import Pairs, Preference
+from liger_jax.commands._preference import Pairs, Preference, flag
 from liger_jax.commands._references import responses, sides
 from liger_jax.commands._task import Task
 from liger_jax.commands._training_rows import TrainingRows
-from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
 
 _FIGURES = (  # TRL's names
@@ -33,17 +32,13 @@ def loss_of(preference: Preference, num_segments: int) -> Callable[..., Any]:
     """
     normalizer, ld_alpha = normalizer_of(preference), preference.ld_alpha
 
-    def reference_of(model: Any, batch: Mapping[str, Any]) -> jax.Array:
-        if _references.NAME in batch:
-            return batch[_references.NAME]
-        return responses(with_adapters(model, False), batch, num_segments, ld_alpha=ld_alpha).log_probs
-
     def loss(model: Any, batch: Mapping[str, Any], denominators: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         counts = normalizer(batch) if denominators is None else denominators
         answers = responses(model, batch, num_segments, ld_alpha=ld_alpha, prompts=preference.reads_prompts)
         references = jnp.zeros_like(answers.log_probs)
         if preference.needs_reference:
-            references = jax.lax.stop_gradient(jnp.where(answers.tokens > 0, reference_of(model, batch), 0.0))
+            references = _references.of_batch(model, batch, num_segments, ld_alpha=ld_alpha)
+            references = jax.lax.stop_gradient(jnp.where(answers.tokens > 0, references, 0.0))
         (chosen, rejected), (chosen_tokens, rejected_tokens) = sides(answers.log_probs), sides(answers.tokens)
         exist = (chosen_tokens > 0) & (rejected_tokens > 0)
         nll = sides(answers.nll)[0] * counts["pairs"] / counts["tokens"]
@@ -142,7 +137,7 @@ def _check_trains(settings: PairSettings) -> None:
     if not limits.tiny**0.5 <= size <= limits.max**0.5:
         names = ("loss_weights", "beta", "desirable_weight", "undesirable_weight")
         given = [
-            f"--{name.replace('_', '-')}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+            f"{flag(name)}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
             for name in names
             if (value := getattr(settings, name)) is not None
         ]

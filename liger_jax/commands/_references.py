@@ -18,6 +18,7 @@ from liger_jax.commands import _keyed_file
 from liger_jax.commands._laid_rows import RowBatches
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._training_rows import TrainingRows
+from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training.rows import ARGUMENTS
 from liger_jax.training.waiting import telling
@@ -97,6 +98,13 @@ def responses(
     shorter = jnp.minimum(tokens[:, 0::2], tokens[:, 1::2]).astype(jnp.int32)
     segments |= dict(ld_alpha=ld_alpha, shared_tokens=jnp.repeat(shorter, 2, axis=1))
     return Responses(losses.sequence_log_probs(log_probs, where, **segments), tokens, nll)
+
+
+def of_batch(model: Any, batch: Mapping[str, Any], num_segments: int, *, ld_alpha: float | None = None) -> jax.Array:
+    """The log-probabilities of a batch's answers under the reference: its column, or the model's without adapters."""
+    if NAME in batch:
+        return batch[NAME]
+    return responses(with_adapters(model, False), batch, num_segments, ld_alpha=ld_alpha).log_probs
 
 
 def sides(x: jax.Array) -> tuple[jax.Array, jax.Array]:

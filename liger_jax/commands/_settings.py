@@ -71,7 +71,7 @@ class Settings:
     micro_batches: int | None = None
     epochs: float | None = None  # how often each row is trained on; `None` for once, or for what `steps` says
     steps: int | None = None  # training steps; `None` for what `epochs` says
-    learning_rate: float | None = None  # the peak; `None` for 2e-4 with adapters and 1e-5 without
+    learning_rate: float | None = None  # the peak; `None` for that of `peak_rates`
     optimizer: str = defaults.OPTIMIZER  # "adamw", or "adamw8bit", whose moments have 8 bits
     schedule: str = "cosine"  # how the rate goes on after the peak, a name of `SCHEDULES`
     warmup: float = 0.03  # the share of the steps in which the rate rises, or from 1 on their number
@@ -107,6 +107,7 @@ class Settings:
 
     command = "finetune"
     is_alone = False  # whether the command trains in one process
+    peak_rates = 1e-5, 2e-4  # the learning rates without `lora` and with it
     what_samples = "held-out rows that are continued at each evaluation"
 
     def __post_init__(self):
@@ -218,7 +219,7 @@ class Settings:
     @property
     def peak_rate(self) -> float:
         """The peak of the learning rate."""
-        return self.learning_rate or (1e-5 if self.lora is None else 2e-4)
+        return self.learning_rate or self.peak_rates[self.lora is not None]
 
     @property
     def share_held_out(self) -> float:

@@ -16,7 +16,6 @@ from liger_jax.commands._references import responses, sides
 from liger_jax.commands._task import Task
 from liger_jax.commands._training_rows import TrainingRows
 from liger_jax.commands._unpaired_tokenizer import UnpairedTokenizer, UnpairedWithOthers
-from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
 
 # TRL's names. Each is a mean over the answers that are counted under the second name.
@@ -36,10 +35,7 @@ def sums_of(
     prompt with an answer to another.
     """
     scored = responses(model, batch, num_segments)
-    if _references.NAME in batch:
-        reference = batch[_references.NAME]
-    else:
-        reference = responses(with_adapters(model, False), batch, num_segments).log_probs
+    reference = _references.of_batch(model, batch, num_segments)
     reference = jax.lax.stop_gradient(jnp.where(scored.tokens > 0, reference, 0.0))
     numbers = scored.log_probs, reference, scored.tokens, _first_labels(batch, num_segments)
     kl = jnp.zeros(())

@@ -28,7 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--stream", action="store_true", help="read a dataset from the hub while the run goes on")
     add_teacher_arguments(command)
     add_data_arguments(command)
-    add_training_arguments(command, "1e-5, with --lora 2e-4", DistillSettings)
+    add_training_arguments(command, DistillSettings)
 
 
 def run(args: argparse.Namespace) -> int:

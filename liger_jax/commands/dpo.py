@@ -28,7 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--data", nargs="+", required=True, metavar="DATA", help=data)
     add_loss_arguments(command)
     add_row_arguments(command)
-    add_training_arguments(command, "1e-6, with --lora 1e-5", PairSettings)
+    add_training_arguments(command, PairSettings)
 
 
 def run(args: argparse.Namespace) -> int:

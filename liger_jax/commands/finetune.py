@@ -28,7 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", required=True, metavar="DATA", help=data)
     add("--stream", action="store_true", help="read a dataset from the hub while the run goes on; needs --steps")
     add_data_arguments(command)
-    add_training_arguments(command, "1e-5, with --lora 2e-4", Settings)
+    add_training_arguments(command, Settings)
 
 
 def run(args: argparse.Namespace) -> int:

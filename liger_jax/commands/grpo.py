@@ -49,7 +49,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--length", type=int, help="tokens in a packed row (default: a longest prompt's and completion's)")
     add("--seed", type=int, help="of all that is random (default: 0)")
     add_rope_argument(command)
-    add_training_arguments(command, "1e-6, with --lora 1e-5", GrpoSettings)
+    add_training_arguments(command, GrpoSettings)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -139,8 +139,7 @@ def changes(
         yield dict(remat=remat)
     if run.micro_batches > 1:
         yield dict(micro_batches=1)  # their sum of gradients may be more than what smaller ones save
-    rows, unshared = divmod(run.batch, run.batch_devices)
-    for count in () if whole or unshared else _divisors(rows):
+    for count in () if whole else run.micro_batch_choices:
         if count > run.micro_batches:
             yield dict(micro_batches=count)
     if not is_offloaded(run.remat) and run.target.platform != "cpu":
@@ -158,12 +157,6 @@ def changes(
     length = run.seq
     while frozen is not None and (length := length // 2) >= _SHORTEST:
         yield dict(seq=length)
-
-
-def _divisors(n: int) -> list[int]:
-    """In ascending order."""
-    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
-    return sorted({*small, *(n // i for i in small)})
 
 
 def adapters_that_fit(run: Run, correction: int = 0) -> Change | None:

@@ -187,6 +187,13 @@ class Run:
         return self.target.count // (self.tensor * self.sequence)
 
     @property
+    def micro_batch_choices(self) -> list[int]:
+        """The numbers of micro-batches of which each device has an equal share, in ascending order."""
+        rows, unshared = divmod(self.batch, self.batch_devices)
+        small = [] if unshared else [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+        return sorted({*small, *(rows // n for n in small)})
+
+    @property
     def positions(self) -> int:
         """The positions of one device in a row, padding included."""
         parts = self.layout.sequence_shards(self.mesh)
