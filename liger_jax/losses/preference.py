@@ -100,7 +100,7 @@ def dpo_loss(
         rejected_tokens: the same for the other responses; for "ipo" and "sigmoid_norm" only.
         pair_weights: factors of the pairs' losses, such as `wpo_weights` makes; not for the types that sort.
         beta: > 0, how strongly the reference binds.
-        loss_type: a type of the table, or several, whose losses add up.
+        loss_type: a type of the table, or several different ones, whose losses add up.
         loss_weights: a factor for each of several types; None is 1 for each.
         label_smoothing: in [0, 0.5), above 0 for "exo_pair"; for "exo_pair", "robust" and the types that sort only.
         f_divergence: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence"; others than the first do not go
@@ -181,6 +181,11 @@ def _check_dpo_options(
         raise ValueError(f"{op}: loss_type=() names no type; pass one of {_dpo_formulas.LOSS_TYPES}, or several.")
     for name in types:
         check_choice(op, "loss_type", name, _dpo_formulas.LOSS_TYPES)
+        if types.count(name) > 1:
+            raise ValueError(
+                f"{op}: loss_type={types} names {name!r} twice, whose loss would count twice. Name each type once; "
+                "loss_weights weigh them."
+            )
     _checks.check_positive(op, beta=beta, discopop_tau=discopop_tau)
     _checks.check_label_smoothing(op, label_smoothing)
     if "exo_pair" in types:

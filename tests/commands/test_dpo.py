@@ -332,6 +332,7 @@ def test_pairs_are_learnt_by_adapters(source, tmp_path, loss):
         (["--ld-alpha=2"], "--ld-alpha=2.0 must be in [0, 1]"),
         (["--loss=nca_pair", "--f-divergence=forward_kl"], "is not defined for --loss='nca_pair'"),
         (["--loss=sigmoid,sft", "--loss-weights=1"], "must have a number for each of"),
+        (["--loss=sigmoid,sft,sigmoid", "--loss-weights=1,1,1"], "names 'sigmoid' twice"),
         (["--quantize=nf4"], "--quantize is for adapters: pass --lora"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -225,6 +225,7 @@ ONES = jnp.ones(3)
             dict(loss_type=("hinge", "sft"), loss_weights=(1.0,), chosen_tokens=ONES),
             r"loss_weights=\(1.0,\) must have a",
         ),
+        (dict(loss_type=("hinge", "sft", "hinge"), chosen_tokens=ONES), r"loss_type=.* names 'hinge' twice"),
         (
             dict(reference_chosen=ONES),
             r"reference_chosen and reference_rejected belong together; pass both, or neither",
