@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models.core.parameters import is_matrix
 from liger_jax.ops._place import place_of
 from liger_jax.training import dynamic_code as code
-from liger_jax.training.rounding import check_numbers
+from liger_jax.training.rounding import check_numbers, check_rate
 
 MIN_SIZE = 4096  # bitsandbytes' too: smaller arrays are no memory, and some of them are delicate
 MIN_WIDTH = 16  # of the last axis: narrower ones would have a scale for hardly any numbers
@@ -72,8 +72,8 @@ def adamw_8bit(
     number the mesh does not divide are whole on every device.
 
     Args:
-        learning_rate: a number or an optax schedule. `optax.inject_hyperparams` may hand this number, and the next
-            four, over as arrays. Where they are traced, b1, b2 or eps out of its range makes NaN.
+        learning_rate: a finite number, at least 0, or an optax schedule. `optax.inject_hyperparams` may hand this
+            number, and the next four, over as arrays. Where they are traced, b1, b2 or eps out of its range makes NaN.
         b1: the decay of first moments, in [0, 1).
         b2: the decay of second moments, in [0, 1).
         eps: is added to √v̂; above 0.
@@ -87,8 +87,8 @@ def adamw_8bit(
         The transformation; its updates are float32.
 
     Raises:
-        ValueError: `b1`, `b2`, `eps` or `block_size` is out of range; from `init`, that no path has a name of
-            `float32_names`; from `update`, that the state has other blocks.
+        ValueError: `learning_rate`, `b1`, `b2`, `eps` or `block_size` is out of range; from `init`, that no path has a
+            name of `float32_names`; from `update`, that the state has other blocks.
         TypeError: `block_size` is an array, or `b1` or `b2` is one of 16 bits; from `init`, that a parameter is not of
             real floating-point numbers.
 
@@ -102,6 +102,7 @@ def adamw_8bit(
     References:
         Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv:2110.02861).
     """
+    check_rate("adamw_8bit", "learning_rate", learning_rate)
     return optax.chain(
         scale_by_adam_8bit(b1, b2, eps, block_size=block_size, float32_names=float32_names),
         optax.add_decayed_weights(weight_decay, mask),

@@ -13,7 +13,7 @@ import optax
 
 from liger_jax.models.core.parameters import matrices
 from liger_jax.training.eight_bit import adamw_8bit
-from liger_jax.training.rounding import check_numbers, held_in, stochastic_rounding
+from liger_jax.training.rounding import check_numbers, check_rate, held_in, stochastic_rounding
 
 Schedule = Callable[[Any], Any]
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
@@ -23,7 +23,7 @@ def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
     """A straight line up to the peak, and a cosine down from it over the steps that are left.
 
     Args:
-        peak: the highest rate.
+        peak: the highest rate, a finite number, at least 0.
         steps: how many steps the whole run has, at least 1.
         warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
         end: the rate after the last step, as a share of the peak.
@@ -38,7 +38,7 @@ def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
         >>> [round(float(cosine_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
         [0.33, 1.0, 0.56, 0.1]
     """
-    _check("cosine_schedule_with_warmup", steps, warm_up=warm_up, end=end)
+    _check("cosine_schedule_with_warmup", peak, steps, warm_up=warm_up, end=end)
     rising, done = _phases(steps, warm_up)
     left = lambda step: 0.5 + 0.5 * jnp.cos(jnp.pi * done(step))
     return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * left(step))
@@ -48,7 +48,7 @@ def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
     """A straight line up to the peak, and a straight line down from it over the steps that are left.
 
     Args:
-        peak: the highest rate.
+        peak: the highest rate, a finite number, at least 0.
         steps: how many steps the whole run has, at least 1.
         warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
         end: the rate after the last step, as a share of the peak.
@@ -63,7 +63,7 @@ def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
         >>> [round(float(linear_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 50, 99)]
         [0.33, 0.5, 0.01]
     """
-    _check("linear_schedule_with_warmup", steps, warm_up=warm_up, end=end)
+    _check("linear_schedule_with_warmup", peak, steps, warm_up=warm_up, end=end)
     rising, done = _phases(steps, warm_up)
     return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * (1 - done(step)))
 
@@ -72,7 +72,7 @@ def constant_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0
     """A straight line up to the peak, which then stays.
 
     Args:
-        peak: the highest rate.
+        peak: the highest rate, a finite number, at least 0.
         steps: how many steps the whole run has, at least 1.
         warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
 
@@ -86,7 +86,7 @@ def constant_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0
         >>> [round(float(constant_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 2, 99)]
         [0.33, 1.0, 1.0]
     """
-    _check("constant_schedule_with_warmup", steps, warm_up=warm_up)
+    _check("constant_schedule_with_warmup", peak, steps, warm_up=warm_up)
     rising, _ = _phases(steps, warm_up)
     return lambda step: peak * rising(step)
 
@@ -113,7 +113,7 @@ def adamw(
     computes in float32 and rounds parameters in bfloat16 as `stochastic_rounding` does.
 
     Args:
-        learning_rate: a number, or a schedule.
+        learning_rate: a finite number, at least 0, or a schedule.
         b1: the share of the first moment that a step keeps.
         b2: the share of the second moment that a step keeps.
         eps: added to the second moment's root.
@@ -133,7 +133,7 @@ def adamw(
 
     Raises:
         ValueError: `mask` and `decays_all=False`, or `mu_dtype` and `state_dtype`, are given together; `state_dtype`
-            is neither float32 nor bfloat16; or `max_norm` is not above 0.
+            is neither float32 nor bfloat16; or `learning_rate` or `max_norm` is out of its range.
         TypeError: `b1` or `b2` is an array of 16 bits.
 
     Example:
@@ -148,6 +148,7 @@ def adamw(
     References:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019 (arXiv:1711.05101).
     """
+    check_rate("adamw", "learning_rate", learning_rate)
     check_numbers("adamw", b1=b1, b2=b2)
     if not decays_all:
         if mask is not None:
@@ -177,7 +178,7 @@ def sgd(
     computes in float32 and rounds parameters in bfloat16 as `stochastic_rounding` does.
 
     Args:
-        learning_rate: a number, or a schedule.
+        learning_rate: a finite number, at least 0, or a schedule.
         momentum: the share of the momentum that a step keeps; `None` for no momentum, and no state.
         nesterov: whether the momentum is Nesterov's.
         accumulator_dtype: dtype in which the momentum is held; `None` for the parameter's.
@@ -188,7 +189,7 @@ def sgd(
         The transformation. With `seed` it needs `params`, and its updates are float32.
 
     Raises:
-        ValueError: `max_norm` is not above 0.
+        ValueError: `learning_rate` or `max_norm` is out of its range.
 
     Example:
         >>> params = {"kernel": jnp.ones((2, 2))}
@@ -196,6 +197,7 @@ def sgd(
         >>> optimizer.update(params, optimizer.init(params), params)[0]["kernel"].tolist()
         [[-0.5, -0.5], [-0.5, -0.5]]
     """
+    check_rate("sgd", "learning_rate", learning_rate)
     optimizer = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
     return _finished(optimizer, max_norm, None, seed)
 
@@ -214,7 +216,7 @@ def optimizer_named(
 
     Args:
         name: "adamw"; "adamw8bit", which is `adamw_8bit` with what `adamw` has around it; or "sgd".
-        learning_rate: a number, or a schedule.
+        learning_rate: a finite number, at least 0, or a schedule.
         b2: the share of the second moment that a step keeps; "sgd" has none.
         weight_decay: the share of each weight that a step of rate 1 takes away, but in "sgd".
         max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
@@ -226,7 +228,7 @@ def optimizer_named(
 
     Raises:
         ValueError: no optimizer has this name, or `state_dtype` is given to one whose state has its own dtype; or
-            `max_norm` is not above 0.
+            `learning_rate` or `max_norm` is out of its range.
 
     Example:
         >>> import jax
@@ -268,7 +270,8 @@ def _phases(steps: int, warm_up: float) -> tuple[Schedule, Schedule]:
     return rising, done
 
 
-def _check(name: str, steps: int, **shares: float) -> None:
+def _check(name: str, peak: float, steps: int, **shares: float) -> None:
+    check_rate(name, "peak", peak)
     if steps < 1:
         raise ValueError(f"{name}: steps={steps} must be at least 1.")
     for argument, share in shares.items():

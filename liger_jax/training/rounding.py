@@ -1,12 +1,14 @@
 """Stochastic rounding: an optimizer that trains bfloat16 parameters, and one whose moments are held in bfloat16."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 _MOMENTS = 2**32 - 1  # folded into the seed: a step that no run has, so that moments and parameters have other bits
@@ -170,6 +172,12 @@ def check_numbers(function: str, **numbers: Any) -> None:
                 f"{function}: {name} is an array of {dtype}, which has no 0.999, and must be float32. With "
                 "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32, or put stochastic_rounding around it."
             )
+
+
+def check_rate(function: str, name: str, rate: Any) -> None:
+    """Refuses a learning rate that is none. A schedule and a tracer are not read."""
+    if not callable(rate) and not isinstance(rate, Tracer) and not 0 <= rate < math.inf:
+        raise ValueError(f"{function}: {name}={rate} must be a finite number, at least 0.")
 
 
 def _widened(tree):

@@ -252,6 +252,19 @@ def test_numbers_out_of_their_range_are_refused(make):
         make(1.0, 10, warm_up=3.0)
 
 
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1e-3])
+def test_a_learning_rate_that_is_none_is_refused(rate):
+    for make in SCHEDULES:
+        with pytest.raises(ValueError, match=rf"^{make.__name__}: peak=.* must be a finite number, at least 0\.$"):
+            make(rate, 10)
+    for make in (adamw, sgd, adamw_8bit):
+        with pytest.raises(
+            ValueError, match=rf"^{make.__name__}: learning_rate=.* must be a finite number, at least 0"
+        ):
+            make(rate)
+    sgd(0.0)  # a rate of 0 stays one
+
+
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
 def test_gradients_are_not_clipped_at_a_norm_that_is_none(max_norm):
     for make in (adamw, sgd, functools.partial(optimizer_named, "adamw8bit")):
