@@ -43,13 +43,14 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
     known = {name: action for name, action in actions.items() if name not in _NO_OPTIONS}
     name_of = {_name(option): name for name, action in known.items() for option in action.option_strings}
     name_of |= {name: name for name in known}
-    values, others, different = {}, [], []
+    values, spelled, others, different = {}, {}, [], []
     text = _text(path)
     writer = written[1] if (written := _COMMAND.match(text)) else command
     for key, value in _table(path, text).items():
         name = name_of.get(_name(key), _name(key))
-        if name in values:
-            raise UserError(f"--config {path}: {name} stands there twice, also as {key}. Keep one of them.")
+        if name in spelled:
+            raise UserError(f"--config {path}: {spelled[name]} and {key} are one option. Keep one of them.")
+        spelled[name] = key
         if name in known and any(writer in group and command not in group for group in MEANINGS.get(name, ())):
             different.append(key)
         elif name in known:

@@ -106,12 +106,14 @@ def _lines(path: Path, head: str, file: io.TextIOWrapper) -> Iterator[str]:
 def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Found]:
     """The rows of a table whose first row names the columns."""
     csv.field_size_limit(MOST)  # a document may be long
-    table = csv.reader(lines, delimiter=delimiter, strict=True)
+    table, begin = csv.reader(lines, delimiter=delimiter, strict=True), 1
     try:
         names = next(table)
+        _check_delimiter(path, names, delimiter)
         _check_names(f"{path}, line 1", names)
+        begin = table.line_num + 1
         for cells in table:
-            where = f"{path}, line {table.line_num}"
+            where, begin = f"{path}, line {begin}", table.line_num + 1  # a cell may have several lines
             if not cells:  # an empty line
                 continue
             if len(cells) != len(names):
@@ -121,7 +123,18 @@ def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Foun
                 )
             yield where, dict(zip(names, cells, strict=True))
     except csv.Error as error:
-        raise UserError(f"{path}, line {table.line_num}: {error}, so that the table cannot be read.") from error
+        raise UserError(f"{path}, line {begin}: {error}, so that the table cannot be read.") from error
+
+
+def _check_delimiter(path: Path, names: Sequence[str], delimiter: str) -> None:
+    """Raises a UserError if a first row that is one cell holds what separates the columns of other tables."""
+    other = next((each for each in ",;\t|" if len(names) == 1 and each in names[0]), None)
+    if other is None:
+        return
+    ends = [end for end, each in _formats.DELIMITERS.items() if each == other]
+    anew = f"Write it anew: pandas.read_csv({path.name!r}, sep={other!r}).to_csv('rows.csv', index=False)."
+    cure = f"Give the file a name that ends in {ends[0]}." if ends else anew
+    raise UserError(f"{path}, line 1: {other!r} separates the columns, and must be {delimiter!r}. {cure}")
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:

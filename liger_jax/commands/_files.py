@@ -1,5 +1,6 @@
 """Text files by a path or a glob, some of them compressed."""
 
+import codecs
 import contextlib
 import glob
 import io
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from liger_jax.commands import _formats
 from liger_jax.commands._errors import UserError, refusals_kept
+
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # bytes that are in no text
 
 
 def read_texts(pattern: str, refused: dict[str, UserError] | None = None) -> dict[Path, str]:
@@ -80,7 +83,7 @@ def opened(path: Path) -> Iterator[io.TextIOWrapper]:
                 yield file
             except UnicodeDecodeError as error:
                 at = file.buffer.tell() - len(error.object) + error.start
-                raise _no_text(path, f"byte {error.object[error.start]:#04x} at {at} is no UTF-8") from error
+                raise _no_utf8(path, error.object, error.start, at) from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # a compressed file may be cut off or damaged
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
@@ -110,3 +113,15 @@ def check_text(path: Path, text: str, begin: int = 0) -> None:
 
 def _no_text(path: Path, reason: str) -> UserError:
     return UserError(f"{path} is no text file: {reason}. Let --data match text files only.")
+
+
+def _no_utf8(path: Path, data: bytes, begin: int, at: int) -> UserError:
+    """The error for a byte of a file that is no UTF-8, and is text if no control character stands around it."""
+    cure = "convert it by: iconv -f {} -t UTF-8 {} > FILE."
+    if not at and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return UserError(f"{path} is in UTF-16, and must be in UTF-8: {cure.format('UTF-16', path.name)}")
+    wrong = f"byte {data[begin]:#04x} at {at}"
+    if _CONTROL.search(data):
+        return _no_text(path, f"{wrong} is no UTF-8")
+    cure = cure.format("ISO-8859-1", path.name)
+    return UserError(f"{path} is not in UTF-8: {wrong}. If it is text in Latin-1, {cure}")

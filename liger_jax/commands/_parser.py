@@ -5,6 +5,7 @@ A switch such as --pack has a second form, --no-pack, by which the command line 
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,8 @@ from liger_jax.commands import _config
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._other_words import in_other_words, value_in_other_words, value_of_another_command
 
+# Options whose values name files and folders, or ids beside them.
+PATHS = ("model", "base", "teacher", "data", "files", "eval_data", "out", "file", "picture", "config")
 # What other trainers call our options. Each names those that may be meant, of which a command has one or none.
 _ELSEWHERE = {
     "--lr": ("--learning-rate",),
@@ -103,7 +106,18 @@ class Parser(argparse.ArgumentParser):
         parsed, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}.")
+        for action in self._actions:
+            if action.dest in PATHS and (value := getattr(parsed, action.dest, None)) is not None:
+                name = action.option_strings[0] if action.option_strings else action.dest
+                each = [self._path(name, path) for path in (value if isinstance(value, list) else [value])]
+                setattr(parsed, action.dest, each if isinstance(value, list) else each[0])
         return parsed, left
+
+    def _path(self, name: str, path: str) -> str:
+        """A path with the user's folder for "~", which a shell leaves alone after "=" and between quotes."""
+        if not path.strip():
+            self.exit(2, f"{self.prog}: {name}={path} is empty, and must name a file or a folder.\n")
+        return os.path.expanduser(path)
 
     def _has(self, name: str) -> bool:
         return name in self._option_string_actions
@@ -126,7 +140,8 @@ class Parser(argparse.ArgumentParser):
             raise UserError("--config is given more than once. Write the options into one file.")
         if not places or args[places[0]] == "--config" and places[0] + 1 == len(args):  # argparse asks for its value
             return
-        path = args[places[0]].partition("=")[2] or args[places[0] + 1]
+        _, equals, path = args[places[0]].partition("=")
+        path = self._path("--config", path if equals else args[places[0] + 1])
         values = _config.read(path, self.prog.rpartition(" ")[2], {action.dest: action for action in self._actions})
         given = {self._option_string_actions[name].dest for name in map(_name, args) if self._has(name)}
         for names in self.alternatives:

@@ -12,12 +12,14 @@ from liger_jax.commands._decided_run import Run
 from liger_jax.commands._errors import UserError, counted
 from liger_jax.commands._grpo_settings import REWARD_CALL
 from liger_jax.commands._settings import Settings
+from liger_jax.commands._sources import resolved
 from liger_jax.commands._training_inputs import TrainingInputs
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.training import Checkpoints, disk, identity
 from liger_jax.training.waiting import telling
 
+_PATHS = ("model", "adapters", "teacher", "data", "eval_data")  # settings that name files and folders
 GROWING = ("steps", "epochs")  # settings that may be larger when a run goes on
 
 
@@ -34,8 +36,11 @@ def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
     earlier = sorted(set.intersection(*spared))
     folder = Path(settings.out) / _output.CHECKPOINTS
     options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep, growing=GROWING)
-    checkpoints = Checkpoints(folder, settings.of_the_run() | dict(made_of), **options)
+    values = settings.of_the_run() | dict(made_of)
+    checkpoints = Checkpoints(folder, values, **options)
     before = checkpoints.latest_settings
+    if spelled := _spelled_before(values, before):
+        checkpoints = Checkpoints(folder, values | spelled, **options)
     if "reward" in before and REWARD_CALL not in before:
         raise UserError(
             f"{folder} holds a run whose rewards were called once for each prompt, with a field's own value. They are "
@@ -43,6 +48,20 @@ def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
             "--fresh to start over, or another --out."
         )
     return checkpoints
+
+
+def _spelled_before(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
+    """The paths of a run that were spelled in another way when it began; digests compare what is in them.
+
+    >>> _spelled_before({"data": "./a//b.jsonl=2", "model": "./x"}, {"data": "a/b.jsonl=2", "model": "y"})
+    {'data': 'a/b.jsonl=2'}
+    """
+    pairs = ((name, values.get(name), before.get(name)) for name in _PATHS)
+    return {
+        name: old
+        for name, new, old in pairs
+        if new != old and isinstance(new, str) and isinstance(old, str) and resolved(new) == resolved(old)
+    }
 
 
 def _model_files(settings: Settings, source: Source) -> dict[str, str]:

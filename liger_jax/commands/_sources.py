@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from liger_jax.commands import _files, _formats
 from liger_jax.commands._errors import UserError
@@ -31,16 +32,37 @@ class DataSource:
 def data_sources(given: Sequence[str], flag: str = "--data") -> list[DataSource]:
     """What the arguments of a flag name, each perhaps with a weight, as in `chats.jsonl=2`: one source for each."""
     sources = [_data_source(text, flag) for text in given]
-    seen: set[str] = set()
+    seen: dict[Any, str] = {}
     for source in sources:
-        for path in map(os.path.abspath, source.paths or [source.name]):
-            if path in seen:
+        for identity, name in _identities(source):
+            if (other := seen.get(identity)) is not None:
+                also = "" if os.path.abspath(name) == os.path.abspath(other) else f", also as {other}"
                 raise UserError(
-                    f"{flag} names {path if source.paths else source.name} more than once. Leave one out; "
-                    f"{source.name}=2 takes its rows twice."
+                    f"{flag} names {name} more than once{also}. Leave one out; {source.name}=2 takes its rows twice."
                 )
-            seen.add(path)
+            seen[identity] = name
     return sources
+
+
+def in_both(some: Sequence[DataSource], others: Sequence[DataSource]) -> str | None:
+    """The first file or dataset of the second that is among the first, too, under whatever name."""
+    first = {identity for source in some for identity, _ in _identities(source)}
+    return next((name for source in others for identity, name in _identities(source) if identity in first), None)
+
+
+def resolved(names: str) -> list[str]:
+    """The words of names with spaces between them, each resolved if it is a path, so that spellings are compared."""
+    words = (re.fullmatch(r"(.*?)(=[\d.e+-]+)?", word, re.S) for word in names.split(" "))
+    return [os.path.realpath(word[1]) + (word[2] or "") for word in words if word]
+
+
+def _identities(source: DataSource) -> Iterator[tuple[Any, str]]:
+    """What tells the files or the dataset of a source from others, and their names. Links are what they lead to."""
+    for path in source.paths:
+        stat = path.stat()
+        yield (stat.st_dev, stat.st_ino), str(path)
+    if not source.paths:
+        yield source.name, source.name
 
 
 def _name_and_weight(text: str, flag: str) -> tuple[str, float]:

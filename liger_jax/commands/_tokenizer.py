@@ -16,6 +16,7 @@ from liger_jax.commands._conversations import Conversations
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, refusals_kept
 from liger_jax.commands._json import kind_of
+from liger_jax.commands._messages import IS_TRAINED, is_trained
 from liger_jax.commands._pieces import Piece as Piece
 from liger_jax.commands._pieces import completed, errors_at, failures, no_place, nothing_to_train_on, places
 from liger_jax.models.core.config_fields import MOST, short
@@ -241,7 +242,10 @@ class Tokenizer:
                     answer = places(np.array(encoded.offsets), chat.text, span)
                     is_answer[answer] = True
                     ends += [encoded.ids[i] for i in answer[-1:]]
-                self._conversations.look_at_ends(document.messages or [], chat, ends)
+                messages = document.messages or []
+                if by_weight := _left_out_by(messages):
+                    self.left_out[document.where] = f"only answers that {by_weight} leaves out"
+                self._conversations.look_at_ends(messages, chat, ends)
                 pieces.append(self._one(document, encoded.ids, is_answer, length, "conversations"))
         return pieces
 
@@ -320,3 +324,12 @@ class Tokenizer:
                 f"{self._vocab_size} entries. Pass a model with its own tokenizer."
             )
         return np.asarray(ids, np.int32)
+
+
+def _left_out_by(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The fields by which all answers of a conversation are left out; "" if one is trained on."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if any(map(is_trained, answers)):
+        return ""
+    names = [name for name in IS_TRAINED if any(message.get(name, True) in (0, False) for message in answers)]
+    return " or ".join(map(repr, names))

@@ -123,6 +123,12 @@ def sources_of(settings: Settings) -> dict[str, list[_sources.DataSource]]:
             raise UserError(
                 f"--eval-data={source.name} has a weight, and all that is scored counts alike. Leave it out."
             )
+    trained = sources.get("--data") or [_sources.DataSource(name) for name in settings.data]  # of a stream
+    if (both := _sources.in_both(trained, sources.get("--eval-data", []))) is not None:
+        raise UserError(
+            f"--eval-data: {both} is in --data, too, so that its score would say nothing. Name it in one of them; "
+            "without --eval-data a share of --data is held out."
+        )
     if (
         settings.subset
         and not settings.stream

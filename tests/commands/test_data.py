@@ -62,7 +62,17 @@ def answers(plain, piece):
     [
         ("a.txt", b"", "a.txt is empty."),
         ("a.txt", b"  \n", "a.txt is empty."),
-        ("a.png", b"\x89PNG\xff", "a.png is no text file: byte 0x89 at 0 is no UTF-8"),
+        ("a.png", b"\x89PNG\r\n\x1a\n", "a.png is no text file: byte 0x89 at 0 is no UTF-8"),
+        (
+            "a.txt",
+            "one, né".encode("latin-1"),
+            "a.txt is not in UTF-8: byte 0xe9 at 6. If it is text in Latin-1, convert it by: iconv -f ISO-8859-1",
+        ),
+        (
+            "a.txt",
+            "one".encode("utf-16"),
+            "a.txt is in UTF-16, and must be in UTF-8: convert it by: iconv -f UTF-16 -t UTF-8",
+        ),
         ("a.txt", b"one\0two", "a.txt is no text file: character 3 is a null"),
         ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2, is no JSON: Expecting value"),
         ("a.jsonl", b'{"text": "one", "text": "two"}', "line 1, cannot be read: the name 'text' occurs twice"),
@@ -151,7 +161,7 @@ ROWS = '{"text": "one"}\n{"text": "two"}'
 @pytest.mark.parametrize(
     ["name", "content", "where"],
     [
-        ("a.csv", b'text,label\n"one",0\n\ntwo,1\n', ["line 2", "line 4"]),
+        ("a.csv", b'text,label\n"one","a\nb"\n\ntwo,1\n', ["line 2", "line 5"]),
         ("A.TSV", b"label\ttext\n0\tone\n1\ttwo", ["line 2", "line 3"]),
         ("a.JSONL", ROWS.encode(), ["line 1", "line 2"]),
         ("a.json", b'[\n{"text": "one"},\n{"text": "two"}\n]', ["element 1", "element 2"]),
@@ -177,7 +187,14 @@ def test_a_cell_of_a_table_holds_any_text(tmp_path):
 @pytest.mark.parametrize(
     ["name", "content", "message"],
     [
-        ("a.csv", "text;label\none;0", "line 2: there are no messages, and no text in 'text', among .'text;label'"),
+        ("a.csv", "text;label\none, two;0", "line 1: ';' separates the columns, and must be ','. .* sep=';'"),
+        (
+            "a.csv",
+            "text\tlabel\none\t0",
+            "line 1: '.t' separates the columns, .* Give the file a name that ends in .tsv.",
+        ),
+        ("a.csv", 'text,label\n"one\ntwo",0,0', "line 2: the row has 3 fields"),
+        ("a.csv", 'text\n\n"one\ntwo', "line 3: unexpected end of data"),
         ("a.csv", "text,label\none, two,0", "line 2: the row has 3 fields, and the first one names 2 columns. Put"),
         ("a.csv", 'text\n"one', "line 2: unexpected end of data, so that the table cannot be read"),
         ("a.csv", "text,text\none,two", "line 1: two columns have one name"),

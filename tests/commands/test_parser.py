@@ -180,7 +180,8 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
         ("steps = true", "steps = true must be a whole number."),
         ("column = 3", "column = 3 must be a text, in quotes."),
         ('remat = "ful"', 'remat = "ful" must be one of none, full'),
-        ("learning_rate = 1\nlearning-rate = 2", "learning_rate stands there twice, also as learning-rate."),
+        ("learning_rate = 1\nlearning-rate = 2", "learning_rate and learning-rate are one option. Keep one of them."),
+        ("learning-rate = 1\nlearning_rate = 2", "learning-rate and learning_rate are one option. Keep one of them."),
         ("steps: 1", "is no TOML: "),
         ("[finetune]\nsteps = 1", "finetune is no option of liger-jax finetune."),
     ],
@@ -189,6 +190,26 @@ def test_a_file_that_is_wrong_is_one_sentence(capsys, options, text, sentence):
     printed, code = said(capsys, "finetune", *options(text))
     assert code == 2 and printed.startswith("liger-jax finetune: --config ") and printed.count("\n") == 1
     assert sentence in printed
+
+
+def test_paths_of_all_commands_are_those_of_the_shell(capsys, options, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = settings_of(capsys, "--model=~/m", "--data", "~/a.jsonl=2", "b~", "--out=~/o", "--eval-data", "~/e.jsonl")
+    assert (found.model, found.out) == (f"{tmp_path}/m", f"{tmp_path}/o")
+    assert (found.data, found.eval_data) == ((f"{tmp_path}/a.jsonl=2", "b~"), (f"{tmp_path}/e.jsonl",))
+    assert settings_of(capsys, *options('model = "~/m"\ndata = ["d"]')).model == f"{tmp_path}/m"
+    (tmp_path / "c.toml").write_text('model = "x"\ndata = "y"')
+    assert settings_of(capsys, "--config=~/c.toml").model == "x"
+    args = _parsers()[0].parse_args(["plan", "--model=~/m", "--picture=~/p.png"])
+    assert (args.model, args.picture) == (f"{tmp_path}/m", f"{tmp_path}/p.png")
+    for call in ("finetune --model x --data y --out=", "generate --model= --prompt x", "data --model x --data="):
+        printed, code = said(capsys, *call.split())
+        assert code == 2 and printed.endswith("= is empty, and must name a file or a folder.\n"), printed
+    texts = {"prompt", "system", "column", "subset", "mesh", "distributed", "lora_targets", "reward", "memory"}
+    texts |= {"host_memory", "device", "loss_type", "f_divergence", "log", "loss_weights"}
+    is_text = lambda action: action.type in (None, str) and not action.choices and action.nargs != 0
+    free = {action.dest for parser in _parsers()[1] for action in parser._actions if is_text(action)}
+    assert free - texts == {*_parser.PATHS}, "an option whose value is a text names a path or not"
 
 
 def test_an_option_that_means_something_else_in_the_run_that_wrote_the_file_is_not_read(capsys, options):

@@ -83,11 +83,15 @@ def files_in(folder):
 # --- a run that is finished -------------------------------------------------------------------------------------------
 
 
-def test_the_command_of_a_finished_run_says_so_and_changes_nothing(command, finished, capsys):
+def test_the_command_of_a_finished_run_says_so_and_changes_nothing(command, finished, capsys, monkeypatch):
     before = files_in(finished)
     assert command(finished) == 0
     assert f"finished: {finished / 'adapters'} is there since step 2, the last one" in capsys.readouterr().out
     assert files_in(finished) == before
+    monkeypatch.chdir(command.folder.parent)
+    folder = f"./{command.folder.name}"  # the last --data counts
+    assert command(finished, f"--data={folder}/rows.jsonl", model=f"{folder}/model") == 0
+    assert "finished: " in capsys.readouterr().out
 
 
 def test_adapters_are_merged_once(command, finished, capsys):

@@ -228,6 +228,16 @@ def test_answers_behind_the_cut_are_named_with_the_length(source, capsys):
     )
 
 
+def test_answers_that_their_weights_leave_out_are_named_with_the_weights(source, capsys):
+    rows = [[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "weight": 0}]] * 2
+    (source.parent / "none.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    assert main(["data", f"--model={source}", str(source.parent / "none.jsonl"), "--length=64"]) == 2
+    assert re.search(
+        r"Nothing is left to train on: 2 documents have only answers that 'weight' leaves out, and no row: ",
+        capsys.readouterr().err,
+    )
+
+
 @pytest.mark.parametrize("options", [["--check"], ["--rows=1"], ["--loss=sigmoid", "--check"]], ids=" ".join)
 def test_roles_that_no_template_knows_are_told_with_their_rows(source, capsys, options):
     asked = [{"role": "human", "content": "one"}]

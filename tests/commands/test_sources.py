@@ -10,6 +10,8 @@ import pytest
 
 from liger_jax.commands import _data, _file_rows, _sources
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
+from liger_jax.commands._training_rows import sources_of
 from liger_jax.training import rows
 
 LINE = '{"text": "one"}'
@@ -105,6 +107,21 @@ def test_of_a_folder_with_splits_the_training_data_is_taken(capsys):
         _sources.data_sources(["d"], "--eval-data")
 
 
+def test_what_is_trained_on_is_not_scored_by_whatever_name(here):
+    write(d__a_jsonl=LINE, d__b_jsonl=LINE)
+    (here / "link.jsonl").symlink_to("d/b.jsonl")
+    (here / "hard.jsonl").hardlink_to("d/b.jsonl")
+    settings = lambda *data, **options: Settings(model="m", data=data, **options)
+    for data, scored in [(["d/b.jsonl"], "./d/b.jsonl"), (["d"], "link.jsonl"), (["d/a.jsonl", "hard.jsonl"], "d/*b*")]:
+        with pytest.raises(UserError, match=r"^--eval-data: .*(b|link|hard)\.jsonl is in --data, too"):
+            sources_of(settings(*data, eval_data=scored))
+    with pytest.raises(UserError, match="^--eval-data: org/words is in --data, too"):
+        sources_of(settings("org/words", eval_data="org/words", stream=True, steps=1))
+    with pytest.raises(UserError, match="--data names link.jsonl more than once, also as d/b.jsonl. Leave"):
+        sources_of(settings("d", "link.jsonl"))
+    assert sources_of(settings("d/a.jsonl", eval_data="link.jsonl"))["--eval-data"][0].name == "link.jsonl"
+
+
 def test_a_mixture_has_each_file_s_rows_as_often_as_its_weight_says():
     mixture = [(4, 2.0), (10, 0.25), (3, 1.0)]
     table = {"input_ids": rows.np.arange(17)[:, None]}
@@ -178,7 +195,7 @@ def test_long_prose_is_not_held_in_memory_and_json_is_found_in_it(here, small_pa
 @pytest.mark.parametrize("at", [0, 100])
 def test_a_byte_that_is_no_text_is_told_with_its_place(here, small_parts, at):
     (here / "a.txt").write_bytes(b"a" * at + b"\xff" + b"b" * 50)
-    with pytest.raises(UserError, match=f"a.txt is no text file: byte 0xff at {at} is no UTF-8"):
+    with pytest.raises(UserError, match=f"a.txt is not in UTF-8: byte 0xff at {at}. "):
         _data.read(str(here / "a.txt"))
     (here / "b.jsonl").write_bytes(b'{"text": "' + b"a" * at + b"\0" + b'"}')
     with pytest.raises(UserError, match=f"b.jsonl is no text file: character {at + 10} is a null"):

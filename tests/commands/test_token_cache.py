@@ -145,8 +145,12 @@ def test_other_data_is_scored_and_not_trained_on(source, tmp_path):
     data.keep()
     assert len(list(tmp_path.iterdir())) == 2
     same = settings_of(source, "chats.jsonl", eval_data=settings_of(source, "chats.jsonl").data, eval_share=None)
-    with pytest.raises(UserError, match="--eval-data has the content of --data"):
+    with pytest.raises(UserError, match="chats.jsonl is in --data, too"):
         _training_rows.prepared(same, tokenizer(source), tmp_path)
+    (source.parent / "copy.jsonl").write_bytes((source.parent / "chats.jsonl").read_bytes())
+    copied = settings_of(source, "chats.jsonl", eval_data=(str(source.parent / "copy.jsonl"),), eval_share=None)
+    with pytest.raises(UserError, match="--eval-data has the content of --data"):
+        _training_rows.prepared(copied, tokenizer(source), tmp_path)
     weighed = settings_of(source, "mixed.jsonl", eval_data=(scored[0] + "=2",), eval_share=None)
     with pytest.raises(UserError, match="has a weight, and all that is scored counts alike"):
         _training_rows.prepared(weighed, tokenizer(source), tmp_path)
