@@ -12,7 +12,11 @@ import zlib
 from pathlib import Path
 
 import jax
-from jax._src.interpreters import mlir
+
+try:
+    from jax._src.interpreters import mlir
+except ImportError:  # it is private, and nothing but time is lost without it
+    mlir = None
 
 FOLDER = Path(__file__).parents[1] / ".venv" / "compiled"
 LARGEST = 4 << 30  # bytes; then all begins anew
@@ -52,11 +56,20 @@ def _folder() -> Path:
 def share_contexts(most: int = 100) -> None:
     """Lets this many programs share one MLIR context, which takes longer to make than a small program to lower.
 
-    Programs stay apart: a context holds the types, constants and places in the code that they have in common.
+    Programs stay apart: a context holds the types, constants and places in the code that they have in common. A JAX
+    that makes its contexts elsewhere, or by arguments, goes on as it does.
     """
     make = getattr(mlir, "make_ir_context", None)
     if make is None:
         return
     lowered = itertools.count()
     context = functools.lru_cache(1)(lambda _: make())
-    mlir.make_ir_context = lambda: context(next(lowered) // most)
+
+    def shared(*arguments, **options):
+        if arguments or options:
+            return make(*arguments, **options)
+        found = context(next(lowered) // most)
+        found.allow_unregistered_dialects = False  # as in a new one, whatever a program before has left
+        return found
+
+    vars(mlir)["make_ir_context"] = shared

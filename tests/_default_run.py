@@ -34,7 +34,7 @@ FULL = {
         |test_rows_that_do_not_count.*xla.*-fused|test_metrics_match.*triton|test_(half_precision|small_logits).*xla
         |test_shard_map_over.*lean|test_(vmap|scan)_over.*-cross""",
     "ops/test_fused_linear_cross_entropy.py": r"""
-        test_(frozen_head|mixed_precision|chunk_size|a_loss_of_the_sum|a_large_bias|an_infinite_token).*mosaic_tpu
+        test_(frozen_head|mixed_precision|a_loss_of_the_sum|a_large_bias|an_infinite_token).*mosaic_tpu
         |test_one_jitted_loss.*lean|test_budget_bounds.*lean|test_(weight_layouts|width_that).*mosaic_tpu
         |test_(chunk_size|frozen_head|mixed).*xla-lean|test_weight_gradient.*fast
         |test_weight_layouts.*xla-fast|test_width_that.*xla|test_an_infinite.*xla|test_a_large_bias.*xla
@@ -56,7 +56,7 @@ FULL = {
         |test_one_chunk.*(distillation-without|topk-with\ )|test_tokens_that_do_not_count.*fast
         |test_vmap_is.*\[distillation|test_a_split_vocabulary.*False|test_a_loss_scale.*\[distillation
         |test_a_bucket_is_empty.*\[4|test_opposite.*(tvd|reverse)|test_half_precision.*jsd|test_one_chunk.*topk
-        |test_a_probability.*(tvd|reverse)|test_every_divergence.*(jsd-0.0|tvd-0.3)
+        |test_a_probability.*(tvd|reverse)
         |test_(opposite|a_probability).*forward|test_where_both.*(tvd|reverse)|test_(a_denominator|no_buffer).*fast
         |test_a_smaller_head.*\[float16|test_likely.*fast
         |test_hopper_s_products.*fast""",
@@ -77,11 +77,10 @@ FULL = {
         |test_(flax_variables|numpy_arrays|plain_jax|there_is_no).*(norm|geglu|swiglu|softmax|token_loss|topk|sparse|dyt|mrope)
         |test_(flax_variables|numpy_arrays|plain_jax).*(causal_attention|gated_delta|conv1d)
         |test_there_is_no.*(apply_rope|fused)""",
-    "ops/test_dyt.py": r"test_the_largest.*bfloat16|test_every_shape.*300",
+    "ops/test_dyt.py": r"test_the_largest.*bfloat16|test_every_shape.*300|test_the_smallest",
     "ops/test_explicit_mesh.py": r"""
         test_rows_stay.*(layer_norm|nothing|geglu|swiglu-triton)|test_fused_loss.*fast
-        |test_rows_stay.*(poly_norm|group_norm|gated_rms|dyt|relu|fused_add|softmax)
-        |test_rows_stay.*(triton|of\ split\ columns)""",
+        |test_rows_stay.*(fused_add|triton|of\ split\ columns)""",
     "ops/test_forward_mode.py": r".*eager",
     "ops/test_gated_mlp.py": r"""
         test_every_shape_.*\(\)-(gelu|silu)|test_half_precision.*gelu\]|test_vmap.*all\ mapped

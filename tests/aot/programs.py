@@ -268,7 +268,7 @@ HOPPER_ONLY = [
     *norms(18432, full=False, prefix="hopper_"),
     *(case for width in (*WIDTHS[1:-1], 16384) for case in norms(width, full=True, prefix="hopper_")),
     *norms(8192, full=True, dtype=F32, prefix="hopper_"),
-    *norms(4096, full=True, of_columns=F32, prefix="hopper_mixed_"),
+    *norms(4096, full=False, of_columns=F32, prefix="hopper_mixed_"),
     *(
         case
         for width in (*WIDTHS[1:-1], 16384)
@@ -303,7 +303,7 @@ HOPPER_ONLY = [
         HOPPER_KERNELS,
         full=True,
     ),
-    Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS, full=True),
+    Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS),
     Case(
         "hopper_bounded",
         with_gradient(head(mode="fast", memory_budget_bytes=BOUND), (0, 1)),

@@ -271,7 +271,7 @@ print("done")
     [
         pytest.param("hopper_fast", dict(mode="fast"), marks=pytest.mark.full),
         ("hopper_bounded", dict(mode="fast", memory_budget_bytes=BOUND)),
-        pytest.param("hopper_lean", dict(mode="lean"), marks=pytest.mark.full),
+        ("hopper_lean", dict(mode="lean")),
     ],
 )
 def test_plan_predicts_the_memory_of_llama_s_loss_on_hopper(case, options, results):

@@ -71,7 +71,7 @@ def bfloat16_errors(folder, expected: hugging_face.Expected):
     return np.array(errors) / expected.bfloat16_errors
 
 
-@pytest.mark.parametrize("case", [*first(8, hugging_face.COMMITTED), *hugging_face.EXPERTS])
+@pytest.mark.parametrize("case", [*first(9, hugging_face.COMMITTED), *hugging_face.EXPERTS])
 def test_numbers_of_committed_checkpoints_are_hugging_face_s(case):
     check_numbers(*hugging_face.committed(case))
 

@@ -32,20 +32,21 @@ def recurrence(q, k, v, gate, beta, ids=None, state=None):
 
 
 def draw(rng, length=T, batch=B, dtype=np.float32):
-    """Arguments as models have them: keys of norm 1, decays of every size."""
+    """Arguments as models have them: keys of norm 1, decays of every size, and heads whose state outlives a chunk."""
     q, k = rng.standard_normal((2, batch, length, K, D))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.standard_normal((batch, length, H, E))
     gate = -np.exp(rng.uniform(-8, 2, (batch, length, H)))
-    gate[rng.random(gate.shape) < 0.02] = -100.0
+    gate[..., ::2] *= 0.01
+    gate[..., 1::2][rng.random((batch, length, H // 2)) < 0.02] = -100.0
     beta = 1 / (1 + np.exp(-3 * rng.standard_normal((batch, length, H))))
     beta[rng.random(beta.shape) < 0.05] = rng.choice([0.0, 1.0])
     return [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x, jnp.float32) for x in (gate, beta)]
 
 
 def documents(rng, batch=B, length=T):
-    """Packed rows whose documents begin anywhere, and end in padding."""
-    ids = 1 + np.cumsum(rng.random((batch, length)) < 0.04, axis=1)
+    """Packed rows of many documents, which begin anywhere, to a few long ones; they end in padding."""
+    ids = 1 + np.cumsum(rng.random((batch, length)) < np.geomspace(0.04, 0.004, batch)[:, None], axis=1)
     ids[:, length - 9 :] = 0
     return ids.astype(np.int32)
 
