@@ -183,8 +183,7 @@ def _check_dpo_options(
         check_choice(op, "loss_type", name, _dpo_formulas.LOSS_TYPES)
         if types.count(name) > 1:
             raise ValueError(
-                f"{op}: loss_type={types} names {name!r} twice, whose loss would count twice. Name each type once; "
-                "loss_weights weigh them."
+                f"{op}: loss_type={types} names {name!r} twice, whose loss would count twice. Name it once."
             )
     _checks.check_positive(op, beta=beta, discopop_tau=discopop_tau)
     _checks.check_label_smoothing(op, label_smoothing)
