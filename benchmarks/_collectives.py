@@ -33,7 +33,7 @@ class Collective:
 
 def collectives(text: str) -> list[Collective]:
     """The collectives of an optimised program's text, of those between one device and itself none."""
-    found = []
+    result = []
     for instruction, types, runs in _walk(text):
         kind = instruction.opcode.removesuffix("-start")
         devices = _devices(instruction)
@@ -47,8 +47,8 @@ def collectives(text: str) -> list[Collective]:
             whole = _bytes(made) if kind == "all-gather" else _bytes(taken) or _bytes(made)
             largest = max(_largest(made), _largest(taken))
         source = re.search(r'op_name="([^"]*)"', instruction.attributes)
-        found.append(Collective(kind, devices, int(whole), largest, runs, source[1] if source else ""))
-    return found
+        result.append(Collective(kind, devices, int(whole), largest, runs, source[1] if source else ""))
+    return result
 
 
 def product_flops(text: str) -> int:

@@ -15,7 +15,7 @@ class Share(NamedTuple):
     """Shares of the time from a profile's first kernel to its last."""
 
     sending: float  # the time in which a collective runs
-    exposed: float  # the part of it in which no other kernel runs
+    exposed: float  # the time of it in which no other kernel runs
     idle: float  # the time in which nothing runs
 
 
@@ -27,9 +27,9 @@ def shares(kernels: Iterable[tuple[str, float, float]]) -> Share:
     >>> shares([("ncclDevKernel_AllGather", 0, 4), ("gemm", 2, 8), ("ncclDevKernel_AllReduce", 9, 10)])
     Share(sending=0.5, exposed=0.3, idle=0.1)
     """
-    found = list(kernels)
-    sending = _union((start, end) for name, start, end in found if name.lower().startswith("nccl"))
-    computing = _union((start, end) for name, start, end in found if not name.lower().startswith("nccl"))
+    kernels = list(kernels)
+    sending = _union((start, end) for name, start, end in kernels if name.lower().startswith("nccl"))
+    computing = _union((start, end) for name, start, end in kernels if not name.lower().startswith("nccl"))
     both = _union([*sending, *computing])
     whole = both[-1][1] - both[0][0]
     exposed = _length(both) - _length(computing)
@@ -46,15 +46,15 @@ def profiled(run: Callable[[], Any]) -> list[Share]:
             jax.block_until_ready(run())
         (path,) = glob.glob(str(pathlib.Path(folder) / "**" / "*.xplane.pb"), recursive=True)
         planes = jax.profiler.ProfileData.from_file(path).planes
-        found = []
+        result = []
         for plane in planes:
             if not plane.name.startswith("/device:GPU"):
                 continue
             streams = [line for line in plane.lines if line.name.startswith("Stream")]
             events = [(e.name, e.start_ns, e.start_ns + e.duration_ns) for line in streams for e in line.events]
             if kernels := [event for event in events if not event[0].startswith(("Memcpy", "Memset"))]:
-                found.append(shares(kernels))
-        return found
+                result.append(shares(kernels))
+        return result
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -109,13 +109,13 @@ def _with_plain_errors(function: Callable[..., Any], *args: Any) -> Any:
 
 def versions(*packages: str) -> str:
     """Names and versions of those that are installed."""
-    found = []
+    named = []
     for package in dict.fromkeys(packages):
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            named.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(named)
 
 
 def heading(command: str, device: str | None = None) -> str:

@@ -58,17 +58,21 @@ def compiled(spec: dict[str, Any]) -> dict[str, Any]:
     """Bytes of a step by its compiler, and the kernels that it calls; the device need not be there."""
     jax.config.update("jax_platforms", "cpu")
     start = time.monotonic()
-    found = compile_run(run_of(spec))
-    kernels = kernels_in(found.program.as_text()) if found.program else None  # a program refused for its memory is none
-    figure = dict(total=found.total, arguments=found.arguments, temporaries=found.temporaries, kernels=kernels)
+    compilation = compile_run(run_of(spec))
+    kernels = (
+        kernels_in(compilation.program.as_text()) if compilation.program else None
+    )  # a program refused for its memory is none
+    figure = dict(
+        total=compilation.total, arguments=compilation.arguments, temporaries=compilation.temporaries, kernels=kernels
+    )
     return figure | dict(seconds=round(time.monotonic() - start), **stamp())
 
 
 def largest_compiled(spec: dict[str, Any]) -> dict[str, Any]:
     """The largest batch that fits by the compiler, with all that it was asked."""
     jax.config.update("jax_platforms", "cpu")
-    found = search(run_of(spec | {"batch": 1}), "batch")
-    return dict(batch=found.run.batch, answers=found.answers, **stamp())
+    largest = search(run_of(spec | {"batch": 1}), "batch")
+    return dict(batch=largest.run.batch, answers=largest.answers, **stamp())
 
 
 def stamp(device: str | None = None) -> dict[str, str]:
@@ -87,8 +91,8 @@ class Figures:
         """Reads the figures of `folder`, or else of `results/`, and writes to `folder`."""
         kept = [place / f"{name}.json" for place in (folder, _measure.RESULTS) if place is not None]
         self.path, self.lock = kept[0], threading.Lock()
-        found = next((path for path in kept if path.is_file()), None)
-        self.values: dict[str, Any] = json.loads(found.read_text(encoding="utf8")) if found else {}
+        file = next((path for path in kept if path.is_file()), None)
+        self.values: dict[str, Any] = json.loads(file.read_text(encoding="utf8")) if file else {}
 
     def __getitem__(self, key: str) -> Any:
         """The figure, or None."""

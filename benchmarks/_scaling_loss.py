@@ -57,7 +57,7 @@ class LossCase:
 def program_of(case: LossCase, devices: list[Any]) -> tuple[Any, tuple[Any, ...], Callable[[], tuple[Any, ...]]]:
     """The jitted loss with its gradients by hidden states and head, its arguments' types, and what makes them.
 
-    A GPU has its part of the positions and of the vocabulary, as between a model's layers. Positions are gathered, and
+    A GPU has its shard of the positions and of the vocabulary, as between a model's layers. Positions are gathered, and
     their gradients scattered.
     """
     mesh = jax.make_mesh((case.count,), (_AXIS,), devices=devices[: case.count], axis_types=(AxisType.Auto,))

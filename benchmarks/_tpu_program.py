@@ -70,26 +70,26 @@ def _closing(text: str, start: int) -> int:
 
 
 def _instruction(line: str) -> Instruction | None:
-    found = re.match(r"\s+(?:ROOT )?%([\w.-]+) = ", line)
-    if found is None:
+    match = re.match(r"\s+(?:ROOT )?%([\w.-]+) = ", line)
+    if match is None:
         return None
-    start = found.end()
+    start = match.end()
     end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
     opcode, bracket = re.match(r" ([\w-]+)", line[end:]), line.index("(", end)
     behind = _closing(line, bracket)
-    return Instruction(found[1], line[start:end], opcode[1] if opcode else "", line[bracket:behind], line[behind:])
+    return Instruction(match[1], line[start:end], opcode[1] if opcode else "", line[bracket:behind], line[behind:])
 
 
 def _computations(text: str) -> dict[str, list[Instruction]]:
     """Instructions by computation; the program's entry is ""."""
-    found: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[Instruction]] = {}
     instructions: list[Instruction] = []
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
-            instructions = found["" if header[1] else header[2]] = []
-        elif found and (instruction := _instruction(line)):
+            instructions = computations["" if header[1] else header[2]] = []
+        elif computations and (instruction := _instruction(line)):
             instructions.append(instruction)
-    return found
+    return computations
 
 
 def operations(text: str) -> list[Operation]:

@@ -68,8 +68,8 @@ class Case:
     def visible_share(self) -> float:
         """The share of the causal pairs that the mask lets see each other; ids do not come back here."""
         length, ids = self.shape[1], self.ids()
-        found = intervals(length, None if ids is None else Segments.of(ids), self.window)
-        return float(np.mean(np.asarray(found.until - found.first + 1, np.float64))) / ((length + 1) / 2)
+        visible = intervals(length, None if ids is None else Segments.of(ids), self.window)
+        return float(np.mean(np.asarray(visible.until - visible.first + 1, np.float64))) / ((length + 1) / 2)
 
     def tflops(self, ms: float) -> float:
         """Achieved over what is visible."""
@@ -130,8 +130,8 @@ def compiled(programs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """Each (key, program) that could be lowered. They are compiled side by side, while the next ones are lowered."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = {key: pool.submit(compile_one, key, program) for key, program in programs if program is not None}
-        found = {key: future.result() for key, future in futures.items()}
-    return {key: program for key, program in found.items() if program is not None}
+        results = {key: future.result() for key, future in futures.items()}
+    return {key: program for key, program in results.items() if program is not None}
 
 
 def compile_one(key: Any, program: Any) -> Any:
@@ -172,10 +172,10 @@ def cases_table() -> str:
     header += ["TFLOP/s", "cuDNN with the window, ms", "triton, ms (MiB)", "× mosaic_gpu"]
     rows = []
     for case in CASES:
-        found = {who: programs.get((case, who)) for who in ("causal", "cudnn", *OURS)}
-        ms = {who: ms_of(program, case, has_ids=who != "causal") for who, program in found.items()}
-        mib = {who: p.memory_analysis().temp_size_in_bytes / 2**20 for who, p in found.items() if p is not None}
-        both = {who: f"{show(ms[who])} ({mib[who]:.0f})" if who in mib else "–" for who in found}
+        of_case = {who: programs.get((case, who)) for who in ("causal", "cudnn", *OURS)}
+        ms = {who: ms_of(program, case, has_ids=who != "causal") for who, program in of_case.items()}
+        mib = {who: p.memory_analysis().temp_size_in_bytes / 2**20 for who, p in of_case.items() if p is not None}
+        both = {who: f"{show(ms[who])} ({mib[who]:.0f})" if who in mib else "–" for who in of_case}
         own = ms["mosaic_gpu"]
         rows.append([case.name, str(case.shape), f"{case.visible_share():.3f}", both["causal"], both["mosaic_gpu"]])
         rows[-1] += [show(own / ms["causal"]), show(case.tflops(own), 0), show(ms["cudnn"]), both["triton"]]
@@ -265,12 +265,12 @@ def times_by_length(chunks: bool) -> dict[tuple[str, str], dict[int, float]]:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         torch = pool.submit(torch_by_length)  # while programs are lowered, which leaves the GPU alone
         programs = list(programs_by_length(chunks))
-        found = torch.result()
+        milliseconds = torch.result()
     for (mask, kernel, length), program in compiled(programs).items():
-        found[mask, kernel, length] = ms_of(program, case_of_length(mask, length))
-        print(mask, kernel, length, show(found[mask, kernel, length]), flush=True)
+        milliseconds[mask, kernel, length] = ms_of(program, case_of_length(mask, length))
+        print(mask, kernel, length, show(milliseconds[mask, kernel, length]), flush=True)
     times: dict[tuple[str, str], dict[int, float]] = {}
-    for (mask, kernel, length), ms in found.items():
+    for (mask, kernel, length), ms in milliseconds.items():
         if isinstance(ms, str):
             print(ms)
         else:

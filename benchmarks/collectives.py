@@ -30,10 +30,10 @@ def program(run: Run, path: pathlib.Path | None) -> str:
     """The text of a run's compiled step, kept in a file if there is a path."""
     if path is not None and path.is_file():
         return path.read_text(encoding="utf8")
-    found = compile_run(run).program
-    if found is None:
+    executable = compile_run(run).program
+    if executable is None:
         raise SystemExit("The compiler refused the program for its memory.")
-    text = found.as_text()
+    text = executable.as_text()
     if path is not None:
         path.write_text(text, encoding="utf8")
     return text
@@ -41,16 +41,16 @@ def program(run: Run, path: pathlib.Path | None) -> str:
 
 def section(run: Run, text: str) -> tuple[str, bool]:
     """A run's table, and whether it sends no array as large as a device's logits, but for the embedding."""
-    found, config = collectives(text), run.model.config
-    most, logits = max(each.largest for each in found), run.tokens * config.vocab_size // run.tensor
+    sent, config = collectives(text), run.model.config
+    most, logits = max(each.largest for each in sent), run.tokens * config.vocab_size // run.tensor
     table = config.vocab_size * config.hidden_size // run.tensor
     told = (
         f"\n{run.model.name}, {run.batch} × {run.seq}, {in_words(run.mesh)} of {run.target.name}, remat {run.remat}\n\n"
     )
-    told += _measure.table(HEADER, by_kind(found, run.model.config.num_hidden_layers))
+    told += _measure.table(HEADER, by_kind(sent, run.model.config.num_hidden_layers))
     told += f"\nThe largest array that is sent has {most:,} elements; a device's logits have {logits:,}"
     told += ", and its embedding as many as the largest.\n" if most == table else ".\n"
-    return told, all(each.largest < logits or each.largest == table for each in found)
+    return told, all(each.largest < logits or each.largest == table for each in sent)
 
 
 def main() -> int:

@@ -109,9 +109,9 @@ def times_table(parts: list[str], inputs: list[jax.Array], pool: concurrent.futu
     if "peers" in parts:
         data = Data(inputs[0], inputs[1], jnp.zeros(len(inputs[0]), jnp.int32))
         rows += torch_rows(torch_losses(inputs[2:]), data, None)
-    found = lines(f"{vocabulary:,}", sorted(rows, key=lambda row: row.ms), UNIT)
+    cells = lines(f"{vocabulary:,}", sorted(rows, key=lambda row: row.ms), UNIT)
     shape = f"N = {len(inputs[0]):,}, student {STUDENT:,}, teacher {TEACHER:,}"
-    return f"{shape}\n\n" + _measure.table(["V", *HEADER[1:5]], [line[:5] for line in found])
+    return f"{shape}\n\n" + _measure.table(["V", *HEADER[1:5]], [line[:5] for line in cells])
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -152,18 +152,18 @@ def memory_table(v: int, folder: pathlib.Path) -> str:
     from liger_jax.planner.compilers import compile_for, gpu_devices
 
     names = [name for name in losses(v) if name.endswith(("fast", "lean")) or name == SHORT_CHUNKS]
-    found: dict[str, list[float]] = {name: [] for name in names}
+    mebibytes: dict[str, list[float]] = {name: [] for name in names}
     for n in TOKENS_OF_PICTURE:
         types = [(shape, jnp.bfloat16) for shape in ((n, STUDENT), (v, STUDENT), (n, TEACHER), (v, TEACHER))]
         for name in names:
             step = jax.value_and_grad(losses(v)[name], (0, 1))
             compiled = compile_for(step, types, gpu_devices("h200")[0], "gpu")
-            found[name].append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
+            mebibytes[name].append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
     title = "Forward and backward, student 2,048, teacher 4,096, bfloat16, compiled for an H200"
     styles = "o-", "s-", "v--", "x--", "d:"
     path = folder / "distillation_memory.png"
-    _figures.memory_against_tokens(found, styles, TOKENS_OF_PICTURE, title, path, ylim=(0, None))
-    rows = [[name, *(f"{x:,.0f}" for x in found[name])] for name in names]
+    _figures.memory_against_tokens(mebibytes, styles, TOKENS_OF_PICTURE, title, path, ylim=(0, None))
+    rows = [[name, *(f"{x:,.0f}" for x in mebibytes[name])] for name in names]
     return _measure.table(["extra MiB", *(f"{n:,} tokens" for n in TOKENS_OF_PICTURE)], rows)
 
 

@@ -55,15 +55,15 @@ def products(x, w, dy, sizes, implementation) -> dict[str, Callable[[], Any]]:
         "dX": lambda x, w, sizes, dy: jax.vjp(lambda x: op(x, w, sizes), x)[1](dy)[0],
         "dW": lambda x, w, sizes, dy: jax.vjp(lambda w: op(x, w, sizes), w)[1](dy)[0],
     }
-    found = {}
+    runs = {}
     for name, function in functions.items():
         arguments = (x, w, sizes) if name == "forward" else (x, w, sizes, dy)
-        found[name] = functools.partial(jax.jit(function).lower(*arguments).compile(), *arguments)
-    return found
+        runs[name] = functools.partial(jax.jit(function).lower(*arguments).compile(), *arguments)
+    return runs
 
 
-def relative_error(found: Any, truth: np.ndarray) -> float:
-    difference = np.asarray(found, np.float64) - truth
+def relative_error(result: Any, truth: np.ndarray) -> float:
+    difference = np.asarray(result, np.float64) - truth
     return float(np.sqrt(np.mean(difference**2) / np.mean(truth**2)))
 
 
@@ -79,10 +79,10 @@ def errors(x, w, dy, sizes, runs) -> dict[str, float]:
     largest = int(np.argmax(sizes))
     own = slice(ends[largest] - sizes[largest], ends[largest])
     dw = wide(x[own, :48]).T @ wide(dy[own])
-    found = {name: run() for name, run in runs.items()}
-    parts = {"forward": found["forward"][rows], "dX": found["dX"][rows], "dW": found["dW"][largest, :48]}
+    results = {name: run() for name, run in runs.items()}
+    checked = {"forward": results["forward"][rows], "dX": results["dX"][rows], "dW": results["dW"][largest, :48]}
     truths = {"forward": y, "dX": dx, "dW": dw}
-    return {name: relative_error(part.astype(jnp.float32), truths[name]) for name, part in parts.items()}
+    return {name: relative_error(x.astype(jnp.float32), truths[name]) for name, x in checked.items()}
 
 
 def wait(result: Any) -> None:

@@ -37,7 +37,7 @@ def programs(n: int, d: int, f: int):
         "up": ("up_and_product", (x, up_kernel * d**-0.5, gate)),
         "gradients": ("gradients_and_product", (x, down_kernel * d**-0.5, gate, up)),
     }
-    found = {}
+    steps = {}
     for what, (name, arrays) in cases.items():
         product = formulas.down_gradient if what == "gradients" else jnp.matmul
         runs = {"product alone": functools.partial(product, precision=None)}
@@ -45,8 +45,8 @@ def programs(n: int, d: int, f: int):
         for kernel, run in runs.items():
             arguments = arrays[:2] if kernel == "product alone" else arrays
             compiled = jax.jit(run).lower(*arguments).compile()
-            found[what, kernel] = functools.partial(compiled, *arguments)
-    return found
+            steps[what, kernel] = functools.partial(compiled, *arguments)
+    return steps
 
 
 def main():

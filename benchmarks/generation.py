@@ -133,7 +133,7 @@ def _measured(
     cases: list[Case], run: Callable, wait: Callable, to_numpy: Callable, device: str, *, ways: tuple[bool, ...]
 ) -> list[Measured]:
     """Measures run(new tokens, sampled, stops, compact); only where rows end, all of the ways to compact."""
-    found, first = [], None
+    results, first = [], None
     for case in cases:
         stops, lengths = [], np.full(case.batch, case.new)
         if case.ended:
@@ -148,9 +148,9 @@ def _measured(
             ms = wall_ms(whole, wait, iterations=2)
             first = first or wall_ms(lambda: run(1, False, [], False), wait, iterations=3)
             sizes = int(lengths.sum()), float(lengths.mean()), int(lengths.max()) - 1
-            found.append(Measured(case, compact, *sizes, least_bytes(case, lengths), ms, first, start, device))
-            print(found[-1], flush=True)
-    return found
+            results.append(Measured(case, compact, *sizes, least_bytes(case, lengths), ms, first, start, device))
+            print(results[-1], flush=True)
+    return results
 
 
 BY = {"ours": ours, "transformers": theirs}

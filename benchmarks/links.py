@@ -80,15 +80,15 @@ def predicted(model: str, mesh: dict[str, int], tokens: int, platform: str) -> P
 
     `model`: as the planner takes it. `mesh`: sizes of "fsdp", "sequence" and "tensor"; a tensor axis is inside of a
     host. `tokens`: of each device, in one row; the devices of a tensor axis have as many rows in common, and those of a
-    sequence axis have parts of one row. `platform`: "gpu" for H200s, "tpu" for v5p.
+    sequence axis have shards of one row. `platform`: "gpu" for H200s, "tpu" for v5p.
     """
-    found = architecture(model)
-    config = found.config
+    described = architecture(model)
+    config = described.config
     tensor, sequence = mesh.get("tensor", 1), mesh.get("sequence", 1)
     holders, row = mesh.get("fsdp", 1) * sequence, tokens * sequence
     table = config.vocab_size * config.hidden_size
     tables = table * (1 if config.tie_word_embeddings else 2)
-    layers = found.num_parameters - tables
+    layers = described.num_parameters - tables
     # Forward, backward twice, and the layers' forward again; the head's products are four, too.
     products = 8 * (layers + table) * tokens
     attention = 8 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * tokens * row
@@ -117,10 +117,10 @@ def table(model: str, tokens: int) -> str:
     for mesh in MESHES:
         row = [str(math.prod(mesh.values())), f"`{in_words(mesh)}`"]
         for platform in ("gpu", "tpu"):
-            found = predicted(model, mesh, tokens, platform)
-            times = found.compute, found.parameters, found.keys, found.activations
+            prediction = predicted(model, mesh, tokens, platform)
+            times = prediction.compute, prediction.parameters, prediction.keys, prediction.activations
             row += [f"{1e3 * time:.0f}" for time in times]
-            row.append(f"{found.share:.0%}")
+            row.append(f"{prediction.share:.0%}")
         rows.append(row)
     return _measure.table([*header, "share"], rows)
 
@@ -128,7 +128,7 @@ def table(model: str, tokens: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.links")
     parser.add_argument("--model", default="llama-3-8b", help="as the planner takes it")
-    parser.add_argument("--tokens", type=int, default=8192, help="of each device, in one row or in its part of one")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each device, in one row or in its shard of one")
     parser.add_argument("--name", help="of a file under results/")
     arguments = parser.parse_args()
     text = f"{arguments.model}, a row of {arguments.tokens} tokens for each device, by the datasheets\n\n"

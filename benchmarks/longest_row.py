@@ -82,11 +82,11 @@ def longest(cell: str) -> dict[str, Any]:
         # Rounded down, with a thousandth to spare, so that the next length fits.
         n = min(n + int(room / a_unit - 0.001 * n), failing - 1) if room >= 0 else n - 1 + int(room / a_unit)
         n = max(n, fitting + 1)
-    found = dict(capacity=capacity, answers=answers, **stamp())
+    figure = dict(capacity=capacity, answers=answers, **stamp())
     if not fitting:
-        return found | dict(length=0)
+        return figure | dict(length=0)
     length = fitting * UNIT
-    return found | dict(length=length, total=answers[length], host=estimate(run_of(cell, length)).host)
+    return figure | dict(length=length, total=answers[length], host=estimate(run_of(cell, length)).host)
 
 
 def compiled(cell: str, seq: int) -> dict[str, Any]:

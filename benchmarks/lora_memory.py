@@ -45,8 +45,8 @@ def table(figures: Figures, models: list[str], cards: list[str]) -> str:
     for model in models:
         for way in WAYS:
             specs = [spec_of(model, way, card) for card in cards]
-            found = [(figures.compiled(spec), estimated(spec).total) for spec in specs]
-            ratios = [f"{total / figure['total']:.2f}" for figure, total in found if figure and "total" in figure]
+            pairs = [(figures.compiled(spec), estimated(spec).total) for spec in specs]
+            ratios = [f"{total / figure['total']:.2f}" for figure, total in pairs if figure and "total" in figure]
             lines.append([model, way, *(cell(figures, spec) for spec in specs), ", ".join(ratios)])
     return _measure.table(["model", "trained", *(CARDS[card] for card in cards), "estimates / compiled"], lines)
 

@@ -116,13 +116,13 @@ def packed(case: str, sequences: Sequences, length: int) -> tuple[dict[str, np.n
     tokens, labels = sequences.tokens, sequences.labels()
     if case == "dpo":
         half = len(tokens) // 2
-        found = pack_pairs(
+        packing = pack_pairs(
             tokens[:half], tokens[half:], length, chosen_labels=labels[:half], rejected_labels=labels[half:]
         )[0]
     else:
-        found = pack_completions([[x] for x in tokens], length, labels=[[x] for x in labels])[0]
-    segments = int(found["segment_ids"].max())
-    return dict(found), segments + segments % 2
+        packing = pack_completions([[x] for x in tokens], length, labels=[[x] for x in labels])[0]
+    segments = int(packing["segment_ids"].max())
+    return dict(packing), segments + segments % 2
 
 
 def drawn_out(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -146,8 +146,8 @@ def token_log_probs(model: CausalLM, batch: dict[str, Any]) -> tuple[jax.Array, 
     """Log-probabilities of the rows' tokens, and which of them count; pairs are two rows side by side."""
     tokens, labels = (batch[k].reshape(-1, batch[k].shape[-1]) for k in ("input_ids", "labels"))
     packing = {k: batch[k] for k in ("segment_ids", "positions") if k in batch}
-    found = model.log_probs(tokens, labels=labels, **packing).log_probs
-    return found, losses.shifted_labels(labels, batch.get("segment_ids")) != -100
+    log_probs = model.log_probs(tokens, labels=labels, **packing).log_probs
+    return log_probs, losses.shifted_labels(labels, batch.get("segment_ids")) != -100
 
 
 def dpo(model: CausalLM, batch: dict[str, Any], pairs: jax.Array, *, num_segments: int | None) -> jax.Array:
@@ -200,7 +200,7 @@ class Case:
     num_segments: int | None
 
     def micro_batches(self) -> int:
-        """The fewest parts of at most `MICRO_BATCH` tokens, or of one row, that cut the rows evenly."""
+        """The fewest micro-batches of at most `MICRO_BATCH` tokens, or of one row, that cut the rows evenly."""
         rows, tokens = len(self.batch["input_ids"]), self.batch["input_ids"].size
         return next(n for n in range(1, rows + 1) if rows % n == 0 and (tokens <= n * MICRO_BATCH or n == rows))
 
@@ -245,14 +245,14 @@ def rows_of(
         programs = {who: future.result() for who, future in futures.items()}
     times = _measure.in_rounds({who: runs(*programs[who], case.batch) for who, case in cases.items()}, rounds=rounds)
     speeds = {who: 1e3 * case.counted() / times[who] for who, case in cases.items()}
-    found = []
+    cells = []
     for who, case in cases.items():
         gib = needed_bytes(programs[who][1]) / 2**30
         line = [f"{name}, {who}", f"{case.batch['input_ids'].shape}", f"{case.empty(tokens):.1%}", f"{times[who]:.0f}"]
         share = f"{speeds[who] / speeds['full rows']:.3f}" if "full rows" in speeds else "–"
-        found.append([*line, f"{speeds[who]:,.0f}", share, f"{gib:.1f}"])
-        print(*found[-1], sep=" | ", flush=True)
-    return found
+        cells.append([*line, f"{speeds[who]:,.0f}", share, f"{gib:.1f}"])
+        print(*cells[-1], sep=" | ", flush=True)
+    return cells
 
 
 # --- TRL's ------------------------------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ def trl_row(model_name: str, sequences: Sequences) -> list[str]:
         model = transformers.LlamaForCausalLM._from_config(of_model, dtype=torch.bfloat16).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     case = Case(padded("dpo", sequences), None)
-    by, parts = "TRL's trainer", case.micro_batches()
-    step = _trl.dpo_step(model, case.batch, parts=parts, beta=BETA, learning_rate=LEARNING_RATE)
+    by, micro_batches = "TRL's trainer", case.micro_batches()
+    step = _trl.dpo_step(model, case.batch, micro_batches=micro_batches, beta=BETA, learning_rate=LEARNING_RATE)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     print(f"{by}: the first step's loss is {float(step()):.4f}", flush=True)

@@ -58,15 +58,15 @@ def cases(models: list[str] | None) -> list[Run]:
 
 
 def rows(runs: list[Run]) -> list[list[str]]:
-    found = []
+    lines = []
     for run in runs:
         predicted, compiled = estimate(run), compile_run(run)
         row = [run.model.name, f"{run.batch} × {run.seq}", run.remat, run.loss, run.target.name]
         row += [f"{predicted.total / GIB:.2f}", f"{compiled.total / GIB:.2f}"]
         row.append(f"{predicted.total / compiled.total:.3f}")
-        found.append(row)
+        lines.append(row)
         print(*row, flush=True)
-    return found
+    return lines
 
 
 def main() -> None:
@@ -85,10 +85,10 @@ def main() -> None:
         "estimate / compiled",
     ]
     jax.config.update("jax_platforms", "cpu")
-    found = rows(cases(arguments.models))
-    found.sort(key=lambda row: row[:5])
-    ratios = [float(row[7]) for row in found]
-    text = heading("python -m benchmarks.planner") + "\n" + table(header, found)
+    cells = rows(cases(arguments.models))
+    cells.sort(key=lambda row: row[:5])
+    ratios = [float(row[7]) for row in cells]
+    text = heading("python -m benchmarks.planner") + "\n" + table(header, cells)
     text += f"\nestimate / compiled: {min(ratios):.3f} to {max(ratios):.3f}\n"
     save(arguments.name, text)
 

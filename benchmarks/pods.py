@@ -54,7 +54,7 @@ def expected(spec: dict[str, Any]) -> list[str]:
 
 def missing(figures: Figures) -> list[str]:
     """A sentence for each program that lacks a kernel. A program that was refused for its memory cannot be read."""
-    found = []
+    absent = []
     for model in SEQ:
         for where in TARGETS:
             for loss, spec in both(spec_of(model, where)).items():
@@ -62,8 +62,8 @@ def missing(figures: Figures) -> list[str]:
                 if not figure or figure.get("kernels") is None:
                     continue
                 if lacks := [kernel for kernel in expected(spec) if kernel not in figure["kernels"]]:
-                    found.append(f"{model} on {where}, {loss}: {', '.join(lacks)} not in the compiled program")
-    return found
+                    absent.append(f"{model} on {where}, {loss}: {', '.join(lacks)} not in the compiled program")
+    return absent
 
 
 def lines(figures: Figures) -> list[list[str]]:

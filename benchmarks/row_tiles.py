@@ -60,7 +60,7 @@ OPS = {  # kernels, options of forward and backward, rows and columns of forward
 
 def tiles_of(d: int, backward: bool) -> dict[str, TritonTiles]:
     """Tiles by name. A thread has 4 to 64 elements of a piece, and 160 at most, or 80 where it walks over rows."""
-    found, wide = {}, d > 8192
+    divisions, wide = {}, d > 8192
     sizes = [size for size in (256, 512, 1024, 2048, 4096, 8192) if d <= round_up(d, size) <= 4 * d // 3]
     row_counts = (1, 2, 4) if d <= 1024 else (1, 2) if d <= 4096 else (1,)
     warp_counts = (8, 16, 32) if wide else (1, 2, 4, 8, 16)
@@ -75,7 +75,7 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonTiles]:
             steps = cdiv(ROWS, rows)
             num_programs = min(steps, programs * tiles_triton.MULTIPROCESSORS) if programs else steps
             name = f"{rows} × {warps}" + (f" × {programs}" if programs else "") + f", {count} × {size}"
-            found[name + ", ahead" if ahead else name] = TritonTiles(
+            divisions[name + ", ahead" if ahead else name] = TritonTiles(
                 rows,
                 size,
                 count,
@@ -86,19 +86,19 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonTiles]:
                 keeps_vectors=bool(programs) and not wide,
                 evicts_outputs_first=d > (1536 if backward else 4096),
             )
-    return found
+    return divisions
 
 
 def teams_of(d: int, num_rows: int, num_columns: int, num_sums: int) -> dict[str, MosaicGpuTiles]:
     """Tiles by name: the teams that have room for rows of bfloat16."""
-    found, default = {}, tiles_mosaic_gpu.TEAMS
+    divisions, default = {}, tiles_mosaic_gpu.TEAMS
     for share in TEAMS:
         tiles_mosaic_gpu.TEAMS = {num_sums: {d: share}}
         tiles = tiles_mosaic_gpu.mosaic_gpu_tiles(d, [2] * num_rows, 2 * num_columns, num_sums)
         if not isinstance(tiles, str) and (tiles.num_teams, tiles.team_size) == share:
-            found[f"{HOPPER}, {share[0]} × {share[1]}"] = tiles
+            divisions[f"{HOPPER}, {share[0]} × {share[1]}"] = tiles
     tiles_mosaic_gpu.TEAMS = default
-    return found
+    return divisions
 
 
 @contextlib.contextmanager

@@ -227,9 +227,9 @@ def main() -> int:
     print(_measure.table(HEADER, []), end="", flush=True)
     if arguments.peers:  # before JAX takes the GPUs
         peers(table, arguments.cases or default_cases(arguments.devices or 2), left)
-    devices, found = jax.devices(), here()
+    devices, target = jax.devices(), here()
     count = len(devices) if processes.are_several() else min(arguments.devices or len(devices), len(devices))
-    device = found.name if found is not None and found.name in GPUS else "h100"
+    device = target.name if target is not None and target.name in GPUS else "h100"
     cases = chosen(arguments.cases or default_cases(count), count, device)
     runs, compiled = dict(cases), {}
     waiting = [case for case in runs if case.count > 1] or list(runs)
@@ -260,10 +260,10 @@ def in_turn(table: Table, alone: Prepared | None, step: Prepared, profile: bool)
     before, _ = timed(alone, False)
     if step.case.count == 1:
         return table.measured(alone, before, [])
-    ms, found = timed(step, profile)
+    ms, shares = timed(step, profile)
     behind = timed(alone, False)[0] if before < 1e3 * ENOUGH else before
     table.measured(alone, (before + behind) / 2, [])
-    return table.measured(step, ms, found)
+    return table.measured(step, ms, shares)
 
 
 def peers(table: Table, texts: list[str], left: Callable[[], float]) -> None:
@@ -279,15 +279,15 @@ def peers(table: Table, texts: list[str], left: Callable[[], float]) -> None:
         if left() <= 0:
             print(f"left out: {name}", flush=True)
             continue
-        found = peer(case)
-        if "failure" in found:
-            print(f"failed: {name}: {found['failure']}", flush=True)
+        measured = peer(case)
+        if "failure" in measured:
+            print(f"failed: {name}: {measured['failure']}", flush=True)
             continue
-        tokens = 1e3 * case.batch * case.seq / found["ms"]
+        tokens = 1e3 * case.batch * case.seq / measured["ms"]
         if case.count == 1:
             table.alone[case] = tokens
-        row = [name, str(case.count), f"{tokens:,.0f}", table.ratio(case, tokens), f"{found['ms']:.1f}"]
-        table.add([*row, "–", "–", "–", f"{found['peak'] / GIB:.2f}", "–", "–"])
+        row = [name, str(case.count), f"{tokens:,.0f}", table.ratio(case, tokens), f"{measured['ms']:.1f}"]
+        table.add([*row, "–", "–", "–", f"{measured['peak'] / GIB:.2f}", "–", "–"])
     table.alone.clear()  # what follows is ours
 
 

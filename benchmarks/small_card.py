@@ -169,8 +169,8 @@ def largest_lines(figures: Figures) -> list[list[str]]:
     lines = []
     for seq in LENGTHS:
         for loss in ("logits", "fused"):
-            found = [figures[f"{card}, {loss}:{seq}"] for card in CARDS]
-            predicted = [f"{f['batch']} ({f['batch'] * seq:,})" if f and "batch" in f else "–" for f in found]
+            of_cards = [figures[f"{card}, {loss}:{seq}"] for card in CARDS]
+            predicted = [f"{f['batch']} ({f['batch'] * seq:,})" if f and "batch" in f else "–" for f in of_cards]
             tried = trials(figures, f"{loss}:{seq}")
             best = largest_measured(tried)
             shown = f"{best[1]} ({best[0] * seq:,})" if best else f"< {min(tried)}" if tried else "–"
@@ -196,8 +196,8 @@ def picture(figures: Figures) -> Figure:
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     for axes, (card, title) in zip(figure.subplots(1, 2, sharey=True), CARDS.items(), strict=True):
         for loss in ("logits", "fused"):
-            found = {seq: figures[f"{card}, {loss}:{seq}"] for seq in LENGTHS}
-            tokens = {seq: f["batch"] * seq for seq, f in found.items() if f and "batch" in f}
+            of_lengths = {seq: figures[f"{card}, {loss}:{seq}"] for seq in LENGTHS}
+            tokens = {seq: f["batch"] * seq for seq, f in of_lengths.items() if f and "batch" in f}
             axes.plot(list(tokens), list(tokens.values()), "o-", color=COLORS[loss], label=f"{loss}, predicted")
             best = {seq: largest_measured(trials(figures, f"{loss}:{seq}")) for seq in LENGTHS}
             ran = {seq: b[0] * seq for seq, b in best.items() if b}

@@ -32,17 +32,17 @@ def programs(shape: tuple[int, int, int]):
     """(tiles, what) → a compiled program, ready to run."""
     hidden, weight, labels = make_inputs(shape, "random", "bfloat16")
     compiled = lambda f: jax.jit(f).lower(hidden, weight).compile()
-    found = {("", "product"): compiled(lambda h, w: h @ w.T)}
+    steps = {("", "product"): compiled(lambda h, w: h @ w.T)}
     loss = lambda mode: lambda h, w: fused_linear_cross_entropy(h, w, labels, mode=mode, implementation="mosaic_gpu")
     default = config.mosaic_gpu_logit_tiles
     for name, tiles in TILES.items():
         config.mosaic_gpu_logit_tiles = lambda *_, tiles=tiles: tiles
         jax.clear_caches()  # a traced kernel keeps the tiles it was traced with
-        found[name, "forward"] = compiled(loss("fast"))
+        steps[name, "forward"] = compiled(loss("fast"))
         for mode in ("fast", "lean"):
-            found[name, mode] = compiled(jax.value_and_grad(loss(mode), (0, 1)))
+            steps[name, mode] = compiled(jax.value_and_grad(loss(mode), (0, 1)))
     config.mosaic_gpu_logit_tiles = default
-    return {key: lambda program=program: program(hidden, weight) for key, program in found.items()}
+    return {key: lambda program=program: program(hidden, weight) for key, program in steps.items()}
 
 
 def main():

@@ -139,8 +139,8 @@ def trl_grpo(numbers: Numbers) -> dict[str, Loss]:
     old, reference, advantages = map(_peers.to_torch, numbers)
 
     def function(hidden, weight, labels):
-        found = log_probs(hidden, weight, labels)
-        ratio, d = torch.exp(found - old), reference - found
+        scored = log_probs(hidden, weight, labels)
+        ratio, d = torch.exp(scored - old), reference - scored
         clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
         objective = torch.minimum(ratio * advantages, clipped * advantages)
         return (POLICY_BETA * ratio * (torch.exp(d) - d - 1) - objective).mean()
@@ -204,8 +204,8 @@ def weighted(numbers: Numbers, log_probs: jax.Array, entropy: jax.Array | None) 
 
 def log_probs_losses(numbers: Numbers) -> dict[str, Loss]:
     def ours(*head: Any, **options: Any) -> jax.Array:
-        found = fused_linear_log_probs(*head, **options)
-        return weighted(numbers, found.log_probs, found.entropy)
+        output = fused_linear_log_probs(*head, **options)
+        return weighted(numbers, output.log_probs, output.entropy)
 
     return {
         "log_probs and entropy": functools.partial(ours, entropy=True),
@@ -244,15 +244,15 @@ def case_lines(case: Case, head: str, tokens: int, parts: list[str], pool: Any) 
         losses = {unit: functools.partial(fused_linear_cross_entropy, mode=case.mode)}
         ours = case.ours(Numbers(*map(jnp.asarray, numbers)))
         rows = jax_rows(compiled_steps(losses | ours, data, pool), data, dict.fromkeys(ours, truth))
-    found = lines(head, rows, unit)
+    cells = lines(head, rows, unit)
     if "peers" in parts:
         own = [row for row in rows if row.who == unit]
         peers = installed({who: functools.partial(make, numbers) for who, make in case.peers.items()})
         for who, loss in peers.items():
             known = numbers._replace(reference=0 * numbers.reference) if "no reference" in who else numbers
             its_truth = make_truth(data, exact, functools.partial(case.formula, known))
-            found += lines(head, own + torch_rows({who: loss}, data, its_truth), unit)[len(own) :]
-    return found
+            cells += lines(head, own + torch_rows({who: loss}, data, its_truth), unit)[len(own) :]
+    return cells
 
 
 def memory_table(name: str, head: str, target: str, folder: pathlib.Path) -> str:
@@ -309,8 +309,8 @@ def main() -> None:
                 heading += "; " + _measure.versions("torch", "triton", "liger-kernel", "trl")
             with concurrent.futures.ThreadPoolExecutor(8) as pool:
                 each = (case_lines(CASES[name], head, options.tokens, options.parts, pool) for head in options.heads)
-                found = [line for own in each for line in own]
-            _measure.save(CASES[name].file, f"{heading}\n\n{_measure.table(HEADER, found)}", options.folder)
+                cells = [line for own in each for line in own]
+            _measure.save(CASES[name].file, f"{heading}\n\n{_measure.table(HEADER, cells)}", options.folder)
 
 
 if __name__ == "__main__":

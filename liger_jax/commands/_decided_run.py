@@ -106,6 +106,6 @@ def _fitted(
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
     if (teacher := task.teacher) is not None:
         tokens = settings.batch * settings.length // meshes.shards_of_batch(devices.sizes)
-        of_parts = functools.cache(lambda parts: teacher.num_bytes(precision["dtype"], devices, tokens // parts))
-        options |= dict(teacher=of_parts, teacher_stays=teacher.stays)
+        its_bytes = functools.cache(lambda cuts: teacher.num_bytes(precision["dtype"], devices, tokens // cuts))
+        options |= dict(teacher=its_bytes, teacher_stays=teacher.stays)
     return _memory.fitted(settings, architecture, **precision, **options)

@@ -26,7 +26,7 @@ def fitted(
     param_dtype: str,
     stored: str,
     mesh: Mapping[str, int],
-    teacher: Callable[[int], int] = lambda parts: 0,
+    teacher: Callable[[int], int] = lambda micro_batches: 0,
     teacher_stays: bool = True,
 ) -> Settings:
     """Prints what the run needs, and decides what was left open: as few micro-batches as fit, and layers' inputs in the

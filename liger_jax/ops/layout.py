@@ -4,7 +4,7 @@ scattered.
 A spec is a `jax.sharding.PartitionSpec`. It has an entry for each dimension of an array: the mesh axes that split it.
 Inside `jax.shard_map` a device has its own shard of the array:
 
-    whole = gathered(part, spec)        part = scattered(whole, spec), summed over the devices
+    whole = gathered(shard, spec)        shard = scattered(whole, spec), summed over the devices
 """
 
 from collections.abc import Collection
@@ -29,7 +29,7 @@ def names(entry: Any) -> Names:
     """
     if entry is None:
         return ()
-    return (entry,) if isinstance(entry, str) else tuple(name for part in entry for name in names(part))
+    return (entry,) if isinstance(entry, str) else tuple(name for each in entry for name in names(each))
 
 
 def is_explicit(x: jax.Array) -> bool:
@@ -99,14 +99,14 @@ def along(spec: P, axes: Collection[str]) -> P:
     return P(*(tuple(name for name in names(entry) if name in axes) or None for entry in spec))
 
 
-# --- parts and the whole, inside `jax.shard_map` ----------------------------------------------------------------------
+# --- shards and the whole, inside `jax.shard_map` ---------------------------------------------------------------------
 
 
-def gathered(part: jax.Array, spec: P) -> jax.Array:
+def gathered(shard: jax.Array, spec: P) -> jax.Array:
     """The shards of all devices in one array, inside `jax.shard_map`; its derivative is `scattered`."""
     for dim, entry in enumerate(spec):
-        part = jax.lax.all_gather(part, names(entry), axis=dim, tiled=True) if names(entry) else part
-    return part
+        shard = jax.lax.all_gather(shard, names(entry), axis=dim, tiled=True) if names(entry) else shard
+    return shard
 
 
 def scattered(whole: jax.Array, spec: P) -> jax.Array:
@@ -137,7 +137,7 @@ def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -
 LEAST_CHUNK = 2048
 
 
-def pairs_of_chunks(length: int, parts: int) -> int:
+def pairs_of_chunks(length: int, devices: int) -> int:
     """How many pairs of chunks each device gets of a row.
 
     A whole document is even work with one pair. Of packed documents a long one is in some chunks only, and the
@@ -148,10 +148,10 @@ def pairs_of_chunks(length: int, parts: int) -> int:
     >>> pairs_of_chunks(131072, 8), pairs_of_chunks(32768, 8)
     (2, 1)
     """
-    return 2 if length % (4 * parts) == 0 and length >= 4 * parts * LEAST_CHUNK else 1
+    return 2 if length % (4 * devices) == 0 and length >= 4 * devices * LEAST_CHUNK else 1
 
 
-def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
+def in_chunks(whole: jax.Array, axis: int, devices: int) -> jax.Array:
     """Rows in the order in which devices get them: device i of c has the chunks i and 2c − 1 − i of 2c.
 
     Early positions see few keys and late ones many, so that all devices do the same work in causal attention. A row
@@ -162,32 +162,34 @@ def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
     >>> in_chunks(jnp.arange(8), 0, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    return _reordered(whole, axis, _order(whole.shape[axis], parts))
+    return _reordered(whole, axis, _order(whole.shape[axis], devices))
 
 
-def from_chunks(chunks: jax.Array, axis: int, parts: int) -> jax.Array:
+def from_chunks(chunks: jax.Array, axis: int, devices: int) -> jax.Array:
     """Rows in their own order: the inverse of `in_chunks`.
 
     >>> from_chunks(in_chunks(jnp.arange(8), 0, 2), 0, 2).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    order = _order(chunks.shape[axis], parts)
+    order = _order(chunks.shape[axis], devices)
     return _reordered(chunks, axis, sorted(range(len(order)), key=order.__getitem__))
 
 
 def chunk_starts(axis: str, positions: int) -> list[jax.Array]:
     """Where this device's chunks begin in their rows, inside `jax.shard_map`."""
-    device, parts = jax.lax.axis_index(axis).astype(jnp.int32), jax.lax.axis_size(axis)
-    number = pairs_of_chunks(positions * parts, parts)
+    device, devices = jax.lax.axis_index(axis).astype(jnp.int32), jax.lax.axis_size(axis)
+    number = pairs_of_chunks(positions * devices, devices)
     size = positions // (2 * number)
-    pairs = [(2 * parts * i + device, 2 * parts * (i + 1) - 1 - device) for i in range(number)]
+    pairs = [(2 * devices * i + device, 2 * devices * (i + 1) - 1 - device) for i in range(number)]
     return [chunk * size for pair in pairs for chunk in pair]
 
 
-def _order(length: int, parts: int) -> list[int]:
+def _order(length: int, devices: int) -> list[int]:
     """The chunks of a row in the order of the devices that have them."""
-    starts = [2 * parts * i for i in range(pairs_of_chunks(length, parts))]
-    return [start + chunk for device in range(parts) for start in starts for chunk in (device, 2 * parts - 1 - device)]
+    starts = [2 * devices * i for i in range(pairs_of_chunks(length, devices))]
+    return [
+        start + chunk for device in range(devices) for start in starts for chunk in (device, 2 * devices - 1 - device)
+    ]
 
 
 def _reordered(x: jax.Array, axis: int, order: list[int]) -> jax.Array:

@@ -283,13 +283,13 @@ class _Blocks:
     def of(cls, x: jax.Array, size: int) -> "_Blocks":
         """The blocks of an array. Auto axes do not show which of them split its last axis: each may."""
         width, sharding = x.shape[-1], jax.typeof(x).sharding
-        mesh, explicit = sharding.mesh, _parts_of_last_axis(sharding, x.ndim)
+        mesh, explicit = sharding.mesh, _shards_of_last_axis(sharding, x.ndim)
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         auto = [size for name, size in mesh.shape.items() if kinds[name] == AxisType.Auto]
         own = width // explicit
         piece = size if explicit == 1 else math.gcd(own, size)
-        if (parts := math.lcm(*auto)) > 1 and (least := math.gcd(own, piece, _LEAST_PIECE)) > 1:
-            piece = max(math.gcd(own // math.gcd(own, parts), piece), least)
+        if (shards := math.lcm(*auto)) > 1 and (least := math.gcd(own, piece, _LEAST_PIECE)) > 1:
+            piece = max(math.gcd(own // math.gcd(own, shards), piece), least)
         return cls(width, size, piece, sharding if _is_explicit(sharding) else None)
 
     def maxima(self, x: jax.Array) -> jax.Array:
@@ -318,7 +318,7 @@ class _Blocks:
 
 def _scales_sharding(param, num_blocks):
     """How a parameter's scales are sharded: like it, but with every block where the mesh does not divide them."""
-    if (sharding := _sharding(param)) is None or num_blocks % _parts_of_last_axis(sharding, param.ndim) == 0:
+    if (sharding := _sharding(param)) is None or num_blocks % _shards_of_last_axis(sharding, param.ndim) == 0:
         return sharding
     spec = P(*sharding.spec[: param.ndim - 1])
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
@@ -363,7 +363,7 @@ def _is_in_8_bits(path, param, float32_names):
     return is_matrix(path, param)
 
 
-def _parts_of_last_axis(sharding, ndim):
+def _shards_of_last_axis(sharding, ndim):
     spec = sharding.spec
     entry = spec[ndim - 1] if len(spec) >= ndim else None
     axes = () if entry is None else (entry,) if isinstance(entry, str) else entry

@@ -91,17 +91,17 @@ def scoring(
         scores: what becomes of the sums over all rows.
 
     Returns:
-        A function of parameters and rows in parts of one shape, which returns the scores of all parts by name.
+        A function of parameters and batches of one shape, which returns the scores of all batches by name.
 
     Example:
-        >>> sums = lambda params, frozen, part: np.array([part, 1.0, 2.0])
+        >>> sums = lambda params, frozen, batch: np.array([batch, 1.0, 2.0])
         >>> scoring(sums, None)(None, [1.0, 3.0])["eval_loss"]
         1.0
     """
 
-    def score(params, parts):
+    def score(params, batches):
         # One program at a time, as in `digests.of_leaves`.
-        each = [jax.block_until_ready(sums(params, frozen, part)) for part in parts]
+        each = [jax.block_until_ready(sums(params, frozen, batch)) for batch in batches]
         totals: Any = np.sum(each, axis=0, dtype=np.float64)
         return scores(totals.tolist())
 

@@ -99,9 +99,9 @@ class Devices:
         if self.mesh is None or self.layout is None or jax.process_count() == 1:
             return None
         of_rows = NamedSharding(self.mesh, P(self.layout.batch))
-        parts = of_rows.addressable_devices_indices_map((batch,)).values()
+        indices = of_rows.addressable_devices_indices_map((batch,)).values()
         places = np.arange(batch)
-        return np.unique(np.concatenate([places[index] for index in parts if index is not None]))
+        return np.unique(np.concatenate([places[index] for index in indices if index is not None]))
 
     def place(self, batch: Any) -> Any:
         """Puts a batch on the devices, each one's rows where it computes them."""
@@ -115,8 +115,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     {'data': 1, 'fsdp': 2, 'expert': 1, 'sequence': 1, 'tensor': 4}
     """
     named: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (word.strip() for word in part.partition("="))
+    for item in text.split(","):
+        name, _, size = (word.strip() for word in item.partition("="))
         if name not in AXES:
             raise ValueError(
                 f"mesh={text!r}: {name!r} is no axis. The axes are {', '.join(AXES[:-1])} and {AXES[-1]}, as in "
@@ -141,7 +141,7 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
 
 
 def shards_of_batch(sizes: Mapping[str, int]) -> int:
-    """Into how many parts such a mesh splits a batch.
+    """Into how many shards such a mesh splits a batch.
 
     >>> shards_of_batch(parse_mesh("data=2,expert=4,tensor=8"))
     8
@@ -199,11 +199,11 @@ def _checked(
     text: str, sizes: Mapping[str, int], devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]
 ) -> Devices:
     """The mesh, which divides the rows and the model; one of a single device is none."""
-    parts = shards_of_batch(sizes)
-    if rows % parts:
+    shards = shards_of_batch(sizes)
+    if rows % shards:
         raise ValueError(
-            f"mesh={text!r} splits the batch into {parts} shards, which do not divide the {rows} rows that are "
-            f"computed at once. The nearest number that does is {nearest_divisor(rows, parts)}; or change the batch, "
+            f"mesh={text!r} splits the batch into {shards} shards, which do not divide the {rows} rows that are "
+            f"computed at once. The nearest number that does is {nearest_divisor(rows, shards)}; or change the batch, "
             "or its micro-batches."
         )
     layout, mesh = layout_of(sizes), mesh_of(sizes, devices)

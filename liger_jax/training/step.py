@@ -130,7 +130,7 @@ def make_step(
         ()
     """
     if micro_batches < 1:
-        raise ValueError(f"make_step: micro_batches={micro_batches} must be at least 1; 1 takes the batch in one part.")
+        raise ValueError(f"make_step: micro_batches={micro_batches} must be at least 1; 1 takes the batch whole.")
     if micro_batches > 1 and getattr(loss_fn, "needs_whole_batch", False):
         raise ValueError(
             f"make_step: micro_batches={micro_batches}, but loss_fn.needs_whole_batch is set: its value is no sum over "
@@ -178,7 +178,7 @@ def _updates(optimizer, grads, opt_state, params):
 
 def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
     """The sum of what `value_and_grad` returns for each micro-batch, gradients in their parameters' dtypes."""
-    batches, denominator = _parts(batch, micro_batches), normalizer(batch)
+    batches, denominator = _micro_batched(batch, micro_batches), normalizer(batch)
 
     def add(sums, micro_batch):
         results = value_and_grad(params, micro_batch, denominator)
@@ -191,8 +191,8 @@ def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
     return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
 
 
-def _parts(batch: Batch, micro_batches: int) -> Any:
-    """The batch with a leading axis of micro-batches: sequence i is in part i mod `micro_batches`."""
+def _micro_batched(batch: Batch, micro_batches: int) -> Any:
+    """The batch with a leading axis of micro-batches: sequence i is in micro-batch i mod `micro_batches`."""
     num_sequences = _num_sequences(batch)
     if num_sequences % micro_batches:
         raise ValueError(
@@ -200,7 +200,7 @@ def _parts(batch: Batch, micro_batches: int) -> Any:
             "batch, or another number."
         )
 
-    def parts(path, x):
+    def cut(path, x):
         if not jnp.ndim(x) or path == _POSITIONS and x.shape[0] == 1:  # the same for all sequences
             return jnp.broadcast_to(x, (micro_batches, *jnp.shape(x)))
         if x.shape[0] != num_sequences:
@@ -211,7 +211,7 @@ def _parts(batch: Batch, micro_batches: int) -> Any:
             )
         return x.reshape(num_sequences // micro_batches, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
-    return jax.tree_util.tree_map_with_path(parts, batch)
+    return jax.tree_util.tree_map_with_path(cut, batch)
 
 
 def _num_sequences(batch: Batch) -> int:

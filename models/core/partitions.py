@@ -26,11 +26,11 @@ def partition(*entries: str | Names | None) -> P:
 def placed(batch: Any, mesh: Mesh, rows: Names, positions: str | None, length: int | None) -> Any:
     """A batch on a mesh, as `Layout.place` promises it."""
     rows_of = lambda x: jnp.shape(x)[0] if jnp.ndim(x) else 0
-    parts, number = math.prod(mesh.shape[name] for name in rows), max(map(rows_of, jax.tree.leaves(batch)), default=0)
-    if number % parts:
+    shards, number = math.prod(mesh.shape[name] for name in rows), max(map(rows_of, jax.tree.leaves(batch)), default=0)
+    if number % shards:
         raise ValueError(
-            f"place: the batch has {number} rows, which {'·'.join(rows)}={parts} does not divide. Pass a "
-            f"multiple of {parts} rows."
+            f"place: the batch has {number} rows, which {'·'.join(rows)}={shards} does not divide. Pass a "
+            f"multiple of {shards} rows."
         )
 
     def spec_for(x):

@@ -78,8 +78,8 @@ def _like(shape: tuple[int, ...], of_param: tuple[int, ...], sharding: NamedShar
         follows = shape[len(shape) - len(of_param) :] == of_param
         spec = [None] * (len(shape) - len(of_param)) + entries if follows else []
     elif len(shape) == len(of_param):
-        parts = [_parts(entry, sharding) for entry in entries]
-        fits = [n == size or size % n == 0 == n % part for n, size, part in zip(shape, of_param, parts, strict=True)]
+        shards = [_shards(entry, sharding) for entry in entries]
+        fits = [n == size or size % n == 0 == n % split for n, size, split in zip(shape, of_param, shards, strict=True)]
         spec = [entry if fit else None for entry, fit in zip(entries, fits, strict=True)]
     else:  # a factor: the parameter's axes without some of them
         kept = itertools.combinations(range(len(of_param)), len(shape))
@@ -88,7 +88,7 @@ def _like(shape: tuple[int, ...], of_param: tuple[int, ...], sharding: NamedShar
     return NamedSharding(sharding.mesh, P(*spec), memory_kind=sharding.memory_kind)
 
 
-def _parts(entry: Any, sharding: NamedSharding) -> int:
-    """Into how many parts an axis is split by an entry of a partition."""
+def _shards(entry: Any, sharding: NamedSharding) -> int:
+    """Into how many shards an axis is split by an entry of a partition."""
     names = () if entry is None else (entry,) if isinstance(entry, str) else entry
     return math.prod(sharding.mesh.shape[name] for name in names)

@@ -27,7 +27,7 @@ from liger_jax.models.core.parameters import ParameterInfo
 from liger_jax.ops.block_quantized import NF4, BlockQuantized
 
 _STATE = ".quant_state.bitsandbytes__"
-_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", f"{_STATE}nf4")
+_ENDS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", f"{_STATE}nf4")
 _STRIP = 64  # rows that are transposed at a time
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors calls them
 
@@ -104,7 +104,7 @@ class Nf4Tensor:
             raise ValueError(f"from_pretrained: {self.name}.quant_map is not the code book of nf4.")
         scales = self.tensors[".absmax"][:]
         if ".nested_absmax" in self.tensors:
-            book, outer = (self.tensors[part][:] for part in (".nested_quant_map", ".nested_absmax"))
+            book, outer = (self.tensors[end][:] for end in (".nested_quant_map", ".nested_absmax"))
             outer = np.repeat(outer, self.fields["nested_blocksize"])[: scales.size]
             self._checked("nested_absmax", outer, scales.size)
             scales = book[scales] * outer + np.float32(self.fields["nested_offset"])
@@ -125,9 +125,9 @@ def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
         weight, _, kind = name.partition(_STATE)
         if kind != "nf4" or weight not in tensors:
             raise ValueError(f"from_pretrained: {weight} is bitsandbytes' {kind}, of which only nf4 is read.")
-        parts = {part: views.pop(weight + part) for part in _PARTS if weight + part in views}
-        parts[""] = tensors[weight]
-        views[weight] = Nf4Tensor(weight, parts, _fields(weight, parts))
+        own = {end: views.pop(weight + end) for end in _ENDS if weight + end in views}
+        own[""] = tensors[weight]
+        views[weight] = Nf4Tensor(weight, own, _fields(weight, own))
     return views
 
 
@@ -183,22 +183,22 @@ def _swapped(codes: np.ndarray) -> np.ndarray:
     return (codes << 4) | (codes >> 4)
 
 
-def _layers(like: Any, parts: Iterable[np.ndarray]) -> np.ndarray:
-    """The transposed parts, stacked if there is an axis of layers. Rows are copied a few at a time, as in `weights`."""
+def _layers(like: Any, arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """The arrays, transposed, and stacked if there is an axis of layers. A few rows are copied at a time."""
     whole = np.empty(like.shape, like.dtype)
-    for i, part in enumerate(parts):
+    for i, array in enumerate(arrays):
         target = whole[i] if whole.ndim > 2 else whole
-        rows = part.reshape(target.shape[::-1])
+        rows = array.reshape(target.shape[::-1])
         for row in range(0, len(rows), _STRIP):
             target[:, row : row + _STRIP] = rows[row : row + _STRIP].T
     return whole
 
 
-def _fields(weight: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(weight: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON object beside a weight, checked."""
     try:
-        fields = json.loads(bytes(parts[f"{_STATE}nf4"][:]))
-        problem = _problem_of(fields, parts)
+        fields = json.loads(bytes(tensors[f"{_STATE}nf4"][:]))
+        problem = _problem_of(fields, tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         fields, problem = {}, f"has a damaged quant_state ({type(error).__name__}: {error})"
     if problem:
@@ -206,15 +206,15 @@ def _fields(weight: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _problem_of(fields: dict[str, Any], parts: Mapping[str, Any]) -> str | None:
+def _problem_of(fields: dict[str, Any], tensors: Mapping[str, Any]) -> str | None:
     """What is wrong with a weight's JSON object, or with the tensors beside it."""
     needed, sizes = {".absmax", ".quant_map"}, [fields["blocksize"], *fields["shape"]]
-    if ".nested_absmax" in parts:
+    if ".nested_absmax" in tensors:
         needed.add(".nested_quant_map")
         sizes.append(fields["nested_blocksize"])
         if not math.isfinite(fields["nested_offset"]):
             return "has no finite nested_offset"
-    if absent := sorted(needed - parts.keys()):
+    if absent := sorted(needed - tensors.keys()):
         return f"lacks {absent}"
     is_whole = all(type(size) is int and size > 0 for size in sizes) and len(fields["shape"]) == 2
     return None if is_whole and fields["dtype"] in _DTYPES else f"says {short(fields)}"

@@ -64,7 +64,7 @@ class Pretrained(nnx.Module):
         """Reads a model from a Hugging Face checkpoint: config.json and safetensors, one file or many.
 
         Parameters are read one after another, each to its own devices. Beside the model, a host holds one parameter at
-        a time; on a mesh of several hosts, it holds only the parts for its own devices.
+        a time; on a mesh of several hosts, it holds only the shards of its own devices.
 
         Args:
             path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads; or what

@@ -93,8 +93,8 @@ def read(
             like = nf4.quantized_shapes(info, tensors)
             if like is None:
                 layers = range(leaf.shape[0]) if info.stacked and by_layers(info) else (None,)
-                parts = [kept_as(info, _read(info, leaf, sharding, tensors, layer)) for layer in layers]
-                parameters.append(parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
+                read = [kept_as(info, _read(info, leaf, sharding, tensors, layer)) for layer in layers]
+                parameters.append(read[0] if len(read) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *read))
             else:
                 parameters.append(nf4.read(info, like, tensors, sharding))
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
@@ -206,11 +206,11 @@ def _read(
 ) -> jax.Array:
     """Reads one parameter, or one layer of it, to its devices.
 
-    The host holds the parts for its own devices, and one tensor at a time.
+    The host holds the shards of its own devices, and one tensor at a time.
     """
     shape = leaf.shape if layer is None else (1, *leaf.shape[1:])
 
-    def part(index):
+    def shard(index):
         index = index if layer is None else (slice(layer, layer + 1), *index[1:])
         ranges = [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
         whole = np.empty([len(axis) for axis in ranges], leaf.dtype)
@@ -221,14 +221,14 @@ def _read(
         return whole
 
     if sharding is None:
-        return jax.device_put(part([slice(None)] * len(leaf.shape)))
-    parts: dict[str, np.ndarray] = {}
+        return jax.device_put(shard([slice(None)] * len(leaf.shape)))
+    shards: dict[str, np.ndarray] = {}
 
     def shard_once(index):
         """Reads a shard once, since JAX asks for it once for each device that holds it."""
-        if str(index) not in parts:
-            parts[str(index)] = part(index)
-        return parts[str(index)]
+        if str(index) not in shards:
+            shards[str(index)] = shard(index)
+        return shards[str(index)]
 
     return jax.make_array_from_callback(shape, sharding, shard_once)
 
@@ -287,7 +287,7 @@ def _copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
 
 
 def fetched(x: Any) -> np.ndarray:
-    """The whole array on the host, in every process; what several processes hold in parts is gathered for it."""
+    """The whole array on the host, in every process; what several processes hold shards of is gathered for it."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
         x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)

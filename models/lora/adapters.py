@@ -23,7 +23,7 @@ from liger_jax.models.lora.adding import (
     problems_of_patterns,
 )
 from liger_jax.models.lora.linear import LoRALinear, become, names
-from liger_jax.models.lora.outside import parts, with_adapters_on, without_adapters
+from liger_jax.models.lora.outside import tables, with_adapters_on, without_adapters
 from liger_jax.models.lora.vocabulary import key_of
 
 # The weights of experts, as `add_lora` takes `parameters`.
@@ -114,7 +114,7 @@ def add_lora(
         named = [*sorted({str(path[-1]) for path in inside}), *named]
     chosen = Targets(named, exclude, layers)
     if len(named) > 0 or not parameters:
-        check_targets("add_lora", candidates, chosen, [part.name for part in parts(model)])
+        check_targets("add_lora", candidates, chosen, [table.name for table in tables(model)])
     experts.check_parameters("add_lora", model, parameters)
     if parameters and (dropout or dora):
         raise ValueError(
@@ -245,9 +245,9 @@ def with_dropout(
     for path, projection in with_adapters_on("with_dropout", model):
         if projection.dropout > 0:
             projection.dropout_key = DropoutKey(keys_of(key, path, projection))
-    for part in parts(model):
-        if part.adapter is not None and part.adapter.on and part.adapter.dropout > 0:
-            part.adapter.dropout_key = DropoutKey(key_of(key, part.name))
+    for table in tables(model):
+        if table.adapter is not None and table.adapter.on and table.adapter.dropout > 0:
+            table.adapter.dropout_key = DropoutKey(key_of(key, table.name))
     holder: Any = model
     holder.dropout_pieces = None if pieces is None else DropoutPieces(_by_rows(pieces))
     return model

@@ -20,7 +20,7 @@ from liger_jax.models.core.parameters import FUSED
 from liger_jax.models.hugging_face import adapter_targets
 from liger_jax.models.hugging_face.adapter_targets import Targets
 from liger_jax.models.lora.linear import LoRALinear, LoRAScale, become, names, scale_of
-from liger_jax.models.lora.outside import adapt, check_dense, parts, untie
+from liger_jax.models.lora.outside import adapt, check_dense, tables, untie
 from liger_jax.models.lora.vocabulary import EmbeddingAdapter, HeadAdapter, key_of, new_adapter
 from liger_jax.models.lora.whole import whole_like
 
@@ -68,7 +68,7 @@ def _is_in_layer(path: tuple[Any, ...], projection: Any) -> bool:
 
 
 def check_targets(caller: str, projections: Sequence[Found], targets: Targets, outside: Sequence[str]) -> None:
-    """Raises a ValueError unless each of the targets names a projection of the model, or one of the parts outside."""
+    """Raises a ValueError unless each of the targets names a projection of the model, or one of the tables outside."""
     all_names = [*outside, *(name for path, projection in projections for name in names(path, projection))]
     listed = [] if isinstance(targets.names, str) else targets.names
     if unknown := [end for end in listed if not any(Targets([end]).adapts(name) for name in all_names)]:
@@ -123,28 +123,28 @@ def add_outside(
     key: Key[Array, ""],
 ) -> None:
     """Adds adapters to embedding and head, if `own` gives them rank and alpha, which unties the two."""
-    chosen = [part for part in parts(model) if own(part.name) is not None]
-    for part in chosen:
-        check_dense(caller, part)
-        if dora and part.kind is EmbeddingAdapter:
+    chosen = [table for table in tables(model) if own(table.name) is not None]
+    for table in chosen:
+        check_dense(caller, table)
+        if dora and table.kind is EmbeddingAdapter:
             raise ValueError(
-                f"{caller}: DoRA on {part.name} is not supported. Leave it out of the targets, or dora=False."
+                f"{caller}: DoRA on {table.name} is not supported. Leave it out of the targets, or dora=False."
             )
     if chosen:
         untie(model)
         adapt(model)
-    for part in chosen:
-        rank, alpha = own(part.name) or (0, 0)
-        weight = getattr(part.holder, part.weight)[...]
-        options = dict(alpha=float(alpha), rslora=rslora, dropout=float(dropout) if part.kind is HeadAdapter else 0.0)
-        adapter = new_adapter(part.kind, weight, rank, key_of(key, part.name), **options)
+    for table in chosen:
+        rank, alpha = own(table.name) or (0, 0)
+        weight = getattr(table.holder, table.weight)[...]
+        options = dict(alpha=float(alpha), rslora=rslora, dropout=float(dropout) if table.kind is HeadAdapter else 0.0)
+        adapter = new_adapter(table.kind, weight, rank, key_of(key, table.name), **options)
         if dora:
             assert isinstance(adapter, HeadAdapter)
             adapter.magnitude = nnx.LoRAParam(adapter.lengths(weight, model.model.dtype))
         for variable in (adapter.lora_a, adapter.lora_b, adapter.magnitude):
             if variable is not None:
                 variable[...] = whole_like(variable[...], weight)
-        setattr(part.holder, f"{part.weight}_adapter", adapter)
+        setattr(table.holder, f"{table.weight}_adapter", adapter)
 
 
 def _add(path, projection, each, rslora, key, *, with_scales):

@@ -96,25 +96,25 @@ class _Stored:
                 "must have one. Merge the adapters in PEFT, and load the merged model."
             )
         ((rank, alpha),) = each
-        parts = self._parts
+        joined = self._joined
         # Of twice the rank, and of the same scale.
-        return rank * parts, alpha * (parts**0.5 if self.config.rslora else parts)
+        return rank * joined, alpha * (joined**0.5 if self.config.rslora else joined)
 
     @property
-    def _parts(self) -> int:
+    def _joined(self) -> int:
         """How many tensors of each expert are one adapter."""
         return 1 if self.of_all is not None else len(self.weight.of_each[0]) // self.weight.shape[0]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors, by their names."""
         count, in_width, out_width = self.weight.shape
-        rank, parts = self.own()[0], self._parts
+        rank, joined = self.own()[0], self._joined
         a, b = (rank * count, in_width), (out_width, rank * count)
         if self.of_all is None:
-            a, b = (rank // parts, in_width), (out_width // parts, rank // parts)
+            a, b = (rank // joined, in_width), (out_width // joined, rank // joined)
         modules = [module for i in range(len(self.weight.names)) for module in self._modules(i)]
         tensor_name = adapter_files.tensor_name
-        return {tensor_name(m, part): shape for m in modules for part, shape in (("lora_a", a), ("lora_b", b))}
+        return {tensor_name(m, name): shape for m in modules for name, shape in (("lora_a", a), ("lora_b", b))}
 
     def arrays(self, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """A and B in float32, with an axis of layers if the weight has one."""
@@ -126,9 +126,9 @@ class _Stored:
 
     def _of_layer(self, layer: int, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         count, in_width, out_width = self.weight.shape
-        rank, parts = self.own()[0], self._parts
+        rank, joined = self.own()[0], self._joined
         stored = [
-            [tensors[adapter_files.tensor_name(module, part)].astype(np.float32) for part in ("lora_a", "lora_b")]
+            [tensors[adapter_files.tensor_name(module, name)].astype(np.float32) for name in ("lora_a", "lora_b")]
             for module in self._modules(layer)
         ]
         if self.of_all is not None:
@@ -136,16 +136,18 @@ class _Stored:
             return a.reshape(count, rank, in_width).swapaxes(1, 2), b.reshape(out_width, rank, count).transpose(2, 1, 0)
         a = np.zeros((count, in_width, rank), np.float32)
         b = np.zeros((count, rank, out_width), np.float32)
-        of_part, columns = rank // parts, out_width // parts
+        own_rank, columns = rank // joined, out_width // joined
         for i, (own_a, own_b) in enumerate(stored):
-            expert, part = divmod(i, parts)
-            own = slice(part * of_part, (part + 1) * of_part)
-            a[expert, :, own], b[expert, own, part * columns : (part + 1) * columns] = own_a.T, own_b.T
+            expert, place = divmod(i, joined)
+            own = slice(place * own_rank, (place + 1) * own_rank)
+            a[expert, :, own], b[expert, own, place * columns : (place + 1) * columns] = own_a.T, own_b.T
         return a, b
 
 
-def load(model: nnx.Module, config: AdapterConfig, parts: Sequence[_Stored], tensors: Mapping[str, np.ndarray]) -> None:
+def load(
+    model: nnx.Module, config: AdapterConfig, weights: Sequence[_Stored], tensors: Mapping[str, np.ndarray]
+) -> None:
     """Gives the experts of a model the adapters of a file, in place."""
-    for stored in parts:
+    for stored in weights:
         a, b = map(jnp.asarray, stored.arrays(tensors))
         put(stored.weight, a, b, alpha=stored.own()[1], rslora=config.rslora)

@@ -16,7 +16,7 @@ from liger_jax.models.hugging_face.weights import fetched
 from liger_jax.models.lora import expert_files, experts, more_files
 from liger_jax.models.lora.adding import add_outside, add_to, check_options
 from liger_jax.models.lora.linear import names, of_layers, trained
-from liger_jax.models.lora.outside import parts, with_adapters_on, without_adapters
+from liger_jax.models.lora.outside import tables, with_adapters_on, without_adapters
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -69,16 +69,16 @@ def save_adapters(
         of_projection = of_layers(path_in_model, projection)
         ranks = [(name, of_projection.get(name, (0, 0))[0]) for name in names(path_in_model, projection)]
         tensors, own = tensors | adapter_files.tensors(ranks, arrays), own | of_projection
-    outside = [part for part in parts(model) if part.adapter is not None]
-    for part in outside:
-        arrays = {name: fetched(variable[...])[None] for name, variable in trained(part.adapter).items()}
-        tensors |= adapter_files.tensors([(part.name, part.adapter.rank)], arrays)
-        own[part.name] = part.adapter.rank, part.adapter.alpha
+    outside = [table for table in tables(model) if table.adapter is not None]
+    for table in outside:
+        arrays = {name: fetched(variable[...])[None] for name, variable in trained(table.adapter).items()}
+        tensors |= adapter_files.tensors([(table.name, table.adapter.rank)], arrays)
+        own[table.name] = table.adapter.rank, table.adapter.alpha
     of_experts, own_of_experts = expert_files.to_save(model)
     own |= own_of_experts
     rank, rank_pattern = patterns_of({name: rank for name, (rank, _) in own.items()})
     alpha, alpha_pattern = patterns_of({name: alpha for name, (_, alpha) in own.items()})
-    others: list[Any] = [x for _, x in adapted] + [part.adapter for part in outside]
+    others: list[Any] = [x for _, x in adapted] + [table.adapter for table in outside]
     first = max(others, key=lambda x: x.dropout, default=None)
     rslora = experts.adapted(model)[0].rslora if first is None else first.rslora
     fields, more = more_files.to_save(model)
@@ -144,9 +144,9 @@ def load_adapters(model: Model, path: str | os.PathLike[str], *, dropout: float 
     for path_in_model, projection in candidates:
         own = [name for name in names(path_in_model, projection) if name in adapted]
         shapes |= adapter_files.shapes(own, projection.kernel.shape[-2:], config)
-    for part in parts(model):
-        if part.name in adapted:
-            shapes |= adapter_files.shapes([part.name], part.widths(model), config)
+    for table in tables(model):
+        if table.name in adapted:
+            shapes |= adapter_files.shapes([table.name], table.widths(model), config)
     shapes |= more_files.shapes(model, config, adapted, tensors)
     of_experts, stored = expert_files.parts_to_load(model, config, tensors)
     adapter_files.check(folder, tensors, shapes | of_experts)
@@ -167,7 +167,7 @@ def load_adapters(model: Model, path: str | os.PathLike[str], *, dropout: float 
 
 def _all_names(model: nnx.Module) -> list[str]:
     """The names in a checkpoint of all that may have an adapter."""
-    outside = [part.name for part in parts(model)]
+    outside = [table.name for table in tables(model)]
     return outside + [name for path, projection in projections(model) for name in names(path, projection)]
 
 

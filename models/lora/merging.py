@@ -7,7 +7,7 @@ from flax import nnx
 
 from liger_jax.models.lora import experts, whole
 from liger_jax.models.lora.linear import become
-from liger_jax.models.lora.outside import Part, parts, unadapt, with_adapters_on
+from liger_jax.models.lora.outside import Table, tables, unadapt, with_adapters_on
 from liger_jax.models.lora.vocabulary import HeadAdapter
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -58,17 +58,17 @@ def merge_lora(model: Model) -> Model:
         delattr(model, "dropout_pieces")
     experts.merge(model)
     whole.merge(model)
-    for part in parts(model):
-        if part.adapter is not None:
-            _merge_outside(part, model)
+    for table in tables(model):
+        if table.adapter is not None:
+            _merge_outside(table, model)
     unadapt(model)
     return model
 
 
-def _merge_outside(part: Part, model: Any) -> None:
+def _merge_outside(table: Table, model: Any) -> None:
     """Adds the adapter of the embedding or of the head to its weight."""
-    adapter, weight = part.adapter, getattr(part.holder, part.weight)
-    if part.kind is HeadAdapter:
+    adapter, weight = table.adapter, getattr(table.holder, table.weight)
+    if table.kind is HeadAdapter:
         merged, factor = (
             weight[...].astype(jnp.float32) + adapter.product.T,
             adapter.factor(weight[...], model.model.dtype),
@@ -77,4 +77,4 @@ def _merge_outside(part: Part, model: Any) -> None:
     else:
         merged = weight[...].astype(jnp.float32) + adapter.product
     weight[...] = merged.astype(weight.dtype)
-    delattr(part.holder, f"{part.weight}_adapter")
+    delattr(table.holder, f"{table.weight}_adapter")

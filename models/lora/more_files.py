@@ -15,7 +15,7 @@ from liger_jax.models.hugging_face.adapter_files import BASE, tensor_name
 from liger_jax.models.hugging_face.weights import fetched
 from liger_jax.models.lora import whole
 from liger_jax.models.lora.linear import trained
-from liger_jax.models.lora.outside import parts
+from liger_jax.models.lora.outside import tables
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -34,12 +34,12 @@ def to_save(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         else:
             biases.append(hasattr(holder, "lora_a"))
     tokens = {}
-    for part in parts(model):
-        if part.rows is not None:
-            tensors[tensor_name(f"{part.name}.token_adapter.trainable_tokens_delta")] = fetched(part.rows.rows[...])
-            tokens[part.weight] = list(part.rows.tokens)
-        if part.adapter is not None:  # as PEFT saves it; the tensor counts where the vocabulary was changed
-            tensors[tensor_name(f"{part.name}{BASE}")] = fetched(getattr(part.holder, part.weight)[...])
+    for table in tables(model):
+        if table.rows is not None:
+            tensors[tensor_name(f"{table.name}.token_adapter.trainable_tokens_delta")] = fetched(table.rows.rows[...])
+            tokens[table.weight] = list(table.rows.tokens)
+        if table.adapter is not None:  # as PEFT saves it; the tensor counts where the vocabulary was changed
+            tensors[tensor_name(f"{table.name}{BASE}")] = fetched(getattr(table.holder, table.weight)[...])
     bias = "none" if not biases else "lora_only" if all(biases) else "all"
     return dict(modules=sorted(set(modules)), tokens=tokens, bias=bias), tensors
 
@@ -47,20 +47,20 @@ def to_save(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def shapes(model: Any, config: AdapterConfig, adapted: Set[str], tensors: Tensors) -> dict[str, tuple[int, ...]]:
     """The shapes that these tensors must have, by their names in the file."""
     expected = whole.expected(model, config.modules, config.tokens, config.bias, adapted)
-    for part in parts(model):
-        if part.name in adapted and tensor_name(f"{part.name}{BASE}") in tensors:
-            expected[f"{part.name}{BASE}"] = (model.config.vocab_size, model.config.hidden_size)
+    for table in tables(model):
+        if table.name in adapted and tensor_name(f"{table.name}{BASE}") in tensors:
+            expected[f"{table.name}{BASE}"] = (model.config.vocab_size, model.config.hidden_size)
     return {tensor_name(name): shape for name, shape in expected.items()}
 
 
 def load(model: Any, config: AdapterConfig, tensors: Tensors) -> None:
     """Adds all this to a model whose adapters of the embedding and the head are there, in place."""
-    for part in parts(model):
-        if part.adapter is not None:
-            for name, variable in trained(part.adapter).items():
-                put(variable, tensors[tensor_name(part.name, name)].T)
-            if (base := tensors.get(tensor_name(f"{part.name}{BASE}"))) is not None:
-                weight = getattr(part.holder, part.weight)
+    for table in tables(model):
+        if table.adapter is not None:
+            for name, variable in trained(table.adapter).items():
+                put(variable, tensors[tensor_name(table.name, name)].T)
+            if (base := tensors.get(tensor_name(f"{table.name}{BASE}"))) is not None:
+                weight = getattr(table.holder, table.weight)
                 put(weight, base.astype(np.float32).astype(weight.dtype))
 
 
@@ -73,9 +73,9 @@ def load_whole(model: Any, config: AdapterConfig, tensors: Tensors) -> None:
         info = parameter(path, variable.shape)
         own = [tensors[tensor_name(name)] for name in whole.tensor_names(model, path, variable.shape)]
         put(variable, np.stack([each.T if info.transposed else each for each in own]))
-    for part in parts(model):
-        if part.rows is not None:
-            put(part.rows.rows, tensors[tensor_name(f"{part.name}.token_adapter.trainable_tokens_delta")])
+    for table in tables(model):
+        if table.rows is not None:
+            put(table.rows.rows, tensors[tensor_name(f"{table.name}.token_adapter.trainable_tokens_delta")])
 
 
 def put(variable: nnx.Variable, array: np.ndarray) -> None:

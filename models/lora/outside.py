@@ -1,6 +1,6 @@
-"""The parts of a model that may be trained beside its projections: which there are, and a head that is its own.
+"""A model's tables, the embedding and the head: what is trained of them, and a head that is its own.
 
-A model that has such parts changes its class, as its projections do: `add_outside` and `train_more` call `adapt`.
+A model whose tables are adapted changes its class, as its projections do: `add_outside` and `train_more` call `adapt`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from liger_jax.models.lora.vocabulary import Adapter, EmbeddingAdapter, HeadAdap
 from liger_jax.models.quantized import is_quantized
 
 
-class Part(NamedTuple):
+class Table(NamedTuple):
     """The embedding or the head."""
 
     name: str  # its name in a checkpoint
@@ -42,13 +42,13 @@ class Part(NamedTuple):
         return getattr(self.holder, f"{self.weight}_rows", None)
 
 
-def parts(model: Any) -> list[Part]:
+def tables(model: Any) -> list[Table]:
     """The embedding and the head of a causal language model; none of another module."""
     if not isinstance(model, CausalLM):
         return []
     return [
-        Part("model.embed_tokens", model.model, "embed_tokens", EmbeddingAdapter),
-        Part("lm_head", model, "lm_head", HeadAdapter),
+        Table("model.embed_tokens", model.model, "embed_tokens", EmbeddingAdapter),
+        Table("lm_head", model, "lm_head", HeadAdapter),
     ]
 
 
@@ -113,7 +113,7 @@ def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ..
     """The projections of a model that has no adapters yet."""
     found = projections(model)
     is_adapted = any(hasattr(projection, "lora_a") for _, projection in found)
-    if is_adapted or any(each.adapted for each in _experts(model)) or any(part.adapter for part in parts(model)):
+    if is_adapted or any(each.adapted for each in _experts(model)) or any(table.adapter for table in tables(model)):
         raise ValueError(f"{caller}: the model has adapters already. Merge them first: merge_lora(model).")
     return found
 
@@ -122,7 +122,7 @@ def with_adapters_on(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ..
     """The projections whose adapters are on; none if only the embedding, the head or experts have some that are on."""
     found = [(path, projection) for path, projection in projections(model) if isinstance(projection, LoRALinear)]
     of_experts = any(each.adapted and each.adapters_on for each in _experts(model))
-    if not found and not of_experts and not any(part.adapter and part.adapter.on for part in parts(model)):
+    if not found and not of_experts and not any(table.adapter and table.adapter.on for table in tables(model)):
         raise ValueError(
             f"{caller}: the model has no adapters, or they are off. Add them, add_lora(model, …), or turn them on, "
             "with_adapters(model, True)."
@@ -142,18 +142,18 @@ def untie(model: Any) -> None:
         model.model.config, model.untied = model.config, True
 
 
-def check_dense(caller: str, part: Part) -> None:
-    """Raises a ValueError if the part is quantised."""
-    if hasattr(part.holder, part.weight) and is_quantized(getattr(part.holder, part.weight)[...]):
+def check_dense(caller: str, table: Table) -> None:
+    """Raises a ValueError if the table is quantised."""
+    if hasattr(table.holder, table.weight) and is_quantized(getattr(table.holder, table.weight)[...]):
         raise ValueError(
-            f"{caller}: {part.name} is quantised, and only projections have adapters beside quantised weights. Leave "
+            f"{caller}: {table.name} is quantised, and only projections have adapters beside quantised weights. Leave "
             'the head as it is: quantize(model, "nf4", head=False).'
         )
 
 
 def switch(model: Any, on: bool) -> bool:
-    """Switches these parts on or off, in place. Returns whether there are any."""
-    adapters = [each for part in parts(model) for each in (part.adapter, part.rows) if each is not None]
+    """Switches these tables on or off, in place. Returns whether there are any."""
+    adapters = [each for table in tables(model) for each in (table.adapter, table.rows) if each is not None]
     for each in adapters:
         each.on = on
     return bool(adapters)

@@ -56,7 +56,7 @@ class EmbeddingAdapter(Adapter):
     """The adapter of the embedding. As in PEFT it has no dropout."""
 
     def __call__(self, x: Float[Array, "B T D"], ids: Integer[Array, "B T"], layout: Layout) -> Float[Array, "B T D"]:
-        """The embeddings with the adapter's part."""
+        """The embeddings plus what the adapter adds."""
         look_up = lambda ids, a: embed(a, ids, x.dtype)
         rows = layout.run(look_up, (ids,), (self.lora_a[...],))
         return x + self.scale * jnp.matmul(rows, self.lora_b[...].astype(x.dtype))

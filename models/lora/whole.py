@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models.core.parameters import KEPT, parameter, projections
 from liger_jax.models.hugging_face.adapter_config import BIASES
 from liger_jax.models.lora.linear import names, of_layers
-from liger_jax.models.lora.outside import adapt, check_dense, parts, untie, with_adapters_on
+from liger_jax.models.lora.outside import adapt, check_dense, tables, untie, with_adapters_on
 from liger_jax.models.lora.vocabulary import TokenRows
 from liger_jax.models.quantized import is_quantized
 
@@ -63,29 +63,29 @@ def train_more(
     with_adapters_on("train_more", model)
     if bias not in BIASES:
         raise ValueError(f"train_more: bias={bias!r} must be one of {BIASES}.")
-    if wholes(model) or any(part.rows is not None for part in parts(model)):
+    if wholes(model) or any(table.rows is not None for table in tables(model)):
         raise ValueError("train_more: the model trains more than adapters already. Pass everything in one call.")
     if isinstance(modules, str):
         raise ValueError(f"train_more: modules={modules!r} must be a list of names.")
     adapted = {name for path, x in projections(model) if hasattr(x, "lora_a") for name in of_layers(path, x)}
-    adapted |= {part.name for part in parts(model) if part.adapter is not None}
+    adapted |= {table.name for table in tables(model) if table.adapter is not None}
     _check_modules(model, modules, adapted)
     listed = tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens} if len(tokens) else {}
     _check_tokens(model, listed, modules)
-    if any(_is_saved(part.name, modules) for part in parts(model)):
+    if any(_is_saved(table.name, modules) for table in tables(model)):
         untie(model)
     chosen = [(path, x) for path, x in _parameters(model) if _is_whole(path, x.shape, modules, bias, adapted)]
     for path, variable in chosen:
         holder = holder_of(model, path)
         setattr(holder, path[-1], TrainedWeight(variable[...].astype(jnp.float32)))
         setattr(holder, f"{path[-1]}{KEPT}", nnx.Param(variable[...]))
-    for part in parts(model):
-        own = next((listed[name] for name in listed if part.name.endswith(name)), ())
+    for table in tables(model):
+        own = next((listed[name] for name in listed if table.name.endswith(name)), ())
         if len(own):
             adapt(model)
-            table = getattr(part.holder, part.weight)[...]
-            rows = table[jnp.asarray(own)].astype(jnp.float32)
-            setattr(part.holder, f"{part.weight}_rows", TokenRows(tuple(map(int, own)), whole_like(rows, table)))
+            weight = getattr(table.holder, table.weight)[...]
+            rows = weight[jnp.asarray(own)].astype(jnp.float32)
+            setattr(table.holder, f"{table.weight}_rows", TokenRows(tuple(map(int, own)), whole_like(rows, weight)))
     return model
 
 
@@ -113,11 +113,11 @@ def merge(model: nnx.Module) -> None:
         holder, original = holder_of(model, path), f"{path[-1]}{KEPT}"
         setattr(holder, path[-1], nnx.Param(variable[...].astype(getattr(holder, original).dtype)))
         delattr(holder, original)
-    for part in parts(model):
-        if part.rows is not None:
-            weight = getattr(part.holder, part.weight)
-            weight[...] = part.rows.of_table(weight[...])
-            delattr(part.holder, f"{part.weight}_rows")
+    for table in tables(model):
+        if table.rows is not None:
+            weight = getattr(table.holder, table.weight)
+            weight[...] = table.rows.of_table(weight[...])
+            delattr(table.holder, f"{table.weight}_rows")
 
 
 def tensor_names(model: nnx.Module, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -181,18 +181,20 @@ def expected(
             for name in info.tensor_names:
                 name = f"{name.removesuffix('bias')}base_layer.bias" if of_base(name) else name
                 shapes[name] = info.tensor_shape(variable.shape)
-    width = model.config.hidden_size if parts(model) else 0
-    if parts(model) and model.config.tie_word_embeddings and _is_saved("lm_head", modules):
+    width = model.config.hidden_size if tables(model) else 0
+    if tables(model) and model.config.tie_word_embeddings and _is_saved("lm_head", modules):
         shapes["lm_head.weight"] = (model.config.vocab_size, width)
     for name, own in tokens.items():
-        part = next(part for part in parts(model) if f".{part.name}".endswith(f".{name}"))
-        shapes[f"{part.name}.token_adapter.trainable_tokens_delta"] = (len(own), width)
+        table = next(table for table in tables(model) if f".{table.name}".endswith(f".{name}"))
+        shapes[f"{table.name}.token_adapter.trainable_tokens_delta"] = (len(own), width)
     return shapes
 
 
 def _check_modules(model: Any, modules: Sequence[str], adapted: Set[str]) -> None:
     known = {name for path, x in _parameters(model) for name in _module_names(path, x.shape)}
-    known |= {part.name for part in parts(model)} | {name for path, x in projections(model) for name in names(path, x)}
+    known |= {table.name for table in tables(model)} | {
+        name for path, x in projections(model) for name in names(path, x)
+    }
     if unknown := [each for each in modules if not any(_is_saved(name, [each]) for name in known)]:
         raise ValueError(
             f"train_more: modules={list(modules)}: no module is called {unknown}. The model has "
@@ -207,30 +209,30 @@ def _check_modules(model: Any, modules: Sequence[str], adapted: Set[str]) -> Non
                 )
             if not adapted.isdisjoint(names(path, projection)):
                 raise ValueError(f"train_more: {where} has an adapter. Train it as a whole or by an adapter, not both.")
-    for part in parts(model):
-        if _is_saved(part.name, modules):
-            check_dense("train_more", part)
-            if part.name in adapted:
+    for table in tables(model):
+        if _is_saved(table.name, modules):
+            check_dense("train_more", table)
+            if table.name in adapted:
                 raise ValueError(
-                    f"train_more: {part.name} has an adapter. Train it as a whole or by an adapter, not both."
+                    f"train_more: {table.name} has an adapter. Train it as a whole or by an adapter, not both."
                 )
 
 
 def _check_tokens(model: Any, listed: Mapping[str, Sequence[int]], modules: Sequence[str]) -> None:
     if not listed:
         return
-    by_name = {part.name: part for part in parts(model)}
+    by_name = {table.name: table for table in tables(model)}
     for name, tokens in listed.items():
-        part = next((by_name[each] for each in by_name if f".{each}".endswith(f".{name}")), None)
-        if part is None:
+        table = next((by_name[each] for each in by_name if f".{each}".endswith(f".{name}")), None)
+        if table is None:
             raise ValueError(f"train_more: tokens of {name!r}, which must be one of {list(by_name)}.")
         vocab_size = model.config.vocab_size
         if any(not 0 <= token < vocab_size for token in tokens) or len(set(tokens)) < len(tokens):
             raise ValueError(f"train_more: tokens={list(tokens)} must each be in [0, {vocab_size}), and occur once.")
-        if part.adapter is not None or _is_saved(part.name, modules):
+        if table.adapter is not None or _is_saved(table.name, modules):
             raise ValueError(f"train_more: tokens of {name!r}, which is trained as a whole or by an adapter already.")
-        check_dense("train_more", part)
-    others = [part.name for part in parts(model) if part.adapter is not None or _is_saved(part.name, modules)]
+        check_dense("train_more", table)
+    others = [table.name for table in tables(model) if table.adapter is not None or _is_saved(table.name, modules)]
     if others and (model.config.tie_word_embeddings or getattr(model, "untied", False)):
         raise ValueError(
             f"train_more: tokens={dict(listed)} of a head that is tied to the embedding, of which {others} have an "

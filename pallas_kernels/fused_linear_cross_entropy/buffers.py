@@ -36,7 +36,7 @@ class Sizes:
 
     @property
     def gathered_bytes(self) -> int:
-        """The whole weight and the whole of its gradient, which mode "fast" holds where each device has a part."""
+        """The whole weight and the whole of its gradient, which mode "fast" holds where each device has a shard."""
         return (1 + self.gradients.weight) * self.v * self.d * self.weight_itemsize if self.weight_is_split else 0
 
     @property
@@ -97,7 +97,7 @@ def row_number_bytes(tokens: int) -> int:
 
 
 def gathered_slice_bytes(sizes: Sizes, entries: int) -> int:
-    """A slice where each device has a part of the weight: du, and the gathered weights and their gradient."""
+    """A slice where each device has a shard of the weight: du, and the gathered weights and their gradient."""
     return logit_gradient_bytes(sizes, max(sizes.n, 1), entries) + 2 * entries * sizes.d * sizes.weight_itemsize
 
 

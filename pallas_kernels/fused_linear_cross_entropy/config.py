@@ -168,9 +168,9 @@ def mosaic_gpu_entry_cost(n: int, d: int, size: int) -> float:
 def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
     """What the fast mode's gradients cost in chunks of `tokens` tokens, in columns that a core goes through.
 
-    The first part is the product that makes dX. Idle time of a core counts as a quarter, because the other cores run
+    The first term is the product that makes dX. Idle time of a core counts as a quarter, because the other cores run
     faster meanwhile: their power is limited. (On an H200, 10.4 rounds of 5,504 tokens took 0.7 % longer a
-    token than 8.97 rounds of 4,736.) The second part is the sum of dW. If there are several chunks, each reads and
+    token than 8.97 rounds of 4,736.) The second term is the sum of dW. If there are several chunks, each reads and
     writes the sum, which costs 3 % of D. (6 bytes an entry took 1.5 ms beside dX's 52 at (16384, 8192, 128256).)
     """
 

@@ -65,16 +65,16 @@ def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: 
     """
     if not is_symbolic(n) and n <= size:
         return carry if n == 0 else body(carry, 0, size)
-    parts = cdiv(n, size)
-    own_of_first = n - (parts - 1) * size
+    chunks = cdiv(n, size)
+    own_of_first = n - (chunks - 1) * size
     if is_symbolic(n):  # and at least `size`: plans are made for the least number of tokens
-        parts, own_of_first = jnp.asarray(parts, jnp.int32), jnp.asarray(own_of_first, jnp.int32)
+        chunks, own_of_first = jnp.asarray(chunks, jnp.int32), jnp.asarray(own_of_first, jnp.int32)
 
     def step(i, carry):
         start = jnp.maximum(own_of_first + (i - 1) * size, 0)
         return body(carry, start, jnp.where(i == 0, own_of_first, size))
 
-    return jax.lax.fori_loop(_FIRST, parts, step, carry)
+    return jax.lax.fori_loop(_FIRST, chunks, step, carry)
 
 
 def take_tokens(inputs: Inputs, terms: Any, start: Any, size: int, own: Any = None) -> tuple[Inputs, Any]:

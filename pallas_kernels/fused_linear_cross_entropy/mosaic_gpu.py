@@ -152,7 +152,7 @@ def gradients_in_forward(
         )
         if needs.weight:
             is_last = jnp.asarray(start + size == total, jnp.int32)
-            which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)[None]  # else 0
+            which = jnp.where(start == 0, kernels.FIRST_CHUNK, is_last * kernels.LAST_CHUNK)[None]  # else 0
             dweight = [sum_of_weight.added(*each, which) for each in zip(dweight, parts, dus, strict=True)]
         if needs.hidden:
             if not one_chunk:  # dX comes after dW: then the chunk of dX can be where the chunk of X did

@@ -22,7 +22,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import Part, column_vectors, tile_logits
 
 _LOG2_E = math.log2(math.e)
-FIRST_PART, LAST_PART = 1, 2  # of a sum over chunks
+FIRST_CHUNK, LAST_CHUNK = 1, 2  # of a sum over chunks
 _SMALLEST = 2.0**-126  # the smallest normal number in bfloat16
 _LEAST_EXPONENT = row_formulas.LEAST_EXPONENT * _LOG2_E  # of 2
 
@@ -158,12 +158,12 @@ def _join(upper: jax.Array, third: jax.Array) -> jax.Array:
 
 
 def add_to_sum(
-    high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, part: jax.Array, options: HeadProducts
+    high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, which: jax.Array, options: HeadProducts
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds duᵀ · X, in place, to a sum over parts that is kept in the upper three bytes of float32.
+    """Adds duᵀ · X, in place, to a sum over chunks that is kept in the upper three bytes of float32.
 
-    `high` has the upper two bytes, whatever its dtype says, until the last part writes the rounded sum there. `low`
-    (uint8) has the third byte. `part` (1,) int32 is `FIRST_PART`, for which nothing is read, or `LAST_PART`, for which
+    `high` has the upper two bytes, whatever its dtype says, until the last chunk writes the rounded sum there. `low`
+    (uint8) has the third byte. `which` (1,) int32 is `FIRST_CHUNK`, for which nothing is read, `LAST_CHUNK`, for which
     `low` is not written, or anything else.
     """
     num_slots, dtypes = 4, (high.dtype, low.dtype)
@@ -178,14 +178,14 @@ def add_to_sum(
     def prepare(tile: Tile, refs, scratch):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(tile.flag != FIRST_PART)
+        @pl.when(tile.flag != FIRST_CHUNK)
         def _():
             for i in range(num_slots):  # they arrive during the product
                 fetch(tile, refs, scratch, i)
 
     def finish(tile: Tile, refs, scratch):
         (high_ref, low_ref), (high_stage, low_stage, arrived) = refs, scratch
-        is_first, is_last = tile.flag == FIRST_PART, tile.flag == LAST_PART
+        is_first, is_last = tile.flag == FIRST_CHUNK, tile.flag == LAST_CHUNK
         for i, piece in enumerate(todo):
             slot = (tile.warpgroup, i % num_slots)
             barrier = arrived.at[tile.warpgroup * num_slots + i % num_slots]
@@ -214,7 +214,7 @@ def add_to_sum(
     high, low = product(
         Factors(*operands, (0, 0)),
         tiles,
-        Epilogue(finish, prepare, in_place=[high, low], scratch=scratch, flag=part),
+        Epilogue(finish, prepare, in_place=[high, low], scratch=scratch, flag=which),
         name="fused_linear_cross_entropy_weight_gradient",
     )
     return high, low

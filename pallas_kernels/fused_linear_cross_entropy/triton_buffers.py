@@ -12,7 +12,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
 
 
 def lean(sizes: Sizes, entries: int) -> Buffers:
-    """A slice has du, its part of the weight in hidden's dtype, and its part of dW in float32."""
+    """A slice has du, its rows of the weight in hidden's dtype, and its rows of dW in float32."""
     of_slice = _slice_bytes(sizes, entries)
     if not any(sizes.gradients):
         return Buffers(sizes.weight_copy_bytes + row_number_bytes(sizes.n), of_slice)

@@ -20,7 +20,7 @@ def fast(sizes: Sizes, tokens: int) -> Buffers:
 
 
 def lean(sizes: Sizes, entries: int) -> Buffers:
-    """A slice has float32 logits, du, its part of the weight in hidden's dtype, and its part of dW."""
+    """A slice has float32 logits, du, its rows of the weight in hidden's dtype, and its rows of dW."""
     n, d, itemsize = sizes.n, sizes.d, sizes.itemsize
     of_slice = _slice_bytes(sizes, entries)
     if not any(sizes.gradients):

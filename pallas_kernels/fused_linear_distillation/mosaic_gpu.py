@@ -20,7 +20,7 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import transform
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Buffers
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs, mosaic_gpu_logit_tiles, mosaic_gpu_tiles
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient, weight_operands
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_gradients import FIRST_PART, LAST_PART, add_to_sum
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_gradients import FIRST_CHUNK, LAST_CHUNK, add_to_sum
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
 from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes, buffers_with_sum
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
@@ -99,7 +99,7 @@ def _start_of_sum(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
 def _add_to_sum(total: Any, du: jax.Array, x: jax.Array, head: HeadOptions, is_first: Any, is_last: Any) -> Any:
     """The sum with duᵀ · X, in place."""
     if isinstance(total, tuple):
-        which = jnp.where(is_first, FIRST_PART, jnp.where(is_last, LAST_PART, 0)).astype(jnp.int32)
+        which = jnp.where(is_first, FIRST_CHUNK, jnp.where(is_last, LAST_CHUNK, 0)).astype(jnp.int32)
         high, low = total
         return add_to_sum(high, low, du, x, which[None], head)
     if not _hopper.can_add_in_place(x):

@@ -45,7 +45,7 @@ def plan_fused_linear_cross_entropy(
         dtype: dtype of the hidden states.
         weight_dtype: dtype of the weight; None for `dtype`.
         weight_layout: "vd" or "dv".
-        weight_is_split: whether the devices that split the tokens have parts of the weight, as under FSDP. Mode "lean"
+        weight_is_split: whether the devices that split the tokens have shards of the weight, as under FSDP. Mode "lean"
             gathers it in slices, and "fast" gathers all of it.
         reduction: "mean", "sum" or "none".
         differentiated: which of "hidden" and "weight" get gradients.

@@ -181,7 +181,7 @@ def named_loss(
 
 
 def _on_shards(hidden, weight, labels, bias, where, token_weights, class_weights, *, options, **static):
-    """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
+    """The loss of tokens on an Explicit mesh: each device computes its own tokens' loss."""
     op = options.op
     shards = shards_of(op, hidden, weight, static["weight_layout"].index("v"))
     own = dataclasses.replace(options, token_axes=shards.token_axes)

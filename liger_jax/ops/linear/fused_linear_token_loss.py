@@ -298,7 +298,7 @@ def _as_denominator(denominator: Any) -> jax.Array:
 
 
 def _on_shards(hidden, weight, labels, bias, where, per_token, constants, *, options, **static):
-    """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
+    """The loss of tokens on an Explicit mesh: each device computes its own tokens' loss."""
     shards = shards_of(OP, hidden, weight, static["linear"].vocab_dim)
     own = dataclasses.replace(options, token_axes=shards.token_axes)
 

@@ -182,7 +182,7 @@ def problem_of_sizes(
 ) -> Problem:
     """`problem_of` for arrays that need not be there, on a device that need not be there.
 
-    `weight_is_split` says whether the devices that split the tokens have parts of the weight.
+    `weight_is_split` says whether the devices that split the tokens have shards of the weight.
     """
     if device is None:
         device = device_of()
