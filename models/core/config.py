@@ -89,6 +89,7 @@ class LlamaConfig:
     attn_logit_softcapping: ClassVar[float | None] = None
     final_logit_softcapping: ClassVar[float | None] = None
     sliding_window: ClassVar[int | None] = None
+    sliding_window_pattern: ClassVar[int | None] = None  # n: every nth layer has full attention, and the others slide
     layer_types: ClassVar[tuple[str, ...] | None] = None  # each layer's type; an instance always has them
 
     @property
@@ -121,7 +122,7 @@ class LlamaConfig:
         return scaling.original_max_position_embeddings if isinstance(scaling, LongRope) else None
 
     def type_of_layer(self, i: int) -> str:
-        """The type of a layer, if the config has no `layer_types`: all layers slide, or none.
+        """The type of a layer, if the config has no `layer_types`: by `sliding_window_pattern`, or that of all layers.
 
         Args:
             i: the layer's number.
@@ -129,7 +130,9 @@ class LlamaConfig:
         Returns:
             The type, "full_attention" or "sliding_attention".
         """
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
+        pattern = self.sliding_window_pattern
+        is_full = self.sliding_window is None if pattern is None else (i + 1) % pattern == 0
+        return "full_attention" if is_full else "sliding_attention"
 
     def attention_of(self, i: int) -> str:
         """The kind of a layer's attention. Layers of one kind have the same window and the same rotary embedding.

@@ -37,10 +37,11 @@ class Exaone4Config(LlamaConfig):
     never: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
     qk_norm: ClassVar[bool] = True
     norms_results: ClassVar[bool] = True
+    sliding_window_pattern: ClassVar[int] = 4
 
     def type_of_layer(self, i: int) -> str:
         """Full attention in every fourth layer, and in all without a window."""
-        return "full_attention" if self.sliding_window is None or (i + 1) % 4 == 0 else "sliding_attention"
+        return "full_attention" if self.sliding_window is None else super().type_of_layer(i)
 
     def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
         """The rotary embedding of layers that slide, and of all without a window."""

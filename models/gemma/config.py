@@ -75,10 +75,6 @@ class Gemma2Config(GemmaConfig):
         """Factor of the attention scores."""
         return self.query_pre_attn_scalar**-0.5
 
-    def type_of_layer(self, i: int) -> str:
-        """Full attention in every second layer, or in every nth of `sliding_window_pattern`."""
-        return "sliding_attention" if (i + 1) % self.sliding_window_pattern else "full_attention"
-
 
 @dataclasses.dataclass(frozen=True)
 class Gemma3TextConfig(Gemma2Config):

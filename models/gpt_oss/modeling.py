@@ -55,6 +55,7 @@ class GptOssConfig(LlamaConfig):
 
     never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     has_sinks: ClassVar[bool] = True
+    sliding_window_pattern: ClassVar[int] = 2
     norm_casting_mode: ClassVar[str] = "gemma"  # rounds after the scale, which is w, and not 1 + w
 
     @property
@@ -74,10 +75,6 @@ class GptOssConfig(LlamaConfig):
     def feed_forward_of(self, i: int) -> str:
         """All layers have experts."""
         return EXPERTS
-
-    def type_of_layer(self, i: int) -> str:
-        """The first layer slides, and every other one."""
-        return "full_attention" if i % 2 else "sliding_attention"
 
     def _misfits(self) -> Iterator[str]:
         yield from super()._misfits()

@@ -32,10 +32,7 @@ class Olmo3Config(Olmo2Config):
     layer_types: tuple[str, ...] | None = None
 
     scales_full_layers: ClassVar[bool] = True
-
-    def type_of_layer(self, i: int) -> str:
-        """Full attention in every fourth layer."""
-        return "sliding_attention" if (i + 1) % 4 else "full_attention"
+    sliding_window_pattern: ClassVar[int] = 4
 
     def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
         """The rotary embedding's base, and its scaling in layers with full attention."""
