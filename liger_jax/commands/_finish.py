@@ -16,8 +16,8 @@ def check_learned(run: Run, log: list[dict[str, Any]]) -> None:
     """Refuses to make a result of a run whose rewards have never been numbers."""
     if all(math.isnan(row[run.task.main_figure]) for row in log):
         raise UserError(
-            f"No completion of all {len(log)} steps has a reward, since the functions have answered each with None. So "
-            "nothing was learned, and no model is written. Let them return numbers, and pass --fresh."
+            "No completion of the run has a reward: the functions answered each with None. So nothing was learned, and "
+            "no model is written. Let them return numbers, and pass --fresh."
         )
 
 

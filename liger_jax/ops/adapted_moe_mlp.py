@@ -52,7 +52,7 @@ def adapted_moe_mlp(
     backward, rows of D for each choice are kept, twice, and rows of F.
 
     With an `axis`, inside `jax.shard_map`, each device has its own tokens and its own E of the experts, in the axis'
-    order. `experts` are then numbers among those of all devices, and each of a token's is another one. Rows go to their
+    order. `experts` then number the experts of all devices, and those of a token must differ. Rows go to their
     experts' devices and back as `expert_exchange` describes.
     """
 

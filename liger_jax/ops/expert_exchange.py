@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 
 class Exchange(NamedTuple):
-    """Who sends how many rows to whom. Devices are those of the axis, and int32 their numbers."""
+    """Who sends how many rows to whom; arrays are int32, and devices are those of the axis."""
 
     starts: jax.Array  # (devices,), the first of this device's rows for each
     sent: jax.Array  # (devices,), its rows for each
@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 
 
 def room_for(tokens: int, per_token: int, own_experts: int) -> int:
-    """The most rows that a device has for the experts of another, each of a token's experts being another one.
+    """The most rows that a device has for the experts of another, where the experts of a token differ.
 
     >>> room_for(1024, 8, 4), room_for(1024, 8, 64)
     (4096, 8192)

@@ -22,7 +22,7 @@ class GraniteConfig(LlamaConfig):
 
     Args:
         embedding_multiplier: a factor of the embeddings, rounded to the dtype of the computation.
-        attention_multiplier: the factor of the attention scores, in the place of 1/√H.
+        attention_multiplier: the factor of the attention scores, in place of 1/√H.
         residual_multiplier: a factor of what attention and feed-forward add to the residual stream.
 
     Raises:

@@ -139,7 +139,7 @@ def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys, uncheck
 def test_a_run_in_which_no_completion_has_a_reward_is_refused(unchecked_types):
     run: Any = types.SimpleNamespace(task=TASK)
     _finish.check_learned(run, [{"reward": math.nan}, {"reward": 0.5}])
-    with pytest.raises(UserError, match="^No completion of all 2 steps has a reward"):
+    with pytest.raises(UserError, match="^No completion of the run has a reward"):
         _finish.check_learned(run, [{"reward": math.nan}] * 2)
 
 
