@@ -52,7 +52,7 @@ def causal_conv1d(
     if x.ndim != 3 or 0 in x.shape[1:] or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
         raise ValueError(
             f"{_OP}: x has shape {x.shape} and weight {weight.shape}, but they must be (B, T, D) and (D, W), of which "
-            "only B may be 0; pass weight[:, 0] of a torch.nn.Conv1d."
+            "only B may be 0; of a torch.nn.Conv1d (D, 1, W) pass weight[:, 0]."
         )
     _checks.check_shape(_OP, "bias", bias, (x.shape[2],), "it is (D,), with x's D")
     before = x.shape[0], weight.shape[1] - 1, x.shape[2]

@@ -24,10 +24,10 @@ class KernelOptions:
             needs if that is more.
         attention: the `implementation` of `liger_jax.ops.causal_attention`: `None` for the platform's default. "xla",
             "triton" and "triton:interpret" name the attention of one token to a cache, too.
-        implementation: the `implementation` of all ops except the rotary embedding, which runs in XLA alone. `None`
-            takes the platform's default. A name such as "xla" or "triton" is one that every op in use must have. From a
-            tuple such as `("mosaic_tpu", "xla")`, an op takes the first name that it has, and warns of each that it
-            lacks.
+        implementation: the `implementation` of all other ops, except for the rotary embedding, which runs in XLA alone.
+            `None` takes the platform's default. A name such as "xla" or "triton" is one that every op in use must have.
+            From a tuple such as `("mosaic_tpu", "xla")`, an op takes the first name that it has, and warns of each that
+            it lacks.
         layout: on several devices, which axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones) split
             what. Ops then run on each device's shard of the batch, and a layer's parameters, however they are sharded,
             are gathered where they are used. `None` on one device.
