@@ -96,7 +96,7 @@ def test_of_python_s_text_no_more_files_are_read_than_are_needed(tmp_path, monke
     [
         ("*.nothing", "No file matches"),
         ("short.txt", "has 5 characters"),
-        ("*", "picture.png is no text file: byte 0x89 at 0 is no UTF-8. Let --data match text files only"),
+        ("*", "picture.png is not in UTF-8: byte 0x89 at 0"),
         ("zeros.bin", "zeros.bin is no text file: character 3 is a null"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_batch_in_which_nothing_is_scored_has_loss_0(batch):
 def test_micro_batches_must_divide_the_batch(batch):
     with pytest.raises(ValueError, match="micro_batches=3 does not divide a batch of 8 sequences"):
         stepped(batch, micro_batches=3)
-    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1; 1 takes the batch in one part"):
+    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1; 1 takes the batch whole"):
         make_step(split()[0], SGD, micro_batches=0)
 
 
