@@ -3,11 +3,9 @@
 from liger_jax.models.auto import AutoModelForCausalLM as AutoModelForCausalLM
 from liger_jax.models.causal_lm import CausalLM as CausalLM
 from liger_jax.models.core.cache import KVCache as KVCache
-from liger_jax.models.core.generation import generate as generate
-from liger_jax.models.core.generation import stream as stream
 from liger_jax.models.core.kernel_options import KernelOptions as KernelOptions
-from liger_jax.models.core.layout import Layout as Layout
 from liger_jax.models.core.output import CausalLMOutput as CausalLMOutput
+from liger_jax.models.core.parallel.layout import Layout as Layout
 from liger_jax.models.core.stretched import stretched as stretched
 from liger_jax.models.exaone4 import Exaone4Config as Exaone4Config
 from liger_jax.models.exaone4 import Exaone4ForCausalLM as Exaone4ForCausalLM
@@ -17,6 +15,8 @@ from liger_jax.models.gemma import Gemma3ForCausalLM as Gemma3ForCausalLM
 from liger_jax.models.gemma import Gemma3TextConfig as Gemma3TextConfig
 from liger_jax.models.gemma import GemmaConfig as GemmaConfig
 from liger_jax.models.gemma import GemmaForCausalLM as GemmaForCausalLM
+from liger_jax.models.generation.generate import generate as generate
+from liger_jax.models.generation.generate import stream as stream
 from liger_jax.models.gpt_oss import GptOssConfig as GptOssConfig
 from liger_jax.models.gpt_oss import GptOssForCausalLM as GptOssForCausalLM
 from liger_jax.models.granite import GraniteConfig as GraniteConfig

@@ -14,15 +14,15 @@ from liger_jax.models.core.cache import KVCache, empty_cache
 from liger_jax.models.core.decoder import Decoder
 from liger_jax.models.core.dropout import drops, token_words
 from liger_jax.models.core.experts import EXPERTS, expert_metrics, router_loss
-from liger_jax.models.core.explicit_axes import with_auto_axes
-from liger_jax.models.core.generation import generate
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded
 from liger_jax.models.core.lm_loss import LanguageModelLoss, num_tokens
-from liger_jax.models.core.mesh_axes import check_takes_all_axes
 from liger_jax.models.core.output import CausalLMOutput
+from liger_jax.models.core.parallel.explicit_axes import with_auto_axes
+from liger_jax.models.core.parallel.mesh_axes import check_takes_all_axes
 from liger_jax.models.core.predictions import predicted, scored
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.generation.generate import generate
 from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.names import refusing_foreign_names
 from liger_jax.models.hugging_face.pretrained import Pretrained

@@ -2,7 +2,7 @@
 
 The weights are frozen. Adapters beside them are trained, as in QLoRA: `add_lora(quantize(model, "nf4"), …)`. A layer
 makes its weights anew where it uses them, in the forward and in the backward, so one dense layer exists at a time, and
-of a layer's experts a few (`ops.adapted_moe_mlp`).
+of a layer's experts a few (`ops.experts.adapted_moe_mlp`).
 """
 
 import functools

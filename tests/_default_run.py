@@ -99,7 +99,7 @@ FULL = {
         test_every_layout.*\[(1-2|1--1|3-1|3--1|6-1|6-2)\]
         |test_the_largest.*bfloat16|test_every_shape.*300""",
     # The products of moe_mlp's test_shard_map are these.
-    "ops/test_grouped_matmul.py": r"""
+    "ops/experts/test_grouped_matmul.py": r"""
         test_groups_of_any.*(even-w|one\\ has\\ all)|test_shard_map
         |test_groups_of_any.*unequal|test_wrong_sizes_are_nan_under.*33|test_any_number.*\(1,\ 1""",
     # On Hopper both modes share what makes the logits, and each has its own products in test_values_and_gradients.
@@ -123,7 +123,7 @@ FULL = {
         |test_(half|the_smallest|vmap).*xla|test_xla.*Explicit
         |test_every_shape.*300.*xla""",
     # Its products are grouped_matmul's, which is scanned and rematerialised by itself.
-    "ops/test_moe_mlp.py": r"""
+    "ops/experts/test_moe_mlp.py": r"""
         test_every_activation.*(gelu|gelu_tanh)\]
         |test_every_activation.*-silu\]|test_(scan|checkpoint)""",
     # Values and gradients are float64's in test_every_shape and test_mrope_matches, and phases complex numbers' in
@@ -176,7 +176,7 @@ FULL = {
     "models/test_experts.py": r"test_(files_have|a_layer_is).*\[(mixtral|olmoe)|test_(files_have|a_layer_is).*qwen3",
     # By default a loss is exported; here a whole step and a model are.
     "models/test_export.py": r"test_a_loss_and_its_gradients.*fast|test_a_training_step_and",
-    "models/test_generation.py": r"""
+    "models/generation/test_generation.py": r"""
         test_log_probabilities.*\{\}|test_sequences_of_a_prompt.*likeliest|test_prompts_may_be
         |test_a_prompt_is_attended.*\[1-""",
     # Scanned layers are the unrolled ones in models/test_decoder.py.
@@ -197,7 +197,7 @@ FULL = {
         |test_numbers_of_committed.*(olmo2|gemma3|qwen3_moe|llama\])""",
     "models/test_random_configs.py": r"test_transformers_computes.*-1\]",
     "models/test_saving.py": r"test_after_kill|test_a_kill_at.*(weights-(1_files-2|2_files-1)|all)",
-    "models/test_sharded_model.py": r"""
+    "models/parallel/test_sharded_model.py": r"""
         test_sharded_loss.*fused-AxisType.Auto|test_sharded_steps_in_micro|test_a_sharded_model_without.*kernels1
         |test_a_mesh_that_is_not.*Auto""",
     "models/test_tiles.py": r"test_tiled_feed_forward.*\[llama\]",
@@ -215,8 +215,8 @@ FULL = {
     "models/test_checkpoint.py": r"test_each_parameter.*(False-(rule|none)|True-(none|rule))",
     # commands/test_generate.py loads such a model and speaks with it.
     "models/test_adapted_source.py": r"test_adapters_load_as",
-    # The loss under two axes that split the parameters is in models/test_sequence_parallel.py.
-    "models/test_layout.py": r"test_an_axis_that.*Auto|test_parameters_that_two_axes",
+    # The loss under two axes that split the parameters is in models/parallel/test_sequence_parallel.py.
+    "models/parallel/test_layout.py": r"test_an_axis_that.*Auto|test_parameters_that_two_axes",
     # Commands and the rest: what differs between cases is shown by faster tests of the same part.
     "commands/test_chat.py": r"test_two_thousand.*(added|tilde)",
     "commands/test_finetune.py": r"test_rows_that_fill.*True|test_perplexity.*True",

@@ -15,7 +15,7 @@ from liger_jax.commands._completions_file import CompletionsFile
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._prompt_rows import Line, PromptRows
 from liger_jax.commands._tokenizer import Tokenizer
-from liger_jax.models.core.generation_checks import why_rows_stay
+from liger_jax.models.generation.checks import why_rows_stay
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import pack_completions
 from liger_jax.training.errors import NotFiniteAtStartError, NotFiniteError

@@ -8,6 +8,16 @@ from liger_jax.ops.block_quantized import block_quantized as block_quantized
 from liger_jax.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.dyt import dyt as dyt
+from liger_jax.ops.experts.grouped_matmul import grouped_matmul as grouped_matmul
+from liger_jax.ops.experts.moe_mlp import moe_mlp as moe_mlp
+from liger_jax.ops.experts.router import RouterSums as RouterSums
+from liger_jax.ops.experts.router import Routing as Routing
+from liger_jax.ops.experts.router import balancing_loss as balancing_loss
+from liger_jax.ops.experts.router import expert_load as expert_load
+from liger_jax.ops.experts.router import router_sums as router_sums
+from liger_jax.ops.experts.router import router_z_loss as router_z_loss
+from liger_jax.ops.experts.router import softmax_top_k as softmax_top_k
+from liger_jax.ops.experts.router import top_k_softmax as top_k_softmax
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from liger_jax.ops.gated_mlp import gated_mlp as gated_mlp
@@ -15,7 +25,6 @@ from liger_jax.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu
 from liger_jax.ops.group_norm import group_norm as group_norm
-from liger_jax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from liger_jax.ops.layer_norm import layer_norm as layer_norm
 from liger_jax.ops.linear._plan_ahead import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops.linear.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
@@ -27,7 +36,6 @@ from liger_jax.ops.linear.fused_linear_token_loss import fused_linear_token_loss
 from liger_jax.ops.linear.fused_linear_topk_distillation import (
     fused_linear_topk_distillation as fused_linear_topk_distillation,
 )
-from liger_jax.ops.moe_mlp import moe_mlp as moe_mlp
 from liger_jax.ops.poly_norm import poly_norm as poly_norm
 from liger_jax.ops.relu_squared import relu_squared as relu_squared
 from liger_jax.ops.rms_norm import rms_norm as rms_norm
@@ -40,13 +48,5 @@ from liger_jax.ops.rope_table import LongRope as LongRope
 from liger_jax.ops.rope_table import RopeScaling as RopeScaling
 from liger_jax.ops.rope_table import YarnRope as YarnRope
 from liger_jax.ops.rope_table import rope_table as rope_table
-from liger_jax.ops.router import RouterSums as RouterSums
-from liger_jax.ops.router import Routing as Routing
-from liger_jax.ops.router import balancing_loss as balancing_loss
-from liger_jax.ops.router import expert_load as expert_load
-from liger_jax.ops.router import router_sums as router_sums
-from liger_jax.ops.router import router_z_loss as router_z_loss
-from liger_jax.ops.router import softmax_top_k as softmax_top_k
-from liger_jax.ops.router import top_k_softmax as top_k_softmax
 from liger_jax.ops.softmax import softmax as softmax
 from liger_jax.ops.softmax import sparsemax as sparsemax

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from liger_jax.models.core.parameters import parameter
 from liger_jax.models.hugging_face.adapter_targets import Targets, split
-from liger_jax.ops.adapted_moe_mlp import experts_at_once
+from liger_jax.ops.experts.adapted_moe_mlp import experts_at_once
 from liger_jax.ops.layout import names
 from liger_jax.planner.step import Run
 

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions, Layout
-from liger_jax.models.core.tensor_shards import nearest_divisor
+from liger_jax.models.core.parallel.tensor_shards import nearest_divisor
 from liger_jax.training.compiling import compiler_options
 
 BATCH_AXES = ("data", "fsdp")  # those along which each device has its own sequences, and expert's

@@ -15,9 +15,15 @@ from liger_jax.layers.mlp import is_plain_product
 from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.parallel.tensor_collectives import (
+    all_tokens,
+    axis_of_shard,
+    by_device,
+    in_rows,
+    product_of_shards,
+)
 from liger_jax.models.core.remat import ATTENTION_INPUT, Remat
 from liger_jax.models.core.row_tokens import RowTokens
-from liger_jax.models.core.tensor_collectives import all_tokens, axis_of_shard, by_device, in_rows, product_of_shards
 from liger_jax.models.core.tiles import over_tokens
 from liger_jax.ops.decode_attention import DECODERS, decode_attention
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from liger_jax.models.core import tensor_layers
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.cache import KVCache, mixes_ropes, with_tokens
 from liger_jax.models.core.embedding import embed, embed_tied, sums_gradients
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded, LayerKind, LayerStack
+from liger_jax.models.core.parallel import tensor_layers
+from liger_jax.models.core.parallel.vocabulary_shards import embed_shards
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.row_tokens import RowTokens, attention_segments, tokens_of
-from liger_jax.models.core.vocabulary_shards import embed_shards
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
 from liger_jax.ops.segment_ids import check_segment_ids, numbered

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
-from liger_jax.models.core.sequence_shards import SequenceShards
+from liger_jax.models.core.parallel.sequence_shards import SequenceShards
 from liger_jax.ops.layout import in_chunks
 
 _FIRST_WORD, _SECOND_WORD = np.uint32(0x9E3779B9), np.uint32(0x6A09E667)  # two hashes of the same numbers

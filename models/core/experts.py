@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float
 
 from liger_jax import ops
 from liger_jax._tree import tree_dataclass
-from liger_jax.models.core.expert_shards import EXPERTS as EXPERTS
+from liger_jax.models.core.parallel.expert_shards import EXPERTS as EXPERTS
+from liger_jax.models.core.parallel.tensor_collectives import all_tokens, summed_tokens
 from liger_jax.models.core.remat import Remat, keeps_products
 from liger_jax.models.core.row_tokens import RowTokens
-from liger_jax.models.core.tensor_collectives import all_tokens, summed_tokens
-from liger_jax.ops.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp
 from liger_jax.ops.block_quantized import BlockQuantized
-from liger_jax.ops.expert_exchange import room_for
+from liger_jax.ops.experts.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp
+from liger_jax.ops.experts.expert_exchange import room_for
 from liger_jax.ops.layout import in_chunks
 
 

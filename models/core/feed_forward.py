@@ -16,8 +16,8 @@ from liger_jax.layers.mlp import are_plain_products, in_one_op
 from liger_jax.models.core import plain
 from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward
 from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.parallel.tensor_collectives import all_tokens, axis_of_shard, product_of_shards
 from liger_jax.models.core.remat import Remat, keeps_products
-from liger_jax.models.core.tensor_collectives import all_tokens, axis_of_shard, product_of_shards
 from liger_jax.models.core.tiles import over_tokens
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`

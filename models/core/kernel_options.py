@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from liger_jax.models.core.layout import ONE_DEVICE, Layout
+from liger_jax.models.core.parallel.layout import ONE_DEVICE, Layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.memory import Head, loss_budget_bytes
+from liger_jax.models.core.parallel.vocabulary_shards import vocabulary_of
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.vocabulary_shards import vocabulary_of
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._place import device_of
 from liger_jax.ops.block_quantized import BlockQuantized

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from liger_jax.models.core.head import head_logits
 from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.core.output import CausalLMOutput
-from liger_jax.models.core.vocabulary_shards import logits_shards, without_padding
+from liger_jax.models.core.parallel.vocabulary_shards import logits_shards, without_padding
 from liger_jax.models.quantized import is_quantized
 
 

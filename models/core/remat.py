@@ -6,8 +6,8 @@ import jax
 from jax import lax
 
 from liger_jax.ops.attention import ATTENTION_OUTPUT
+from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
 from liger_jax.ops.gated_mlp import UP_PROJECTION
-from liger_jax.ops.moe_mlp import EXPERT_GATE_UP
 
 Remat = Literal["none", "full", "dots", "offload", "offload_attention"]
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax.models.core.dropout import DropoutKey, dropped
 from liger_jax.models.core.embedding import embed
-from liger_jax.models.core.layout import Layout
+from liger_jax.models.core.parallel.layout import Layout
 from liger_jax.models.lora.linear import scale_of
 
 _TILE = 128  # columns of a kernel's tile

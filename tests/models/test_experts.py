@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from liger_jax import models, ops
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward, router_loss
-from liger_jax.models.core.layout import Layout
+from liger_jax.models.core.parallel.layout import Layout
 from liger_jax.models.core.parameters import describe
 from liger_jax.models.hugging_face import mxfp4
 from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, trainable

@@ -28,7 +28,7 @@ from liger_jax.models import (
     stream,
 )
 from liger_jax.models.core.cache import cached_attention
-from liger_jax.models.core.sampling import draw
+from liger_jax.models.generation.sampling import draw
 from liger_jax.models.llama.modeling import LlamaLayer
 from tests.models import _hugging_face as hugging_face
 from tests.models._llama import CONFIG, make_model, random_tokens

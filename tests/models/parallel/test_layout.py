@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions, Layout
-from liger_jax.models.core.layout import ONE_DEVICE
+from liger_jax.models.core.parallel.layout import ONE_DEVICE
 from liger_jax.training import stochastic_rounding
 from tests.models._llama import CONFIG, make_model, random_tokens
 

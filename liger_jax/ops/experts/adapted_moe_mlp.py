@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from liger_jax.ops import expert_exchange
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.block_quantized import BlockQuantized
-from liger_jax.ops.expert_order import Order, sorted_by_expert, summed
-from liger_jax.ops.grouped_matmul import grouped_matmul
-from liger_jax.ops.moe_mlp import EXPERT_GATE_UP
+from liger_jax.ops.experts import expert_exchange
+from liger_jax.ops.experts.expert_order import Order, sorted_by_expert, summed
+from liger_jax.ops.experts.grouped_matmul import grouped_matmul
+from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
 from liger_jax.pallas_kernels._tiles import cdiv, promoted
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.grouped_matmul import formulas

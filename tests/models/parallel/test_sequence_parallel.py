@@ -21,7 +21,7 @@ from liger_jax.models.quantized import quantize
 from liger_jax.ops import layout
 from liger_jax.ops.layout import from_chunks
 from liger_jax.training import make_step
-from tests.models.test_tensor_parallel import AXIS_TYPES, FAMILIES, ODD, ROOT, SIZES, batch_of, filled
+from tests.models.parallel.test_tensor_parallel import AXIS_TYPES, FAMILIES, ODD, ROOT, SIZES, batch_of, filled
 from tests.ops._oracle import sent
 
 AXES = ("fsdp", "tensor", "sequence")
@@ -180,7 +180,7 @@ def test_all_three_axes_agree_on_eight_devices(families, kind):
     flags = re.sub(r"(host_platform_device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
     program = f"""
 import jax, numpy
-from tests.models.test_sequence_parallel import ODD, AxisType, assert_like_one_device, case
+from tests.models.parallel.test_sequence_parallel import ODD, AxisType, assert_like_one_device, case
 jax.config.update("jax_default_matmul_precision", "highest")
 rng = numpy.random.default_rng({os.environ["TEST_SEED"]})
 for family in {families}:

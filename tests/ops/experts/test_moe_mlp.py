@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from liger_jax import moe_mlp
-from liger_jax.ops.grouped_matmul import KERNELS as GROUPED
-from liger_jax.ops.moe_mlp import ACTIVATIONS, EXPERT_GATE_UP
+from liger_jax.ops.experts.grouped_matmul import KERNELS as GROUPED
+from liger_jax.ops.experts.moe_mlp import ACTIVATIONS, EXPERT_GATE_UP
 from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu_block
 from tests.ops import _oracle
 from tests.ops._oracle import normal

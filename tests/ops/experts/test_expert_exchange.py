@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops import expert_exchange, moe_mlp
-from liger_jax.ops.adapted_moe_mlp import adapted_moe_mlp
+from liger_jax.ops import moe_mlp
+from liger_jax.ops.experts import expert_exchange
+from liger_jax.ops.experts.adapted_moe_mlp import adapted_moe_mlp
 
 K, D, F = 2, 8, 4
 

@@ -53,7 +53,7 @@ from liger_jax.models.quantized import quantize
 from liger_jax.training import make_step
 from tests.ops._oracle import sent
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LAYOUT = Layout(batch=("fsdp",), fsdp="fsdp", tensor="tensor")
 SIZES = dict(
     vocab_size=24, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
@@ -268,7 +268,7 @@ def test_eight_devices_agree_over_three_axes(kind, data, tensor):
     flags = re.sub(r"(host_platform_device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
     program = f"""
 import jax, numpy
-from tests.models.test_tensor_parallel import ODD, AxisType, assert_like_one_device, case
+from tests.models.parallel.test_tensor_parallel import ODD, AxisType, assert_like_one_device, case
 jax.config.update("jax_default_matmul_precision", "highest")
 split = case("llama", {tensor}, AxisType.{kind}, data={data}, length=11, config=ODD)
 assert_like_one_device(split, jax.devices("cpu"), numpy.random.default_rng({os.environ["TEST_SEED"]}))

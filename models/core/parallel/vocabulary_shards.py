@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.embedding import embed
 from liger_jax.models.core.head import head_logits
-from liger_jax.models.core.on_shards import mapped
-from liger_jax.models.core.tensor_collectives import all_positions, summed
-from liger_jax.models.core.tensor_shards import TensorShards, nearest_divisor
+from liger_jax.models.core.parallel.on_shards import mapped
+from liger_jax.models.core.parallel.tensor_collectives import all_positions, summed
+from liger_jax.models.core.parallel.tensor_shards import TensorShards, nearest_divisor
 from liger_jax.ops.layout import along, gathered, sent_dtype
 from liger_jax.ops.linear.split_head import SplitHead, head_split, taken_apart
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, Integer
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.cache import KVCache, lengthened, of_rows, repeated
-from liger_jax.models.core.sampling import chosen, log_probs_of
+from liger_jax.models.generation.sampling import chosen, log_probs_of
 
 _FEWEST_ROWS = 8  # of which rows leave no more: a step then takes the time of its weights
 _FEWEST_TOKENS = 16  # for which rows leave: to move the others costs what a step or two read

@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int, Integer
 
-from liger_jax.models.core import decoding
 from liger_jax.models.core.arguments import as_key
-from liger_jax.models.core.generation_checks import check_choice, check_ends, check_prompts, why_rows_stay
-from liger_jax.models.core.sampling import chosen
+from liger_jax.models.generation import decoding
+from liger_jax.models.generation.checks import check_choice, check_ends, check_prompts, why_rows_stay
+from liger_jax.models.generation.sampling import chosen
 from liger_jax.ops.labels import as_labels
 
 

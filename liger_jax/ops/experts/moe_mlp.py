@@ -13,8 +13,8 @@ from liger_jax.ops import _checks, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernel
 from liger_jax.ops._place import place_of
-from liger_jax.ops.expert_order import sorted_by_expert, summed
-from liger_jax.ops.grouped_matmul import KERNELS, Products, guarded, refuse_explicit
+from liger_jax.ops.experts.expert_order import sorted_by_expert, summed
+from liger_jax.ops.experts.grouped_matmul import KERNELS, Products, guarded, refuse_explicit
 from liger_jax.pallas_kernels._tiles import promoted
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.grouped_matmul import formulas

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.expert_shards import EXPERTS, entries_of_experts, width_field
+from liger_jax.models.core.parallel.expert_shards import EXPERTS, entries_of_experts, width_field
+from liger_jax.models.core.parallel.partitions import partition
 from liger_jax.models.core.parameters import ParameterInfo
-from liger_jax.models.core.partitions import partition
 from liger_jax.ops.layout import Names
 
 KEY_HEADS = ("k_proj", "v_proj")

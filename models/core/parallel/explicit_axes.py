@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.layout import Layout
+from liger_jax.models.core.parallel.layout import Layout
 from liger_jax.ops._mesh import aligned_over_one_device
 from liger_jax.ops.layout import along, full_spec, names
 

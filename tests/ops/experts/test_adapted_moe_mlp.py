@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.ops import adapted_moe_mlp as module
 from liger_jax.ops import moe_mlp
-from liger_jax.ops.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp, experts_at_once
 from liger_jax.ops.block_quantized import block_quantized
+from liger_jax.ops.experts import adapted_moe_mlp as module
+from liger_jax.ops.experts.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp, experts_at_once
 
 N, K, E, D, F, RANK = 11, 2, 4, 16, 8, 3
 

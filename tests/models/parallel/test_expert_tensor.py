@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import models
-from liger_jax.models.core.layout import Layout
+from liger_jax.models.core.parallel.layout import Layout
 from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, trainable
 from liger_jax.models.quantized import quantize
 from liger_jax.training import make_step, optimizer_named

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from liger_jax.models import generate
-from liger_jax.models.core import decoding
+from liger_jax.models.generation import decoding
 from liger_jax.ops import DynamicRope
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first

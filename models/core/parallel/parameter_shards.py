@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.models.core.parallel.partitions import partition
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
-from liger_jax.models.core.partitions import partition
 from liger_jax.ops.layout import Names
 
 # Adapters are small: every device has them whole.

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.expert_shards import own_experts
-from liger_jax.models.core.on_shards import mapped
+from liger_jax.models.core.parallel.expert_shards import own_experts
+from liger_jax.models.core.parallel.on_shards import mapped
+from liger_jax.models.core.parallel.partitions import partition
+from liger_jax.models.core.parallel.tensor_collectives import by_device
+from liger_jax.models.core.parallel.tensor_shards import KEY_HEADS, TensorShards
 from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
-from liger_jax.models.core.partitions import partition
-from liger_jax.models.core.tensor_collectives import by_device
-from liger_jax.models.core.tensor_shards import KEY_HEADS, TensorShards
 from liger_jax.ops.layout import along
 
 _WIDE_NORMS = ("q_norm", "k_norm")

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers, grouped products, and feed-forwards of experts on one device or several."""

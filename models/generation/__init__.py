@@ -1,0 +1,1 @@
+"""Text generation: prompts, then token after token, drawn or the likeliest."""
