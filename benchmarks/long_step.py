@@ -28,7 +28,7 @@ from benchmarks.lora import filled
 from liger_jax.models.core.stretched import stretched
 from liger_jax.pallas_kernels.devices import GPUS
 from liger_jax.planner import compile_run
-from liger_jax.planner.compiled import Compiled
+from liger_jax.planner.compilers import Compiled
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.planning import make_run

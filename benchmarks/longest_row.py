@@ -19,7 +19,7 @@ import jax
 from benchmarks import _measure
 from benchmarks._memory import GIB, Figures, draw, gib, stamp
 from liger_jax.models.core.stretched import MOST_POSITIONS, stretched
-from liger_jax.planner.compiled import compile_run
+from liger_jax.planner.compilers import compile_run
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.step import Run

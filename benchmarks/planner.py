@@ -12,7 +12,7 @@ import jax
 
 from benchmarks._measure import heading, save, table
 from liger_jax.pallas_kernels.devices import GIB
-from liger_jax.planner.compiled import compile_run
+from liger_jax.planner.compilers import compile_run
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.step import LOSSES, Run

@@ -42,7 +42,7 @@ from benchmarks._scaling_cases import Case, chosen, default_cases, run_of
 from benchmarks._scaling_loss import LossCase, program_of
 from liger_jax.models.hugging_face import config_json
 from liger_jax.pallas_kernels.devices import GPUS
-from liger_jax.planner.compiled import memory_of
+from liger_jax.planner.compilers import memory_of
 from liger_jax.planner.devices import GIB, here
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import make_mesh

@@ -37,7 +37,7 @@ with needed_packages(__name__):
     from examples._lib.configuration import Training, add_flags, from_flags, with_loss
     from liger_jax.commands import training_errors, user_errors, writable_folder
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
-    from liger_jax.planner.compiled import memory_of
+    from liger_jax.planner.compilers import memory_of
     from liger_jax.training import Checkpoints, Loop, language_model_loss, make_step, meshes, optimizer_named
     from liger_jax.training.waiting import Compiling, telling
 

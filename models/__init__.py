@@ -4,8 +4,8 @@ from liger_jax.models.auto import AutoModelForCausalLM as AutoModelForCausalLM
 from liger_jax.models.causal_lm import CausalLM as CausalLM
 from liger_jax.models.core.cache import KVCache as KVCache
 from liger_jax.models.core.kernel_options import KernelOptions as KernelOptions
-from liger_jax.models.core.output import CausalLMOutput as CausalLMOutput
 from liger_jax.models.core.parallel.layout import Layout as Layout
+from liger_jax.models.core.predictions import CausalLMOutput as CausalLMOutput
 from liger_jax.models.core.stretched import stretched as stretched
 from liger_jax.models.exaone4 import Exaone4Config as Exaone4Config
 from liger_jax.models.exaone4 import Exaone4ForCausalLM as Exaone4ForCausalLM

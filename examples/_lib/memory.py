@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from liger_jax.planner.compiled import memory_of
+from liger_jax.planner.compilers import memory_of
 from liger_jax.training import language_model_loss, make_step
 
 BATCHES = (1, 2, 4, 8)

@@ -14,8 +14,8 @@ from liger_jax.commands._distill_settings import DistillSettings
 from liger_jax.commands._stored_top_k import COLUMNS
 from liger_jax.commands._task import Task
 from liger_jax.losses import shifted_labels
+from liger_jax.models.core.embedding import logit_options_of
 from liger_jax.models.core.experts import without_router_loss
-from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import fused_linear_distillation, fused_linear_topk_distillation

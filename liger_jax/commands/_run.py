@@ -25,7 +25,7 @@ from liger_jax.commands._errors import UserError, need, training_errors, user_er
 from liger_jax.commands._log import Log
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._task import Task
-from liger_jax.models.hugging_face.passed_over import dropout
+from liger_jax.models.hugging_face.config_json import unapplied_dropout
 from liger_jax.training import Checkpoints, lock, processes
 from liger_jax.training.errors import NotFiniteAtStartError, memory_errors
 from liger_jax.training.waiting import beside, telling
@@ -64,7 +64,7 @@ def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
     with user_errors():
         processes.check_same("settings", run.settings.of_all_processes() | run.precision | _versions())
     trained = _run_model.trained_lines(run.settings, like, run.architecture)
-    for line in filter(None, (run.devices.line, dropout(run.source.config), *trained)):
+    for line in filter(None, (run.devices.line, unapplied_dropout(run.source.config), *trained)):
         print(line)
     with run.devices.context():
         return _train_on(run, like, shown)

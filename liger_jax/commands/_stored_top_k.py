@@ -20,7 +20,7 @@ from liger_jax.commands._errors import UserError
 from liger_jax.commands._laid_rows import Column, LaidRows, RowBatches
 from liger_jax.commands._teacher import NAME, Teacher
 from liger_jax.commands._training_rows import TrainingRows
-from liger_jax.models.core.head import head_logits, logit_options_of
+from liger_jax.models.core.embedding import head_logits, logit_options_of
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import disk

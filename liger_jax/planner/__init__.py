@@ -1,7 +1,7 @@
 """What fits where: the memory of a training step, before it is run and without its devices."""
 
 from liger_jax.planner.architectures import architecture as architecture
-from liger_jax.planner.compiled import compile_run as compile_run
+from liger_jax.planner.compilers import compile_run as compile_run
 from liger_jax.planner.devices import target as target
 from liger_jax.planner.estimate import Estimate as Estimate
 from liger_jax.planner.planning import MemoryPlan as MemoryPlan

@@ -9,7 +9,7 @@ from liger_jax.models.core.stretched import MOST_POSITIONS, stretched
 from liger_jax.planner import defaults
 from liger_jax.planner.advice import PRECISIONS, Change, adapters_that_fit, advice, changes_to_fit, largest_batch
 from liger_jax.planner.architectures import Architecture, architecture
-from liger_jax.planner.compiled import Compiled, compile_run
+from liger_jax.planner.compilers import Compiled, compile_run
 from liger_jax.planner.device_names import memory_in_bytes
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate

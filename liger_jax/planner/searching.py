@@ -7,7 +7,7 @@ from typing import Any
 
 from liger_jax.planner import compilers
 from liger_jax.planner.advice import largest
-from liger_jax.planner.compiled import compile_run
+from liger_jax.planner.compilers import compile_run
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import in_words, meshes
 from liger_jax.planner.planning import LEVELS, has_host_memory, make_run

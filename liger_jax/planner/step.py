@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions, Layout
 from liger_jax.models import lora as adapters
-from liger_jax.models.core.head import logit_options_of
+from liger_jax.models.core.embedding import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.hugging_face.adapter_targets import Targets, problems, split

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from liger_jax import ops
 from liger_jax.models.core import plain
-from liger_jax.models.core.head import logit_options_of
+from liger_jax.models.core.embedding import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.memory import Head, loss_budget_bytes
 from liger_jax.models.core.parallel.vocabulary_shards import vocabulary_of

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.models.core.embedding import sums_gradients, tied_head_dtype
+from liger_jax.models.core.embedding import logit_options_of, sums_gradients, tied_head_dtype
 from liger_jax.models.core.experts import EXPERTS
 from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS, may_fuse
-from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat, is_offloaded
 from liger_jax.models.core.tiles import tokens_at_once

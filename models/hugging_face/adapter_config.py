@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from liger_jax.models.core import config_fields
-from liger_jax.models.hugging_face import adapter_targets, config_json, expressions
+from liger_jax.models.hugging_face import adapter_targets, config_json
 from liger_jax.models.hugging_face.adapter_targets import Targets, value_of
 
 BIASES = ("none", "all", "lora_only")
@@ -101,7 +101,7 @@ def parse(path: pathlib.Path, content: bytes) -> AdapterConfig:
     if not isinstance(modules, list) or not all(isinstance(name, str) and name for name in modules):
         wrong.append(f"modules_to_save={config_fields.short(modules)} must be a list of names")
     else:
-        problems = ((name, expressions.problem(name)) for name in modules)
+        problems = ((name, adapter_targets.problem_of_expression(name)) for name in modules)
         wrong += [f"modules_to_save: {config_fields.short(name)} {problem}" for name, problem in problems if problem]
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(name, str) and name for name in parameters):

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from liger_jax.models.core.config_fields import short
-from liger_jax.models.hugging_face import expressions
 
 ALL_LINEAR = "all-linear"
 # A layer's projections in Llama and most other families. Phi-3 has qkv_proj and gate_up_proj in place of five of them.
 LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OUTSIDE = ("embed_tokens", "lm_head")  # what PEFT adapts beside the projections of layers
 Value = TypeVar("Value")
+_MOST_REPEATS, _MOST_CHOICES = 8, 40  # of an expression that is sure to end soon
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|*+]|\{\d*,?\d*\}|.", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def patterns_of(values: Mapping[str, Value]) -> tuple[Value, dict[str, Value]]:
 def problems(field: str, names: Any) -> list[str]:
     """A clause if a value neither names modules nor is a regular expression."""
     if isinstance(names, str):
-        problem = None if names == ALL_LINEAR else expressions.problem(names)
+        problem = None if names == ALL_LINEAR else problem_of_expression(names)
         return [] if problem is None else [f"{field}={short(names)} {problem}"]
     if names is None or isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
         return []
@@ -135,7 +136,7 @@ def problems_of_layers(layers: Any, layers_pattern: Any) -> list[str]:
         wrong.append(f"layers_to_transform={short(list(layers))} must be numbers of layers")
     for each in layers_pattern:
         problem = (
-            expressions.problem(each) if isinstance(each, str) else "must be a regular expression, or a list of them"
+            problem_of_expression(each) if isinstance(each, str) else "must be a regular expression, or a list of them"
         )
         if problem is not None:
             wrong.append(f"layers_pattern={short(each)} {problem}")
@@ -146,5 +147,40 @@ def problems_of_pattern(field: str, pattern: Any, is_value: Any, law: str) -> li
     """Clauses for wrong entries of `rank_pattern` or `alpha_pattern`."""
     if not isinstance(pattern, Mapping):
         return [f"{field}={short(pattern)} must hold values by names"]
-    wrong = [f"{field}: {short(key)} {problem}" for key in pattern if (problem := expressions.problem(key)) is not None]
+    wrong = [
+        f"{field}: {short(key)} {problem}" for key in pattern if (problem := problem_of_expression(key)) is not None
+    ]
     return wrong + [f"{field}: {short({k: v})} must be {law}" for k, v in pattern.items() if not is_value(v)]
+
+
+def problem_of_expression(expression: str) -> str | None:
+    """Finds what is wrong with a regular expression from a file that anyone may have written.
+
+    Python tries one way after another to match a name, and there may be more of them than anyone can wait for. That
+    needs a repeated group with a choice or a repetition inside, or many repetitions in a row.
+
+    >>> problem_of_expression(r".*\\.layers\\.\\d+\\.(q|v)_proj"), problem_of_expression("(a+)+b")
+    (None, 'may take too long: a repeated group has a choice or a repetition inside')
+    """
+    try:
+        re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no regular expression: {error}"
+    # Of each open group; of the group that was closed last.
+    has_choice, closed, repeats, choices, before = [False], False, 0, 0, ""
+    for token in _TOKEN.findall(expression):
+        if token == "(":
+            has_choice.append(False)
+        elif token in ("*", "+") or len(token) > 2 and token[0] == "{":
+            if closed:
+                return "may take too long: a repeated group has a choice or a repetition inside"
+            has_choice[-1], repeats = True, repeats + 1
+        elif token == "|":
+            has_choice[-1], choices = True, choices + 1
+        elif token == "?" and before not in ("(", "*", "+", "?") and before[-1:] != "}":
+            has_choice[-1], repeats = True, repeats + 1
+        inside = token == ")" and len(has_choice) > 1 and has_choice.pop()
+        has_choice[-1] |= inside
+        closed, before = inside, token
+    is_long = repeats > _MOST_REPEATS or choices > _MOST_CHOICES
+    return f"may take too long: it has {repeats} repetitions and {choices} choices" if is_long else None

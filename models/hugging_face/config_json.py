@@ -4,15 +4,18 @@ import dataclasses
 import json
 import math
 import pathlib
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from liger_jax.models.core import config_fields
-from liger_jax.models.hugging_face import mxfp4, nf4, passed_over, rope_fields
+from liger_jax.models.hugging_face import mxfp4, nf4, rope_fields
 
 Config = TypeVar("Config")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # of a multimodal model
+# transformers cut each product into so many parts once, and does not read the field any more.
+_UNREAD = ("pretraining_tp",)
 _MAY_BE_NULL = ("attention_bias", "mlp_bias", "mlp_only_layers")  # for False, or for none
 
 
@@ -92,7 +95,7 @@ def read(
         if name in values and values[name] not in allowed
     ]
     never = getattr(config_type, "never", ())
-    passed_over.say(values, never)
+    _say_what_is_passed_over(values, never)
     if not mxfp4.is_mxfp4(values) and (problem := nf4.problem(values)) is not None:
         wrong.append(problem)
     fields = {field.name for field in dataclasses.fields(config_type)}
@@ -169,3 +172,25 @@ def not_in_transformers(config: Any, model_type: str) -> list[str]:
     if not float(getattr(config, "query_pre_attn_scalar", 1)).is_integer():
         clauses.append(f"it refuses query_pre_attn_scalar={config.query_pre_attn_scalar}, which is no int")
     return clauses
+
+
+def _say_what_is_passed_over(values: Mapping[str, Any], never: tuple[str, ...]) -> None:
+    """Warns of fields that ask for something which transformers does not compute, either, in one line."""
+    asked = [name for name in _UNREAD if values.get(name) not in (None, 1)] + [
+        name for name in never if values.get(name)
+    ]
+    if asked:
+        shown = ", ".join(f"{name}={config_fields.short(values[name])}" for name in asked)
+        warnings.warn(f"config.json: {shown} changes nothing, here as in transformers.", stacklevel=2)
+
+
+def unapplied_dropout(values: Mapping[str, Any]) -> str | None:
+    """What a command says before it trains a model whose config.json asks for dropout, which is none here.
+
+    >>> unapplied_dropout({"attention_dropout": 0.1})
+    'attention_dropout=0.1 of config.json is not applied: training here drops nothing of the attention'
+    """
+    if not (share := values.get("attention_dropout")):
+        return None
+    share = config_fields.short(share)
+    return f"attention_dropout={share} of config.json is not applied: training here drops nothing of the attention"

@@ -1,4 +1,4 @@
-"""Adds adapters to a model, splits them off for training, and switches them."""
+"""Adds adapters to a model, splits them off for training, switches them, and merges them with the weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,13 +23,16 @@ from liger_jax.models.lora.adding import (
     problems_of_patterns,
 )
 from liger_jax.models.lora.linear import LoRALinear, become, names
-from liger_jax.models.lora.outside import tables, with_adapters_on, without_adapters
-from liger_jax.models.lora.vocabulary import key_of
+from liger_jax.models.lora.outside import Table, tables, unadapt, with_adapters_on, without_adapters
+from liger_jax.models.lora.vocabulary import HeadAdapter, key_of
 
 # The weights of experts, as `add_lora` takes `parameters`.
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 
 Model = TypeVar("Model", bound=nnx.Module)
+_ATTRIBUTES = (
+    "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "alpha", "rslora", "each", "dropout",
+)  # fmt: skip
 
 
 def add_lora(
@@ -269,3 +272,67 @@ def _by_rows(pieces: Any) -> Any:
 def _sharing_arrays(model: Model) -> Model:
     """A model with variables of its own that hold the same arrays."""
     return nnx.merge(*nnx.split(model), copy=True)
+
+
+def merge_lora(model: Model) -> Model:
+    """Adds the adapters' products to the weights, in place, and removes the adapters.
+
+    W + scale·A·B is summed in float32 and rounded once, one projection after another. DoRA's norm is the one that the
+    model with adapters has. What is trained as a whole takes the place of its original. Quantised weights become dense,
+    in the dtype that they had. The model then saves, loads and
+    runs as one that never had adapters.
+
+    Args:
+        model: a model with adapters.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model has no adapters that are on.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> from liger_jax.models.lora import add_lora
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> model = add_lora(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), 2, alpha=4, rngs=nnx.Rngs(1))
+        >>> type(merge_lora(model).model.layers.self_attn.q_proj).__name__
+        'Linear'
+    """
+    for _, projection in with_adapters_on("merge_lora", model):
+        kernel, factor = projection.adapted_kernel, projection.factor()
+        if factor is not None:
+            kernel *= factor[..., None, :]
+        kernel = kernel.astype(projection.kernel.dtype)
+        if isinstance(projection.kernel, nnx.Param):
+            projection.kernel[...] = kernel
+        else:  # quantised
+            projection.kernel = nnx.Param(kernel)
+        for name in _ATTRIBUTES:
+            if name in vars(projection):
+                delattr(projection, name)
+        become(projection, nnx.Linear)
+    if "dropout_pieces" in vars(model):
+        delattr(model, "dropout_pieces")
+    experts.merge(model)
+    whole.merge(model)
+    for table in tables(model):
+        if table.adapter is not None:
+            _merge_outside(table, model)
+    unadapt(model)
+    return model
+
+
+def _merge_outside(table: Table, model: Any) -> None:
+    """Adds the adapter of the embedding or of the head to its weight."""
+    adapter, weight = table.adapter, getattr(table.holder, table.weight)
+    if table.kind is HeadAdapter:
+        merged, factor = (
+            weight[...].astype(jnp.float32) + adapter.product.T,
+            adapter.factor(weight[...], model.model.dtype),
+        )
+        merged = merged if factor is None else factor[:, None] * merged
+    else:
+        merged = weight[...].astype(jnp.float32) + adapter.product
+    weight[...] = merged.astype(weight.dtype)
+    delattr(table.holder, f"{table.weight}_adapter")

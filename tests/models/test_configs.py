@@ -26,7 +26,7 @@ from liger_jax.models import (
     Olmo3Config,
     Qwen2Config,
 )
-from liger_jax.models.hugging_face import checkpoint, config_json, passed_over
+from liger_jax.models.hugging_face import checkpoint, config_json
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope, rope_table
 
 FAMILIES = {
@@ -229,7 +229,7 @@ def test_fields_that_transformers_does_not_compute_with_are_passed_over():
     with pytest.warns(UserWarning, match="pretraining_tp=2 changes nothing, here as in transformers"):
         config_json.read({"pretraining_tp": 2, "attention_dropout": 0.1}, LlamaConfig, {})
     config_json.read({"pretraining_tp": 1, "attention_dropout": 0.0}, LlamaConfig, {})  # without a warning
-    assert passed_over.dropout({"attention_dropout": 0.0}) is None
+    assert config_json.unapplied_dropout({"attention_dropout": 0.0}) is None
 
 
 def test_numbers_of_another_library_become_python_s(unchecked_types):

@@ -10,7 +10,7 @@ from liger_jax.commands import finetune, main
 from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner import plan, report, target
 from liger_jax.planner.advice import changes_to_fit, options
-from liger_jax.planner.compiled import Compiled
+from liger_jax.planner.compilers import Compiled
 from liger_jax.planner.devices import CONTEXT_BYTES, FRACTIONS, NCCL_BYTES
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.report import bars

@@ -11,7 +11,7 @@ from liger_jax.commands import _decided_run, main
 from liger_jax.commands._settings import Settings
 from liger_jax.planner import defaults, plan, planning, searching
 from liger_jax.planner.architectures import MODELS
-from liger_jax.planner.compiled import Compiled
+from liger_jax.planner.compilers import Compiled
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()

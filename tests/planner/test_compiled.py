@@ -66,7 +66,7 @@ from liger_jax.planner import compilers
 from liger_jax.planner.devices import target
 from liger_jax.planner.mesh import make_mesh
 from tests.ops._oracle import sent
-mesh = make_mesh(compilers.devices(target("h200:2")), dict(data=1, fsdp=2), AxisType.Explicit)
+mesh = make_mesh(compilers.devices_of(target("h200:2")), dict(data=1, fsdp=2), AxisType.Explicit)
 batch = P(("data", "fsdp"))
 typed = lambda shape, spec, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 loss = lambda x, scale, head, labels: ops.fused_linear_cross_entropy(ops.rms_norm(x, scale), head, labels)

@@ -18,7 +18,7 @@ from liger_jax.pallas_kernels.devices import GPUS, TPUS
 from liger_jax.planner import plan, search, searching, target
 from liger_jax.planner.advice import largest
 from liger_jax.planner.architectures import architecture
-from liger_jax.planner.compiled import Compiled, memory_of
+from liger_jax.planner.compilers import Compiled, memory_of
 from liger_jax.planner.estimate import estimate, logits_bytes
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.step import make_optimizer

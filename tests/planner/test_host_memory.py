@@ -3,7 +3,7 @@
 import pytest
 
 from liger_jax.planner import plan, planning, search, searching
-from liger_jax.planner.compiled import Compiled
+from liger_jax.planner.compilers import Compiled
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.report import notes, verdict
 

@@ -11,12 +11,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.parallel.mesh_axes import open_axes, sizes_of
 from liger_jax.models.core.parallel.on_shards import on_shards
-from liger_jax.models.core.parallel.parameter_shards import ParameterShards
-from liger_jax.models.core.parallel.partitions import is_placed, partition, placed
+from liger_jax.models.core.parallel.parameter_shards import ParameterShards, state_shardings
+from liger_jax.models.core.parallel.partitions import is_placed, open_axes, partition, placed, sizes_of
 from liger_jax.models.core.parallel.sequence_shards import SequenceShards
-from liger_jax.models.core.parallel.state_shardings import state_shardings
 from liger_jax.models.core.parallel.tensor_shards import TensorShards
 from liger_jax.models.core.parallel.vocabulary_shards import loss_on_shards
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of

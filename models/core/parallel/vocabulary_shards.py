@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.embedding import embed
-from liger_jax.models.core.head import head_logits
+from liger_jax.models.core.embedding import embed, head_logits
 from liger_jax.models.core.parallel.on_shards import mapped
 from liger_jax.models.core.parallel.tensor_collectives import all_positions, summed
 from liger_jax.models.core.parallel.tensor_shards import TensorShards, nearest_divisor
