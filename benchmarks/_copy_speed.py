@@ -32,7 +32,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from benchmarks import _figures, _measure
 from liger_jax._install import install_command
-from liger_jax.pallas_kernels._tiles import cdiv, round_up
+from liger_jax.pallas_kernels.tiles import cdiv, round_up
 
 ROTATED_BYTES = 4 * 128 * 2**20  # four times the largest L2 so far, of a B200; an H200's is 50 MiB
 HELD_BYTES = 8 * 2**30  # of a turn's outputs, unless the least number of runs holds more

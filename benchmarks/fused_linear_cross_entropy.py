@@ -34,7 +34,7 @@ from benchmarks import _measure, _peers
 from benchmarks._loss_report import HEADER, REFERENCE, Results, Row, draw, notes, table_lines
 from benchmarks._shapes import HEADS, SHAPES
 from liger_jax import fused_linear_cross_entropy
-from liger_jax.pallas_kernels._tiles import round_up
+from liger_jax.pallas_kernels.tiles import round_up
 
 DEFAULT_SHAPES = [*HEADS, "small"]
 MODES = ("fast", "bounded", "lean", "auto")

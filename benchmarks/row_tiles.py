@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from benchmarks import _copy_speed, _measure
 from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.memory_bound import WIDTHS
-from liger_jax.ops._place import Place, described
-from liger_jax.pallas_kernels._tiles import cdiv, round_up
+from liger_jax.ops.place import Place, described
 from liger_jax.pallas_kernels.norms import fused_add_rms_norm, layer_norm, rms_norm, tiles_mosaic_gpu, tiles_triton
 from liger_jax.pallas_kernels.norms.backends import Backend, backends
 from liger_jax.pallas_kernels.norms.tiles_mosaic_gpu import MosaicGpuTiles
 from liger_jax.pallas_kernels.norms.tiles_triton import TritonTiles
+from liger_jax.pallas_kernels.tiles import cdiv, round_up
 
 ROWS = 16384
 HOPPER = "Mosaic GPU"

@@ -140,8 +140,8 @@ def _schedule_of(directory: pathlib.Path, name: str, tiles: int, steps: int) -> 
 
 def _counted(directory: pathlib.Path, operation: Operation, core: TPU, d: int) -> Count:
     """The count of an operation. For our kernels it knows the grid, and that each row tile reads the whole weight."""
-    from liger_jax.pallas_kernels._tiles import cdiv
     from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+    from liger_jax.pallas_kernels.tiles import cdiv
 
     name, macs, moved, tiles, steps = operation.instruction.name, operation.macs, operation.hbm_bytes, 0, 0
     hidden = next((s for t in operation.operand_types for s in shapes(t) if len(s) == 2 and s[1] == d), None)

@@ -26,9 +26,9 @@ from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.names import refusing_foreign_names
 from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.ops import TokenLogProbs, TokenLosses
-from liger_jax.ops._mesh import varying_axes
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.linear.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
+from liger_jax.ops.meshes import varying_axes
 
 
 class CausalLM(Pretrained):

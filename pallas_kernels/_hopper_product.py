@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import NUM_CORES, column_layout, cores_here, launch, load, row_layout, shared_tile
 from liger_jax.pallas_kernels._hopper_tiles import NUM_CONSUMERS, ROWS, Epilogue, Tile, Tiles
-from liger_jax.pallas_kernels._tiles import cdiv, split
+from liger_jax.pallas_kernels.hopper import NUM_CORES, column_layout, cores_here, launch, load, row_layout, shared_tile
+from liger_jax.pallas_kernels.tiles import cdiv, split
 
 
 @dataclasses.dataclass(frozen=True)

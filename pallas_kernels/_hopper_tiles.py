@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import at, shared_tile, tile_layout
+from liger_jax.pallas_kernels.hopper import at, shared_tile, tile_layout
 
 ROWS = 128  # of a block's tile. Vectors of rows are padded to a multiple of it: their ends are not masked.
 PIECE_COLUMNS = 32

@@ -8,7 +8,7 @@ import jax
 from liger_jax import _packages
 from liger_jax.commands import _machine, _ops_here
 from liger_jax.commands._cache import folder
-from liger_jax.ops._kernels import Chosen
+from liger_jax.ops.kernels import Chosen
 from liger_jax.pallas_kernels.devices import GIB
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"

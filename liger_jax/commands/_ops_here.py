@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax import ops
-from liger_jax.ops._kernels import Chosen, choices_noted
+from liger_jax.ops.kernels import Chosen, choices_noted
 
 _TOKENS, _WIDTH, _FORWARD, _ENTRIES = 4096, 2048, 4096, 32768
 _SEQUENCES, _LENGTH, _HEADS, _KEY_HEADS, _HEAD = 4, 1024, 16, 8, 128

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from liger_jax.ops import _checks
+from liger_jax.ops import checks
 
 # exp of more than this is near float32's end, 3.4e38 = exp(88.7); with it a ratio times an advantage stays finite.
 EXPONENT_LIMIT = 80.0
@@ -65,7 +65,7 @@ def check_is_read(op: str, name: str, is_set: bool, loss_type: Any, readers: tup
 
 def as_float32(op: str, **arrays: Any) -> list[Any]:
     """Floating arrays in float32; None stays None, and another dtype is a TypeError."""
-    return [None if x is None else x.astype(jnp.float32) for x in _checks.floating(op, **arrays)]
+    return [None if x is None else x.astype(jnp.float32) for x in checks.floating(op, **arrays)]
 
 
 def as_sequences(op: str, **arrays: Any) -> list[Any]:
@@ -78,7 +78,7 @@ def as_sequences(op: str, **arrays: Any) -> list[Any]:
             "sequence_log_probs makes it from the tokens' log-probabilities."
         )
     for other, x in zip(arrays, results, strict=True):
-        _checks.check_shape(op, other, x, first.shape, f"one number for each sequence of {name}")
+        checks.check_shape(op, other, x, first.shape, f"one number for each sequence of {name}")
     return results
 
 
@@ -87,7 +87,7 @@ def as_mask(op: str, name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
         raise TypeError(f"{op}: {name} has dtype {mask.dtype}, but must be bool; pass {name} != 0.")
-    _checks.check_shape(op, name, mask, shape, "one entry for each token")
+    checks.check_shape(op, name, mask, shape, "one entry for each token")
     return mask
 
 

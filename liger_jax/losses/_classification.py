@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-from liger_jax.ops import _checks, _loss
-from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops import checks, loss_terms
+from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.cross_entropy import reduced_cross_entropy
 
 _OP = "softmax_cross_entropy_with_integer_labels"
-_OPTIONS = _loss.LossOptions(_OP, None, 0.0, 0.0, 1.0, None, "none")
+_OPTIONS = loss_terms.LossOptions(_OP, None, 0.0, 0.0, 1.0, None, "none")
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -49,22 +49,22 @@ def softmax_cross_entropy_with_integer_labels(
     References:
         optax.losses.softmax_cross_entropy_with_integer_labels.
     """
-    (logits,) = _checks.floating(_OP, logits=logits)
-    labels, where = _loss.as_arrays(labels, where)
+    (logits,) = checks.floating(_OP, logits=logits)
+    labels, where = loss_terms.as_arrays(labels, where)
     class_axes = _class_axes(axis, logits.ndim)
     batch_axes = tuple(a for a in range(logits.ndim) if a not in class_axes)
     batch_shape = tuple(logits.shape[a] for a in batch_axes)
     num_classes = math.prod(logits.shape[a] for a in class_axes)
     classes_last = lambda x: x.transpose(batch_axes + class_axes).reshape(*batch_shape, num_classes)
     z = classes_last(logits)
-    _loss.check_tokens(_OP, labels, None, None, None, batch_shape, num_classes)
+    loss_terms.check_tokens(_OP, labels, None, None, None, batch_shape, num_classes)
     if where is not None:
         whole = logits.shape if where.ndim == logits.ndim else batch_shape
         fits = where.ndim == len(whole) and all(n in (1, size) for n, size in zip(where.shape, whole, strict=True))
         where = jnp.broadcast_to(where, whole) if fits else where
     if where is not None and where.shape == logits.shape and logits.shape != batch_shape:
         return _over_some_classes(z, labels, classes_last(where)).astype(logits.dtype)
-    _loss.check_tokens(_OP, labels, where, None, None, batch_shape, num_classes)
+    loss_terms.check_tokens(_OP, labels, where, None, None, batch_shape, num_classes)
     return reduced_cross_entropy(z, labels, where, None, None, _OPTIONS).astype(logits.dtype)
 
 

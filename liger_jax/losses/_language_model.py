@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
-from liger_jax.ops import LossMetrics, _checks, fused_linear_cross_entropy
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._loss import as_arrays
+from liger_jax.ops import LossMetrics, checks, fused_linear_cross_entropy
+from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.ops.layout import is_explicit, names, spec_of
 from liger_jax.ops.linear.fused_linear_cross_entropy import named_loss
+from liger_jax.ops.loss_terms import as_arrays
 from liger_jax.ops.segment_ids import check_segment_ids, is_numbered
 
 _PARAMETERS = inspect.signature(fused_linear_cross_entropy).parameters.values()
@@ -68,12 +68,12 @@ def causal_lm_loss(
     """
     for name in options:
         _check_option(name)
-    _checks.check_array("causal_lm_loss", "hidden", hidden, _checks.HIDDEN)
-    _checks.check_array("causal_lm_loss", "head", head, _checks.HEAD)
-    _checks.check_array(
+    checks.check_array("causal_lm_loss", "hidden", hidden, checks.HIDDEN)
+    checks.check_array("causal_lm_loss", "head", head, checks.HEAD)
+    checks.check_array(
         "causal_lm_loss", "labels", labels, "token ids (..., T), unshifted, such as the tokens themselves"
     )
-    hidden, head = _checks.floating("causal_lm_loss", hidden=hidden, head=head)
+    hidden, head = checks.floating("causal_lm_loss", hidden=hidden, head=head)
     labels, segment_ids = as_arrays(labels, segment_ids)
     if hidden.ndim < 2:
         raise ValueError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from liger_jax.losses import _checks
 from liger_jax.losses._checks import clamp_exponent
-from liger_jax.ops._checks import check_choice
+from liger_jax.ops.checks import check_choice
 
 CLIPPING_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # These make a weight of the whole sequence, each in its own way, from the tokens' ratios.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from liger_jax.ops._checks import check_shape
+from liger_jax.ops.checks import check_shape
 from liger_jax.ops.segment_ids import check_segment_ids, numbered
 
 

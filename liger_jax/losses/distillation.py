@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from liger_jax.losses import _checks
-from liger_jax.ops._checks import ArrayLike, check_choice
+from liger_jax.ops.checks import ArrayLike, check_choice
 
 REDUCTIONS = ("mean", "sum", "none")
 _IMPOSSIBLE = -1e30  # a log-probability whose exponential is 0, and finite

@@ -21,7 +21,7 @@ from liger_jax.losses._policy_formulas import (
 )
 from liger_jax.losses._sequences import Sequences, sequences_of
 from liger_jax.losses.policy_batch import checked_policy_weights
-from liger_jax.ops._checks import ArrayLike, check_choice, check_shape
+from liger_jax.ops.checks import ArrayLike, check_choice, check_shape
 
 
 @tree_dataclass

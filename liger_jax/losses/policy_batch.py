@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from liger_jax.losses import _checks
 from liger_jax.losses._policy_formulas import LOSS_TYPES
 from liger_jax.losses._sequences import Sequences, sequences_of
-from liger_jax.ops._checks import ArrayLike, check_choice, check_shape
+from liger_jax.ops.checks import ArrayLike, check_choice, check_shape
 
 ADVANTAGE_METHODS = ("grpo", "dr_grpo", "rloo")
 _LARGEST_REWARD = 1e15  # whose square, summed over a batch, is far below float32's end

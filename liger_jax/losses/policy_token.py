@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from liger_jax.losses import _checks
 from liger_jax.losses._policy_formulas import IMPORTANCE_LEVELS, SEQUENCE_TYPES, Objective, log_ratio
-from liger_jax.ops._checks import check_choice, check_shape
+from liger_jax.ops.checks import check_choice, check_shape
 
 
 def policy_token_loss(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks, _dpo_formulas
-from liger_jax.ops._checks import check_choice, check_shape
+from liger_jax.ops.checks import check_choice, check_shape
 
 DPO_TYPES, SORTING_TYPES = _dpo_formulas.LOSS_TYPES, _dpo_formulas.SORTING_TYPES
 # Which types read an option; for others it must be left out.

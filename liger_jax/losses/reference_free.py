@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from liger_jax.losses import _checks
 from liger_jax.losses._dpo_formulas import smoothed_sigmoid
 from liger_jax.losses.preference import DPOOutput
-from liger_jax.ops._checks import check_choice, check_shape
+from liger_jax.ops.checks import check_choice, check_shape
 
 CPO_TYPES = ("sigmoid", "hinge", "ipo")
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from liger_jax.losses import _checks
 from liger_jax.losses._policy_formulas import log_ratio
 from liger_jax.losses._sequences import sequences_of
-from liger_jax.ops._checks import ArrayLike, check_choice, check_shape
+from liger_jax.ops.checks import ArrayLike, check_choice, check_shape
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

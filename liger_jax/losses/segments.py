@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax.losses import _checks
 from liger_jax.losses._sequences import sequences_of
-from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops.checks import ArrayLike
 
 
 def take_segments(values: Float[Array, "R S"], places: Integer[ArrayLike, "P 2"]) -> Float[Array, "P"]:

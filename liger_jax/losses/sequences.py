@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.losses import _checks
 from liger_jax.losses._sequences import Sequences, sequences_of
-from liger_jax.ops._checks import ArrayLike, check_shape
+from liger_jax.ops.checks import ArrayLike, check_shape
 
 _NO_TOKEN = "leave such sequences out, or look whether truncation cut their completions off"
 

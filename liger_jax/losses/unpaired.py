@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks
-from liger_jax.ops._checks import check_choice, check_shape
+from liger_jax.ops.checks import check_choice, check_shape
 
 KTO_TYPES = ("kto", "apo_zero_unpaired")
 

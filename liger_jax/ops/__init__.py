@@ -1,6 +1,5 @@
 """Differentiable ops: each a public function with a `custom_vjp` and a kernel chosen by platform."""
 
-from liger_jax.ops._loss import LossMetrics as LossMetrics
 from liger_jax.ops.attention import Segments as Segments
 from liger_jax.ops.attention import causal_attention as causal_attention
 from liger_jax.ops.block_quantized import BlockQuantized as BlockQuantized
@@ -36,6 +35,7 @@ from liger_jax.ops.linear.fused_linear_token_loss import fused_linear_token_loss
 from liger_jax.ops.linear.fused_linear_topk_distillation import (
     fused_linear_topk_distillation as fused_linear_topk_distillation,
 )
+from liger_jax.ops.loss_terms import LossMetrics as LossMetrics
 from liger_jax.ops.poly_norm import poly_norm as poly_norm
 from liger_jax.ops.relu_squared import relu_squared as relu_squared
 from liger_jax.ops.rms_norm import rms_norm as rms_norm

@@ -12,9 +12,9 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops._loss import LossMetrics
-from liger_jax.ops._mesh import on_devices
 from liger_jax.ops.layout import Names, full_spec, is_explicit, mesh_of, names, spec_of
+from liger_jax.ops.loss_terms import LossMetrics
+from liger_jax.ops.meshes import on_devices
 
 
 def spec_of_explicit(x: jax.Array) -> P | None:

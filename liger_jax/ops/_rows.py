@@ -4,9 +4,9 @@ import dataclasses
 
 import jax
 
-from liger_jax.ops._kernels import Choice, Implementation, Kernels
-from liger_jax.ops._place import Place, place_of
-from liger_jax.pallas_kernels._tiles import least_size
+from liger_jax.ops.kernels import Choice, Implementation, Kernels
+from liger_jax.ops.place import Place, place_of
+from liger_jax.pallas_kernels.tiles import least_size
 
 # With 2,048 rows or fewer, each of Hopper's teams has five rows at most. Triton is faster then, below 5,120 columns.
 _FEW_ROWS = 2048

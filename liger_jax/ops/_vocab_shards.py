@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import _loss, _mesh
-from liger_jax.pallas_kernels._tiles import full_like
+from liger_jax.ops import loss_terms, meshes
 from liger_jax.pallas_kernels.cross_entropy.formulas import (
     IMPOSSIBLE_LABEL,
     LEAST_EXPONENT,
@@ -21,6 +20,7 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import (
     Statistics,
     first_of_largest,
 )
+from liger_jax.pallas_kernels.tiles import full_like
 
 
 def check_axis(op: str, axis: str, shards: dict[str, Any], same: dict[str, Any]) -> None:
@@ -38,16 +38,16 @@ def check_axis(op: str, axis: str, shards: dict[str, Any], same: dict[str, Any])
             f"{op}: vocab_axis={axis!r} must be an axis of the mesh of a jax.shard_map, and {axes_here}; call {op} "
             "inside jax.shard_map over a mesh with that axis, or leave vocab_axis out."
         ) from None
-    if size == 1 or axis not in _mesh.varying_axes(jax.lax.axis_index(axis)):
+    if size == 1 or axis not in meshes.varying_axes(jax.lax.axis_index(axis)):
         return
     for name, x in shards.items():
-        if x is not None and axis not in _mesh.varying_axes(x):
+        if x is not None and axis not in meshes.varying_axes(x):
             raise ValueError(
                 f"{op}: {name} is the same on all devices of vocab_axis={axis!r}, but each must have its own shard of "
                 f"the vocabulary; name {axis!r} in its in_spec where the vocabulary is, or leave vocab_axis out."
             )
     for name, x in same.items():
-        if x is not None and axis in _mesh.varying_axes(x):
+        if x is not None and axis in meshes.varying_axes(x):
             raise ValueError(
                 f"{op}: {name} varies over vocab_axis={axis!r}, but the devices that share a vocabulary must have the "
                 f"same tokens; leave {axis!r} out of its in_spec, or gather it by jax.lax.all_gather(…, {axis!r}, "
@@ -60,15 +60,15 @@ def token_terms(
     where: jax.Array | None,
     token_weights: jax.Array | None,
     class_weights: jax.Array | None,
-    options: _loss.LossOptions,
+    options: loss_terms.LossOptions,
     shard_size: int,
     axis: str | None,
-) -> tuple[_loss.TokenTerms, jax.Array]:
-    """`_loss.token_terms`, and the labels (N,) for the kernels. `axis` is None where the vocabulary is not split."""
+) -> tuple[loss_terms.TokenTerms, jax.Array]:
+    """`loss_terms.token_terms`, and labels (N,) for the kernels. `axis` is None where the vocabulary is not split."""
     arrays = labels, where, token_weights, class_weights
     if axis is not None:
         return _sharded_token_terms(*arrays, options, shard_size, axis)
-    terms = _loss.token_terms(*arrays, options, shard_size)
+    terms = loss_terms.token_terms(*arrays, options, shard_size)
     return terms, terms.labels
 
 
@@ -77,10 +77,10 @@ def _sharded_token_terms(
     where: jax.Array | None,
     token_weights: jax.Array | None,
     class_weights: jax.Array | None,
-    options: _loss.LossOptions,
+    options: loss_terms.LossOptions,
     shard_size: int,
     axis: str,
-) -> tuple[_loss.TokenTerms, jax.Array]:
+) -> tuple[loss_terms.TokenTerms, jax.Array]:
     """`token_terms` for the whole vocabulary, and the labels (N,) counted from this shard's first entry."""
     vocab_size = shard_size * jax.lax.axis_size(axis)
     shard = jax.lax.axis_index(axis)
@@ -88,7 +88,7 @@ def _sharded_token_terms(
     if class_weights is not None:
         # These are V numbers, no more than the logits of one token.
         class_weights = _of_all_shards(class_weights, shard=shard, axis=axis).reshape(vocab_size)
-    terms = _loss.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
+    terms = loss_terms.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
     own = terms.labels - start
     is_own = (terms.labels >= 0) & (own >= 0) & (own < shard_size)
     # A label of another shard must match no column of this shard, and no column of padding after them.

@@ -12,10 +12,10 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from liger_jax.ops import _checks, _explicit, _mesh, layout
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Choice, Implementation, Kernels
-from liger_jax.ops._place import Place, place_of
+from liger_jax.ops import _explicit, checks, layout, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Choice, Implementation, Kernels
+from liger_jax.ops.place import Place, place_of
 from liger_jax.ops.segment_ids import check_segment_ids
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
 from liger_jax.pallas_kernels.attention.formulas import sinks_gradient, with_sinks
@@ -127,11 +127,11 @@ def causal_attention(
         Dao, "FlashAttention-2", 2023 (arXiv:2307.08691). Xiao et al., "Efficient streaming language models with
         attention sinks", 2023 (arXiv:2309.17453).
     """
-    q, k, v = _checks.floating(_OP, q=q, k=k, v=v)
+    q, k, v = checks.floating(_OP, q=q, k=k, v=v)
     if sinks is not None:
-        (sinks,) = _checks.floating(_OP, sinks=sinks)
+        (sinks,) = checks.floating(_OP, sinks=sinks)
     segments = segment_ids if isinstance(segment_ids, Segments) else None
-    ids = _checks.as_array(segment_ids) if segments is None else segments.ids
+    ids = checks.as_array(segment_ids) if segments is None else segments.ids
     if ids is not None and jnp.issubdtype(ids.dtype, jnp.floating):
         raise TypeError(f"{_OP}: segment_ids have dtype {ids.dtype}, but must be integers, one for each segment; cast.")
     if ids is not None:
@@ -144,7 +144,7 @@ def causal_attention(
     offset = _checked_offset(q, k, q_offset)
     _check(q, k, v, ids, window, softcap, scale, is_part=offset is not None)
     if sinks is not None:
-        _checks.check_shape(_OP, "sinks", sinks, (q.shape[2],), "one for each head of q")
+        checks.check_shape(_OP, "sinks", sinks, (q.shape[2],), "one for each head of q")
     if window is not None and window >= k.shape[1]:
         options["window"] = None  # it hides nothing, and from 2³¹ on it would overflow a kernel's integers
     if layout.is_explicit(q):
@@ -156,7 +156,7 @@ def causal_attention(
     choice = choose(q, k, v, ids, place, **options, **case, implementation=implementation)
     if segments is None and ids is not None:
         segments = Segments.of(ids)
-    q, k, v, sinks, *fields = _mesh.align_varying(q, k, v, sinks, *(segments or ()))
+    q, k, v, sinks, *fields = meshes.align_varying(q, k, v, sinks, *(segments or ()))
     v, segments = _refusing(v, Segments(*fields) if fields else None)
     out: Any = _run(choice, q, k, v, sinks, segments, offset, options)
     if not is_part or not isinstance(offset, Tracer):
@@ -203,7 +203,7 @@ def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **opt
             "both must have the same even number, equal chunks of a row. Order and pad rows by layout.in_chunks."
         )
     if segments is not None and not isinstance(segments, Segments):
-        segments = Segments.of(_checks.as_array(segments))
+        segments = Segments.of(checks.as_array(segments))
     v, segments = _refusing(v, segments)
     k, v = (layout.from_chunks(layout.gathered(x, P(None, axis)), 1, jax.lax.axis_size(axis)) for x in (k, v))
     return in_chunks(q, k, v, segments, layout.chunk_starts(axis, q.shape[1]), window=window, **options)
@@ -271,9 +271,9 @@ def _check(q, k, v, segment_ids, window, softcap, scale, *, is_part):
         )
     length = k.shape[1] if is_part else q.shape[1]
     like_q = (q.shape[0], length, k.shape[2], q.shape[3])
-    _checks.check_shape(_OP, "k", k, like_q, "it is (B, T, K, H), with q's B, T and H; a part of a row needs q_offset")
-    _checks.check_shape(_OP, "v", v, like_q, "it is (B, T, K, H), as k is")
-    _checks.check_shape(_OP, "segment_ids", segment_ids, like_q[:2], "one id for each position of k")
+    checks.check_shape(_OP, "k", k, like_q, "it is (B, T, K, H), with q's B, T and H; a part of a row needs q_offset")
+    checks.check_shape(_OP, "v", v, like_q, "it is (B, T, K, H), as k is")
+    checks.check_shape(_OP, "segment_ids", segment_ids, like_q[:2], "one id for each position of k")
     for name, x in dict(k=k, v=v).items():
         if x.dtype != q.dtype:
             raise ValueError(f"{_OP}: {name} has dtype {x.dtype} and q {q.dtype}, but all must have one; cast it.")
@@ -284,7 +284,7 @@ def _check(q, k, v, segment_ids, window, softcap, scale, *, is_part):
             f"{_OP}: window={window} must be at least 1, since a position sees itself; pass None for no window."
         )
     numbers = {name: x for name, x in dict(softcap=softcap, scale=scale).items() if x is not None}
-    _checks.check_number(_OP, **numbers)
+    checks.check_number(_OP, **numbers)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"{_OP}: softcap={softcap} must be positive and finite; pass None for no bound.")
     if scale is not None and not math.isfinite(scale):

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, UInt8
 
-from liger_jax.ops._checks import check_choice
+from liger_jax.ops.checks import check_choice
 
 KINDS = ("nf4", "int8")
 BLOCK_SIZE = 64  # values with one scale, where nothing else is said

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
-from liger_jax.ops import _checks, _explicit, _mesh
-from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops import _explicit, checks, meshes
+from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.layout import names
 from liger_jax.ops.segment_ids import document_numbers, ids_of_rows, numbered
-from liger_jax.pallas_kernels._tiles import promoted
+from liger_jax.pallas_kernels.tiles import promoted
 
 _OP = "causal_conv1d"
 
@@ -48,15 +48,15 @@ def causal_conv1d(
         >>> y.ravel().tolist(), state.item()
         ([1.0, 12.0, 23.0, 34.0], 4.0)
     """
-    x, weight, bias, state = _checks.floating(_OP, x=x, weight=weight, bias=bias, state=state)
+    x, weight, bias, state = checks.floating(_OP, x=x, weight=weight, bias=bias, state=state)
     if x.ndim != 3 or 0 in x.shape[1:] or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
         raise ValueError(
             f"{_OP}: x has shape {x.shape} and weight {weight.shape}, but they must be (B, T, D) and (D, W), of which "
             "only B may be 0; of a torch.nn.Conv1d (D, 1, W) pass weight[:, 0]."
         )
-    _checks.check_shape(_OP, "bias", bias, (x.shape[2],), "it is (D,), with x's D")
+    checks.check_shape(_OP, "bias", bias, (x.shape[2],), "it is (D,), with x's D")
     before = x.shape[0], weight.shape[1] - 1, x.shape[2]
-    _checks.check_shape(_OP, "state", state, before, "it is (B, W − 1, D), with x's B and D and weight's W")
+    checks.check_shape(_OP, "state", state, before, "it is (B, W − 1, D), with x's B and D and weight's W")
     arrays = x, weight, bias, ids_of_rows(_OP, segment_ids, x.shape[:2]), state
     if (spec := _explicit.spec_of_explicit(x)) is not None:
         batch, length, width = spec
@@ -68,7 +68,7 @@ def causal_conv1d(
         return _explicit.on_shards(
             _OP, _conv, arrays, (rows, P(width, None), P(width), P(batch, None), rows), (rows, rows)
         )
-    return _conv(*_mesh.align_varying(*arrays))
+    return _conv(*meshes.align_varying(*arrays))
 
 
 @jax.checkpoint

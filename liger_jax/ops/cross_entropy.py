@@ -10,13 +10,13 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards, layout
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops import _explicit, _vocab_shards, checks, layout, loss_terms, meshes
 from liger_jax.ops._linear_map import linear_map
-from liger_jax.pallas_kernels._tiles import full_like
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.cross_entropy.formulas import LEAST_MAXIMUM, Cotangents, Statistics
+from liger_jax.pallas_kernels.tiles import full_like
 
 _KERNELS = Kernels(
     "cross_entropy",
@@ -148,15 +148,17 @@ def cross_entropy(
         Szegedy et al., 2016 (label smoothing, arXiv:1512.00567); Chowdhery et al., 2022 (z-loss, arXiv:2204.02311).
     """
     op = "cross_entropy"
-    (logits,) = _checks.floating(op, logits=logits)
+    (logits,) = checks.floating(op, logits=logits)
     if logits.ndim == 0:
         raise ValueError(f"{op}: logits has shape (), but must be (..., V); the last axis holds the classes.")
     vocab_size = logits.shape[-1]
-    loss_options = _loss.LossOptions(op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
-    labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
-    _loss.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
+    loss_options = loss_terms.LossOptions(
+        op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction
+    )
+    labels, where, token_weights, class_weights = loss_terms.as_arrays(labels, where, token_weights, class_weights)
+    loss_terms.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
     if vocab_axis is None:
-        _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
+        loss_terms.check_label_range(op, labels, where, ignore_index, vocab_size)
     elif layout.is_explicit(logits):
         raise ValueError(
             f"{op}: vocab_axis={vocab_axis!r} is for the inside of jax.shard_map, but the logits are sharded over an "
@@ -176,7 +178,7 @@ def reduced_cross_entropy(
     where: jax.Array | None,
     token_weights: jax.Array | None,
     class_weights: jax.Array | None,
-    loss_options: _loss.LossOptions,
+    loss_options: loss_terms.LossOptions,
     return_metrics: bool = False,
     implementation: Implementation = None,
     vocab_axis: str | None = None,
@@ -203,12 +205,12 @@ def reduced_cross_entropy(
         return None if x is None else x.reshape(-1)
 
     z = logits.reshape(-1, vocab_size)
-    class_weights = _loss.constant_class_weights(loss_options.op, class_weights)
+    class_weights = loss_terms.constant_class_weights(loss_options.op, class_weights)
     choice = dataclasses.replace(_KERNELS, op=loss_options.op).choose(implementation, z, class_weights)
     terms, kernel_labels = _vocab_shards.token_terms(
         flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size, vocab_axis
     )
-    z, kernel_labels, class_weights = _mesh.align_varying(z, kernel_labels, class_weights)
+    z, kernel_labels, class_weights = meshes.align_varying(z, kernel_labels, class_weights)
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
     # Before they meet coefficients, of whose gradients they are factors: a row that does not count may hold inf or NaN.
@@ -218,5 +220,5 @@ def reduced_cross_entropy(
         merged = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         statistics = formulas.where(terms.counts, merged)
     losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
-    loss = _loss.reduced(losses, loss_options, labels.shape)
-    return (loss, _loss.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss
+    loss = loss_terms.reduced(losses, loss_options, labels.shape)
+    return (loss, loss_terms.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss

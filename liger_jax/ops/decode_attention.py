@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from liger_jax.ops import _mesh
-from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops import meshes
+from liger_jax.ops.kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.attention import triton_decode, xla_decode
 
 _OP = "decode_attention"
@@ -43,7 +43,7 @@ def decode_attention(
     arrays: Any = q, keys, values, positions, layer, filled, first, sinks
     choice = _KERNELS.choose(implementation, *arrays)
     kernel = choice.kernel("attend", softcap=softcap, scale=scale)
-    return kernel.run(*kernel.guarded(*_mesh.align_varying(*arrays)))
+    return kernel.run(*kernel.guarded(*meshes.align_varying(*arrays)))
 
 
 def _first_seen(positions, filled, window):

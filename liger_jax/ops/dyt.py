@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, only_xla
-from liger_jax.pallas_kernels._tiles import in_float32, promoted
+from liger_jax.ops import _explicit, checks
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, only_xla
+from liger_jax.pallas_kernels.tiles import in_float32, promoted
 
 _OP = "dyt"
 _KERNELS = only_xla(_OP)
@@ -63,9 +63,9 @@ def dyt(
     References:
         Zhu et al., "Transformers without Normalization", 2025 (arXiv:2503.10622).
     """
-    x, alpha, scale, bias = _checks.floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
-    _checks.check_rows(_OP, x, scale=scale, bias=bias)
-    _checks.check_shape(_OP, "alpha", alpha, (), "one number scales all of x")
+    x, alpha, scale, bias = checks.floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
+    checks.check_rows(_OP, x, scale=scale, bias=bias)
+    checks.check_shape(_OP, "alpha", alpha, (), "one number scales all of x")
     _KERNELS.choose(implementation, x, alpha, scale, bias)
     if (spec := _explicit.norm_spec(_OP, x)) is not None:
         return _explicit.on_rows(_OP, dyt, spec, (x,), (alpha, scale, bias))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit, _mesh, _rows
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops import _explicit, _rows, checks, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, Kernels
 from liger_jax.ops.rms_norm import CASTING_MODES
 from liger_jax.pallas_kernels.norms import fused_add_rms_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
@@ -84,12 +84,12 @@ def fused_add_rms_norm(
     References:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
     """
-    x, residual, scale = _checks.floating(_OP, x=x, residual=residual, scale=scale)
-    _checks.check_eps(_OP, eps)
-    _checks.check_number(_OP, offset=offset)
-    _checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)
-    _checks.check_rows(_OP, x, scale=scale)
-    _checks.check_shape(_OP, "residual", residual, x.shape, "it is added to x element by element")
+    x, residual, scale = checks.floating(_OP, x=x, residual=residual, scale=scale)
+    checks.check_eps(_OP, eps)
+    checks.check_number(_OP, offset=offset)
+    checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)
+    checks.check_rows(_OP, x, scale=scale)
+    checks.check_shape(_OP, "residual", residual, x.shape, "it is added to x element by element")
     if (spec := _explicit.norm_spec("fused_add_rms_norm", x)) is not None:
         options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
         op = functools.partial(fused_add_rms_norm, **options)
@@ -100,6 +100,6 @@ def fused_add_rms_norm(
     forward, backward = _rows.choose(_KERNELS, implementation, *arrays, hopper_widths=_HOPPER_WIDTHS)
     options = {"eps": float(eps), "offset": float(offset)}
     kernels = forward.kernel("forward", **options, casting_mode=casting_mode), backward.kernel("backward", **options)
-    outputs: Any = _fused(*_mesh.align_varying(rows, added, scale), *kernels, added is not None)
+    outputs: Any = _fused(*meshes.align_varying(rows, added, scale), *kernels, added is not None)
     y, new_residual = outputs
     return jnp.reshape(y, x.shape), jnp.reshape(new_residual, x.shape)

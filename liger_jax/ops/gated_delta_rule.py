@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
-from liger_jax.ops import _checks, _explicit, _mesh
-from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops import _explicit, checks, meshes
+from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.layout import names, spec_of
 from liger_jax.ops.segment_ids import document_numbers, ids_of_rows, is_numbered
-from liger_jax.pallas_kernels._tiles import promoted
+from liger_jax.pallas_kernels.tiles import promoted
 
 _OP = "gated_delta_rule"
 _CHUNK = 64  # tokens: the products within a chunk are as wide as those with its state
@@ -75,10 +75,10 @@ def gated_delta_rule(
         Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024
         (arXiv:2406.06484), section 3.
     """
-    q, k, v, gate, beta, state = _checks.floating(_OP, q=q, k=k, v=v, gate=gate, beta=beta, state=state)
+    q, k, v, gate, beta, state = checks.floating(_OP, q=q, k=k, v=v, gate=gate, beta=beta, state=state)
     _check_shapes(q, k, v, gate, beta, state)
     if scale is not None:
-        _checks.check_number(_OP, scale=scale)
+        checks.check_number(_OP, scale=scale)
     arrays = q, k, v, gate, beta, ids_of_rows(_OP, segment_ids, v.shape[:2]), state
     local = functools.partial(_on_one_device, scale=q.shape[-1] ** -0.5 if scale is None else float(scale))
     if (spec := _explicit.spec_of_explicit(v)) is not None:
@@ -98,7 +98,7 @@ def gated_delta_rule(
         specs = *[P(batch, None, heads, None)] * 3, of_heads, of_heads, P(batch, None), P(batch, heads, None, None)
         out = P(batch, None, heads, None), P(batch, heads, None, None)
         return _explicit.on_shards(_OP, local, arrays, specs, out)
-    return local(*_mesh.align_varying(*arrays))
+    return local(*meshes.align_varying(*arrays))
 
 
 def _check_shapes(q, k, v, gate, beta, state) -> None:
@@ -109,11 +109,11 @@ def _check_shapes(q, k, v, gate, beta, state) -> None:
         )
     if 0 in v.shape[1:] or 0 in q.shape[1:]:
         raise ValueError(f"{_OP}: q has shape {q.shape} and v {v.shape}, but only B may be 0.")
-    _checks.check_shape(_OP, "k", k, q.shape, "the shape of q")
-    _checks.check_shape(_OP, "gate", gate, v.shape[:3], "it is (B, T, H), with v's B, T and H")
-    _checks.check_shape(_OP, "beta", beta, v.shape[:3], "it is (B, T, H), with v's B, T and H")
+    checks.check_shape(_OP, "k", k, q.shape, "the shape of q")
+    checks.check_shape(_OP, "gate", gate, v.shape[:3], "it is (B, T, H), with v's B, T and H")
+    checks.check_shape(_OP, "beta", beta, v.shape[:3], "it is (B, T, H), with v's B, T and H")
     whole = v.shape[0], v.shape[2], q.shape[3], v.shape[3]
-    _checks.check_shape(_OP, "state", state, whole, "it is (B, H, D, E), with v's B, H and E and q's D")
+    checks.check_shape(_OP, "state", state, whole, "it is (B, H, D, E), with v's B, H and E and q's D")
 
 
 def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> tuple[jax.Array, jax.Array]:
@@ -122,7 +122,7 @@ def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> 
     if batch == 0:
         return v, jnp.zeros((0, heads, depth, width), wide)
     if state is None:
-        state = _mesh.align_varying(jnp.zeros((batch, heads, depth, width), wide), v)[0]
+        state = meshes.align_varying(jnp.zeros((batch, heads, depth, width), wide), v)[0]
     gate = jnp.where(gate == -jnp.inf, _SMALLEST_GATE, gate.astype(wide))  # which forgets
     if segment_ids is None:
         number, is_wrong = jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, bool)

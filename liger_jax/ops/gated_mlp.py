@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _mesh, glu, layout
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Choice, Implementation, Kernel, Kernels
-from liger_jax.ops._place import place_of
+from liger_jax.ops import checks, glu, layout, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Choice, Implementation, Kernel, Kernels
+from liger_jax.ops.place import place_of
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu, triton, xla
 from liger_jax.pallas_kernels.glu import formulas as glu_formulas
 
@@ -202,7 +202,7 @@ def gated_mlp(
             )
         return dot(gated, down_kernel)
     forward, backward = _choose(x, up_kernel, activation, recomputed, implementation)
-    precision = _checks.current_precision(precision)
+    precision = checks.current_precision(precision)
     static = {"activation": activation, "precision": precision}
     options = _Options(
         forward.kernel("up_and_product", **static),
@@ -212,7 +212,7 @@ def gated_mlp(
         precision,
         backward_is_xla=backward.name == "xla",
     )
-    return _gated_mlp(*_mesh.align_varying(*arrays), options)
+    return _gated_mlp(*meshes.align_varying(*arrays), options)
 
 
 def _choose(x, up_kernel, activation, recomputed, implementation) -> tuple[Choice, Choice]:
@@ -238,16 +238,16 @@ def _choose(x, up_kernel, activation, recomputed, implementation) -> tuple[Choic
 
 def _checked(activation, x, gate_kernel, up_kernel, down_kernel) -> tuple[Any, ...]:
     """The arguments as JAX's arrays, checked."""
-    _checks.check_choice(_OP, "activation", activation, tuple(_OPS))
+    checks.check_choice(_OP, "activation", activation, tuple(_OPS))
     kernels = dict(gate_kernel=gate_kernel, up_kernel=up_kernel, down_kernel=down_kernel)
-    arrays = x, gate_kernel, up_kernel, down_kernel = tuple(_checks.floating(_OP, x=x, **kernels))
+    arrays = x, gate_kernel, up_kernel, down_kernel = tuple(checks.floating(_OP, x=x, **kernels))
     if x.ndim == 0 or gate_kernel.ndim != 2 or gate_kernel.shape[0] != x.shape[-1]:
         raise ValueError(
             f"{_OP}: x has shape {x.shape} and gate_kernel {gate_kernel.shape}, but they must be (..., D) and (D, F); "
             "pass a kernel in Flax's layout; transpose it if it is (F, D)."
         )
-    _checks.check_shape(_OP, "up_kernel", up_kernel, gate_kernel.shape, "it is (D, F), as gate_kernel is")
-    _checks.check_shape(_OP, "down_kernel", down_kernel, gate_kernel.shape[::-1], "it is (F, D)")
+    checks.check_shape(_OP, "up_kernel", up_kernel, gate_kernel.shape, "it is (D, F), as gate_kernel is")
+    checks.check_shape(_OP, "down_kernel", down_kernel, gate_kernel.shape[::-1], "it is (F, D)")
     for name, kernel in zip(kernels, arrays[1:], strict=True):
         if kernel.dtype != x.dtype:
             raise ValueError(

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, only_xla
+from liger_jax.ops import _explicit, checks
 from liger_jax.ops._powers import normalised_powers
-from liger_jax.pallas_kernels._tiles import in_float32, promoted
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, only_xla
+from liger_jax.pallas_kernels.tiles import in_float32, promoted
 
 _OP = "gated_rms_norm"
 _KERNELS = only_xla(_OP)
@@ -61,10 +61,10 @@ def gated_rms_norm(
     References:
         Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024 (arXiv:2412.06464).
     """
-    x, gate, scale = _checks.floating(_OP, x=x, gate=gate, scale=scale)
-    _checks.check_eps(_OP, eps)
-    _checks.check_rows(_OP, x, scale=scale)
-    _checks.check_shape(_OP, "gate", gate, x.shape, "it multiplies the normalised x element by element")
+    x, gate, scale = checks.floating(_OP, x=x, gate=gate, scale=scale)
+    checks.check_eps(_OP, eps)
+    checks.check_rows(_OP, x, scale=scale)
+    checks.check_shape(_OP, "gate", gate, x.shape, "it multiplies the normalised x element by element")
     _KERNELS.choose(implementation, x, gate, scale)
     if (spec := _explicit.norm_spec(_OP, x)) is not None:
         return _explicit.on_rows(_OP, functools.partial(gated_rms_norm, eps=eps), spec, (x, gate), (scale,))

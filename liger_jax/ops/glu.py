@@ -6,9 +6,9 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit, _mesh
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops import _explicit, checks, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.glu import triton, xla
 
 # There is no Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours, and a kernel would add a pass over
@@ -118,8 +118,8 @@ def geglu(
 
 
 def _glu(op: str, gate: ArrayLike, up: ArrayLike | None, activation: str, implementation: Implementation) -> jax.Array:
-    gate, up = _checks.floating(op, gate=gate, up=up)
-    _checks.check_shape(op, "up", up, gate.shape, "gate and up are multiplied element by element")
+    gate, up = checks.floating(op, gate=gate, up=up)
+    checks.check_shape(op, "up", up, gate.shape, "gate and up are multiplied element by element")
     if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
         raise ValueError(
             f"{op}: gate has shape {gate.shape}, but without `up` it must hold gate and up side by side, an even "
@@ -133,6 +133,6 @@ def _glu(op: str, gate: ArrayLike, up: ArrayLike | None, activation: str, implem
     if up is None:  # one array of both is not measured, so XLA is its default
         kernels = dataclasses.replace(kernels, defaults={})
     choice = kernels.choose(implementation, gate, up, activation=activation)
-    gate, up = _mesh.align_varying(gate, up)
+    gate, up = meshes.align_varying(gate, up)
     forward, backward = (choice.kernel(direction, activation=activation) for direction in ("forward", "backward"))
     return _gated(gate, up, forward, backward)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, only_xla
+from liger_jax.ops import checks
 from liger_jax.ops._powers import shrinking_factor
-from liger_jax.pallas_kernels._tiles import in_float32, promoted
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, only_xla
+from liger_jax.pallas_kernels.tiles import in_float32, promoted
 
 _OP = "group_norm"
 _KERNELS = only_xla(_OP)
@@ -75,14 +75,14 @@ def group_norm(
     References:
         Wu and He, "Group Normalization", 2018 (arXiv:1803.08494).
     """
-    x, scale, bias = _checks.floating(_OP, x=x, scale=scale, bias=bias)
-    _checks.check_eps(_OP, eps)
+    x, scale, bias = checks.floating(_OP, x=x, scale=scale, bias=bias)
+    checks.check_eps(_OP, eps)
     if x.ndim < 2:
         raise ValueError(f"{_OP}: x has shape {x.shape}, but must be (B, C, …); add the missing axis.")
-    _checks.check_choice(_OP, "channel_axis", channel_axis, (*range(1, x.ndim), *range(1 - x.ndim, 0)))
+    checks.check_choice(_OP, "channel_axis", channel_axis, (*range(1, x.ndim), *range(1 - x.ndim, 0)))
     channels = x.shape[channel_axis]
     for name, column in (("scale", scale), ("bias", bias)):
-        _checks.check_shape(_OP, name, column, (channels,), f"one entry for each channel, on x's axis {channel_axis}")
+        checks.check_shape(_OP, name, column, (channels,), f"one entry for each channel, on x's axis {channel_axis}")
     if 0 in x.shape[1:]:
         raise ValueError(f"{_OP}: x has shape {x.shape}, whose groups must have elements to normalise; leave x out.")
     if num_groups < 1 or channels % num_groups:

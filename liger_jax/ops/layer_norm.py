@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit, _mesh, _rows
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops import _explicit, _rows, checks, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import layer_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
 
@@ -74,9 +74,9 @@ def layer_norm(
     References:
         Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
     """
-    x, scale, bias = _checks.floating(_OP, x=x, scale=scale, bias=bias)
-    _checks.check_eps(_OP, eps)
-    _checks.check_rows(_OP, x, scale=scale, bias=bias)
+    x, scale, bias = checks.floating(_OP, x=x, scale=scale, bias=bias)
+    checks.check_eps(_OP, eps)
+    checks.check_rows(_OP, x, scale=scale, bias=bias)
     if (spec := _explicit.norm_spec("layer_norm", x)) is not None:
         op = functools.partial(layer_norm, eps=eps, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (scale, bias))
@@ -85,5 +85,5 @@ def layer_norm(
     widths = _HOPPER_WIDTHS_WITH_FLOAT32_SCALE if is_float32 else _HOPPER_WIDTHS
     forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, bias, hopper_widths=widths)
     kernels = forward.kernel("forward", eps=float(eps)), backward.kernel("backward", eps=float(eps))
-    y = _layer_norm(*_mesh.align_varying(rows, scale, bias), *kernels)
+    y = _layer_norm(*meshes.align_varying(rows, scale, bias), *kernels)
     return jnp.reshape(y, x.shape)

@@ -5,11 +5,11 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, only_xla
+from liger_jax.ops import _explicit, checks
 from liger_jax.ops._powers import normalised_powers
-from liger_jax.pallas_kernels._tiles import in_float32
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, only_xla
+from liger_jax.pallas_kernels.tiles import in_float32
 
 _OP = "poly_norm"
 _KERNELS = only_xla(_OP)
@@ -60,11 +60,11 @@ def poly_norm(
     References:
         Zhuo et al., "Polynomial Composition Activations", 2024 (arXiv:2411.03884).
     """
-    x, weight, bias = _checks.floating(_OP, x=x, weight=weight, bias=bias)
-    _checks.check_eps(_OP, eps)
-    _checks.check_rows(_OP, x)
-    _checks.check_shape(_OP, "weight", weight, (3,), "one coefficient for each of x³, x² and x")
-    _checks.check_shape(_OP, "bias", bias, (), "one number is added to all elements")
+    x, weight, bias = checks.floating(_OP, x=x, weight=weight, bias=bias)
+    checks.check_eps(_OP, eps)
+    checks.check_rows(_OP, x)
+    checks.check_shape(_OP, "weight", weight, (3,), "one coefficient for each of x³, x² and x")
+    checks.check_shape(_OP, "bias", bias, (), "one number is added to all elements")
     _KERNELS.choose(implementation, x, weight, bias)
     if (spec := _explicit.norm_spec(_OP, x)) is not None:
         return _explicit.on_rows(_OP, functools.partial(poly_norm, eps=eps), spec, (x,), (weight, bias))

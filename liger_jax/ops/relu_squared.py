@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, only_xla
-from liger_jax.pallas_kernels._tiles import in_float32
+from liger_jax.ops import checks
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, only_xla
+from liger_jax.pallas_kernels.tiles import in_float32
 
 _KERNELS = only_xla("relu_squared")
 
@@ -43,6 +43,6 @@ def relu_squared(x: Float[ArrayLike, "..."], *, implementation: Implementation =
     References:
         So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021 (arXiv:2109.08668).
     """
-    (x,) = _checks.floating("relu_squared", x=x)
+    (x,) = checks.floating("relu_squared", x=x)
     _KERNELS.choose(implementation, x)
     return _relu_squared(x)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit, _mesh, _rows
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernels
-from liger_jax.ops._place import place_of
+from liger_jax.ops import _explicit, _rows, checks, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, Kernels
+from liger_jax.ops.place import place_of
 from liger_jax.pallas_kernels.norms import rms_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
 
@@ -81,11 +81,11 @@ def rms_norm(
     References:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
     """
-    x, scale = _checks.floating("rms_norm", x=x, scale=scale)
-    _checks.check_eps("rms_norm", eps)
-    _checks.check_number("rms_norm", offset=offset)
-    _checks.check_choice("rms_norm", "casting_mode", casting_mode, CASTING_MODES)
-    _checks.check_rows("rms_norm", x, scale=scale)
+    x, scale = checks.floating("rms_norm", x=x, scale=scale)
+    checks.check_eps("rms_norm", eps)
+    checks.check_number("rms_norm", offset=offset)
+    checks.check_choice("rms_norm", "casting_mode", casting_mode, CASTING_MODES)
+    checks.check_rows("rms_norm", x, scale=scale)
     if (spec := _explicit.norm_spec("rms_norm", x)) is not None:
         options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
         op = functools.partial(rms_norm, **options)
@@ -96,4 +96,4 @@ def rms_norm(
     forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, hopper_widths=widths, place=place)
     options = {"eps": float(eps), "offset": float(offset)}
     kernels = forward.kernel("forward", **options, casting_mode=casting_mode), backward.kernel("backward", **options)
-    return jnp.reshape(_rms_norm(*_mesh.align_varying(rows, scale), *kernels), x.shape)
+    return jnp.reshape(_rms_norm(*meshes.align_varying(rows, scale), *kernels), x.shape)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit, _mesh
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, only_xla
+from liger_jax.ops import _explicit, checks, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, only_xla
 from liger_jax.ops.layout import spec_of
-from liger_jax.pallas_kernels._tiles import in_float32
+from liger_jax.pallas_kernels.tiles import in_float32
 
 _KERNELS = {op: only_xla(op) for op in ("apply_rope", "apply_mrope")}
 _LAYOUTS = ("half", "interleaved")
@@ -151,14 +151,14 @@ def apply_mrope(
         (arXiv:2409.12191), section 2.1.
     """
     op = "apply_mrope"
-    cos, sin = _checks.floating(op, cos=cos, sin=sin)
+    cos, sin = checks.floating(op, cos=cos, sin=sin)
     half = cos.shape[-1] // 2 if cos.ndim else 0
     if cos.ndim != 4 or cos.shape[0] != 3:
         raise ValueError(
             f"{op}: cos has shape {cos.shape}, but must be (3, 1, T, R) or (3, B, T, R): tables for time, height and "
             "width; make them by rope_table from positions (3, B, T)."
         )
-    _checks.check_shape(op, "sin", sin, cos.shape, "the shape of cos")
+    checks.check_shape(op, "sin", sin, cos.shape, "the shape of cos")
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != half:
         raise ValueError(
             f"{op}: sections={tuple(sections)} must be three numbers of pairs, R/2={half} in sum; pass the config's "
@@ -168,11 +168,11 @@ def apply_mrope(
 
 
 def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Array, jax.Array]:
-    q, k, cos, sin = _checks.floating(op, q=q, k=k, cos=cos, sin=sin)
-    _checks.check_choice(op, "layout", layout, _LAYOUTS)
+    q, k, cos, sin = checks.floating(op, q=q, k=k, cos=cos, sin=sin)
+    checks.check_choice(op, "layout", layout, _LAYOUTS)
     _check_shapes(op, q, k, cos.shape if sections is None else cos.shape[1:])
-    _checks.check_shape(op, "sin", sin, cos.shape, "the shape of cos")
-    cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
+    checks.check_shape(op, "sin", sin, cos.shape, "the shape of cos")
+    cos, sin = checks.constant(cos, op, "cos"), checks.constant(sin, op, "sin")
     _KERNELS[op].choose(implementation, q, k, cos, sin)
     if (spec := _explicit.row_spec(q)) is not None:
         tables_axis = () if sections is None else (None,)
@@ -181,7 +181,7 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
         local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=None)
         specs = spec, key_spec, table_spec, table_spec
         return _explicit.on_shards(op, local, (q, k, cos, sin), specs, specs[:2])
-    return _rotate(*_mesh.align_varying(q, k, cos, sin), sections, layout)
+    return _rotate(*meshes.align_varying(q, k, cos, sin), sections, layout)
 
 
 def _check_shapes(op: str, q: jax.Array, k: jax.Array, table_shape: tuple[int, ...]) -> None:

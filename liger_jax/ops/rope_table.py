@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from liger_jax.ops import _checks
-from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops import checks
+from liger_jax.ops.checks import ArrayLike
 
 _OP = "rope_table"
 
@@ -262,7 +262,7 @@ def rope_table(
     least = 4 if isinstance(scaling, DynamicRope) else 0  # dynamic: R − 2 is a divisor
     if width < least or width % 2:
         raise ValueError(f"{_OP}: width={width} must be even and at least {least}: columns are rotated in pairs.")
-    _checks.check_number(_OP, theta=theta)
+    checks.check_number(_OP, theta=theta)
     if not theta > 1:
         raise ValueError(f"{_OP}: theta={theta} must be more than 1; models have 10000.0 and more.")
     column = np.arange(width // 2)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from liger_jax.ops import _checks
+from liger_jax.ops import checks
 from liger_jax.pallas_kernels.attention.intervals import is_numbered as is_numbered
 
 
@@ -32,10 +32,10 @@ def ids_of_rows(op: str, ids: Any, shape: tuple[int, ...]) -> Any:
     """An op's segment ids as JAX's array, after checking them; None stays None."""
     if ids is None:
         return None
-    ids = _checks.as_array(ids)
+    ids = checks.as_array(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{op}: segment_ids has dtype {ids.dtype}, but must hold integers.")
-    _checks.check_shape(op, "segment_ids", ids, shape, "it is (B, T), as the tokens are")
+    checks.check_shape(op, "segment_ids", ids, shape, "it is (B, T), as the tokens are")
     check_segment_ids(ids, f"{op}: ")
     return ids
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from liger_jax.ops import _checks, _explicit
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, only_xla
-from liger_jax.pallas_kernels._tiles import in_float32
+from liger_jax.ops import _explicit, checks
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation, only_xla
+from liger_jax.pallas_kernels.tiles import in_float32
 
 _KERNELS = {op: only_xla(op) for op in ("softmax", "sparsemax")}
 
@@ -76,7 +76,7 @@ def softmax(
         Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990.
     """
     op = "softmax"
-    (x,) = _checks.floating(op, x=x)
+    (x,) = checks.floating(op, x=x)
     if where is not None:
         where = _as_mask(op, where, x.shape)
         x = jnp.where(where, x, jnp.asarray(-jnp.inf, x.dtype))
@@ -128,7 +128,7 @@ def sparsemax(
 
 
 def _along_axis(op: str, x: ArrayLike, axis: int, implementation: Implementation) -> jax.Array:
-    (x,) = _checks.floating(op, x=x)
+    (x,) = checks.floating(op, x=x)
     _check_axis(op, x, axis)
     rows = jnp.moveaxis(x, axis, -1)
     if (spec := _explicit.row_spec(rows)) is not None:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parameters import is_matrix
-from liger_jax.ops._place import place_of
+from liger_jax.ops.place import place_of
 from liger_jax.training import dynamic_code as code
 from liger_jax.training.rounding import check_numbers, check_rate
 

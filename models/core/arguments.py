@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
-from liger_jax.pallas_kernels._tiles import is_symbolic
+from liger_jax.pallas_kernels.tiles import is_symbolic
 
 
 def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from liger_jax.ops._mesh import align_varying
-from liger_jax.pallas_kernels._tiles import is_symbolic
+from liger_jax.ops.meshes import align_varying
+from liger_jax.pallas_kernels.tiles import is_symbolic
 
 
 def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:

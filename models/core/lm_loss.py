@@ -17,12 +17,12 @@ from liger_jax.models.core.memory import Head, loss_budget_bytes
 from liger_jax.models.core.parallel.vocabulary_shards import vocabulary_of
 from liger_jax.models.core.remat import Remat
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
-from liger_jax.ops._place import device_of
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.ops.linear._quantized_head import quantized_log_probs
+from liger_jax.ops.linear.quantized_head import quantized_log_probs
 from liger_jax.ops.linear.split_head import SplitHead
-from liger_jax.pallas_kernels._tiles import least_size
+from liger_jax.ops.place import device_of
+from liger_jax.pallas_kernels.tiles import least_size
 
 Result = tuple[Float[Array, ""], LossMetrics | None]
 

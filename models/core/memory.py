@@ -18,10 +18,10 @@ from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat, is_offloaded
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
-from liger_jax.ops._place import Place
 from liger_jax.ops.experts.grouped_matmul import KERNELS as GROUPED_PRODUCTS
 from liger_jax.ops.layout import pairs_of_chunks, sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
+from liger_jax.ops.place import Place
 from liger_jax.pallas_kernels.attention import xla
 from liger_jax.pallas_kernels.grouped_matmul.config import hopper_edge_bytes
 

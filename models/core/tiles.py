@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 
 from liger_jax.models.core.dropout import DropoutWords, drops, give_words, token_words
 from liger_jax.models.core.remat import Remat, is_offloaded, keeps_products
-from liger_jax.ops._mesh import align_varying, cast, varying_axes
 from liger_jax.ops.block_quantized import BlockQuantized
+from liger_jax.ops.meshes import align_varying, cast, varying_axes
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096  # of a tile
 LEAST_TILES = 8  # fewer save little

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import row_layout, tile_layout
-from liger_jax.pallas_kernels._tiles import out_like, round_up
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores
 from liger_jax.pallas_kernels.attention.intervals import Intervals, Tile
@@ -25,6 +23,8 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     product,
     vector,
 )
+from liger_jax.pallas_kernels.hopper import row_layout, tile_layout
+from liger_jax.pallas_kernels.tiles import out_like, round_up
 
 
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, bounds: Intervals, scores: Scores) -> tuple[jax.Array, jax.Array]:
@@ -41,8 +41,8 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, bounds: Intervals, scores:
     def body(*refs):
         _compute(scheduler, scores, query_heads // k.shape[2], *scheduler.split(refs))
 
-    ring_stage = lambda: _hopper.shared_tile((blocks.stages, blocks.columns, width), k.dtype)
-    out, log_sums = _hopper.launch(
+    ring_stage = lambda: hopper.shared_tile((blocks.stages, blocks.columns, width), k.dtype)
+    out, log_sums = hopper.launch(
         body, *scheduler.operands, q, k, v,
         num_blocks=scheduler.num_blocks,
         out_types=[
@@ -50,7 +50,7 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, bounds: Intervals, scores:
             out_like(q, (batch, query_heads, round_up(length, ROWS)), jnp.float32),
         ],
         scratch=[
-            _hopper.shared_tile((NUM_CONSUMERS, WARPGROUP_ROWS, width), q.dtype),
+            hopper.shared_tile((NUM_CONSUMERS, WARPGROUP_ROWS, width), q.dtype),
             vector(NUM_CONSUMERS, WARPGROUP_ROWS, jnp.float32),
             plgpu.Barrier(num_arrivals=1, num_barriers=NUM_CONSUMERS),
             StageRing.scratch(ring_stage()),
@@ -96,7 +96,7 @@ def _compute(scheduler: TileScheduler, scores: Scores, group: int, scheduler_ref
             plgpu.barrier_arrive(turns)
             slot = v_ring.wait(done + n)
             plgpu.barrier_wait(turns)
-            accumulator = _hopper.add_product(accumulator, weights, v_ring.stages[0], slot)
+            accumulator = hopper.add_product(accumulator, weights, v_ring.stages[0], slot)
             v_ring.release(done + n)
             return accumulator, new_maximum, total
 

@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import column_layout, tile_layout
-from liger_jax.pallas_kernels._tiles import cdiv, out_like
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.formulas import Scores
 from liger_jax.pallas_kernels.attention.intervals import Intervals, Tile
@@ -30,6 +28,8 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     product,
     vector,
 )
+from liger_jax.pallas_kernels.hopper import column_layout, tile_layout
+from liger_jax.pallas_kernels.tiles import cdiv, out_like
 
 FEW_TILES = 3  # tiles for each core; below it, both warpgroups of a block share one
 
@@ -70,11 +70,11 @@ def key_gradients(
     def body(*refs):
         _compute(scheduler, scores, q.shape[2] // kv_heads, tasks, *scheduler.split(refs))
 
-    own_stage = lambda count: _hopper.shared_tile((count, WARPGROUP_ROWS, width), k.dtype)
-    ring_stage = lambda: _hopper.shared_tile((blocks.stages, blocks.columns, width), q.dtype)
+    own_stage = lambda count: hopper.shared_tile((count, WARPGROUP_ROWS, width), k.dtype)
+    ring_stage = lambda: hopper.shared_tile((blocks.stages, blocks.columns, width), q.dtype)
     numbers = lambda: vector(blocks.stages, blocks.columns, jnp.float32)
-    sums = [_hopper.shared_tile((WARPGROUP_ROWS, width), jnp.float32), plgpu.Barrier(num_arrivals=NUM_CONSUMERS)]
-    dk, dv = _hopper.launch(
+    sums = [hopper.shared_tile((WARPGROUP_ROWS, width), jnp.float32), plgpu.Barrier(num_arrivals=NUM_CONSUMERS)]
+    dk, dv = hopper.launch(
         body, *scheduler.operands, q, k, v, do, lse, delta,
         num_blocks=scheduler.num_blocks,
         out_types=[out_like(k, k.shape, k.dtype), out_like(v, v.shape, v.dtype)],
@@ -97,7 +97,7 @@ def _tasks(width: int, num_tiles: int) -> tuple[_Task, _Task]:
     if width > 128:  # registers do not hold both gradients
         return _Task(of_keys=False), _Task(of_values=False)
     # The tile of a long segment may be more than a core's share of the work.
-    task = _Task(takes_turns=num_tiles < FEW_TILES * _hopper.NUM_CORES)
+    task = _Task(takes_turns=num_tiles < FEW_TILES * hopper.NUM_CORES)
     return task, task
 
 
@@ -194,7 +194,7 @@ def _step(
     slot = q_ring.wait(i)
     q_stage, lse_stage = q_ring.stages
     capped = scores.capped(product(k_stage, q_stage.at[slot]))
-    lse = _hopper.load(lse_stage, (slot,), column_layout())
+    lse = hopper.load(lse_stage, (slot,), column_layout())
     p = jnp.exp2(capped * scores.factor - over_columns(lse, capped.shape))
     if n is not None:
         p = mask.only(p, n, 0.0)
@@ -204,13 +204,13 @@ def _step(
     ds: Any = None
     if task.of_keys:
         dp = product(v_stage, do_stage.at[do_slot])
-        delta = _hopper.load(delta_stage, (do_slot,), column_layout())
+        delta = hopper.load(delta_stage, (do_slot,), column_layout())
         ds = (sloped * (dp - over_columns(delta, dp.shape))).astype(q_stage.dtype)
     if task.of_values:
-        dv = _hopper.add_product(dv, weights, do_stage, do_slot)
+        dv = hopper.add_product(dv, weights, do_stage, do_slot)
     do_ring.release(i, was_loaded=True)
     if task.of_keys:
-        dk = _hopper.add_product(dk, ds, q_stage, slot)
+        dk = hopper.add_product(dk, ds, q_stage, slot)
     q_ring.release(i, was_loaded=True)
     return dk, dv
 
@@ -228,7 +228,7 @@ def _sum_of_both(x: jax.Array, owner: int, stage, met) -> jax.Array:
 
     pl.when(jax.lax.axis_index("warpgroup") != owner)(hand_over)
     meet()
-    summed = x + _hopper.load(stage, (), tile_layout())
+    summed = x + hopper.load(stage, (), tile_layout())
     meet()
     return summed
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import column_layout, row_layout, tile_layout
-from liger_jax.pallas_kernels._tiles import cdiv, split
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels.attention.intervals import Bounds, Tile, table, whole_blocks
+from liger_jax.pallas_kernels.hopper import column_layout, row_layout, tile_layout
+from liger_jax.pallas_kernels.tiles import cdiv, split
 
 NUM_CONSUMERS = 2
 WARPGROUP_ROWS = 64
@@ -52,7 +52,7 @@ class TileScheduler:
     @property
     def num_blocks(self) -> int:
         """How many blocks are launched."""
-        most = min(_hopper.NUM_CORES, _hopper.cores_here())
+        most = min(hopper.NUM_CORES, hopper.cores_here())
         return self.num_tiles if self.one_each else min(self.num_tiles, most)
 
     @property
@@ -124,7 +124,7 @@ class Mask:
 
         def of_own_id(x):
             index = self.tile.batch, pl.ds(begin, self.columns)
-            ids = _hopper.load(self.column_ids_ref, index, column_layout(), optimized=False)
+            ids = hopper.load(self.column_ids_ref, index, column_layout(), optimized=False)
             return jnp.where(over_rows(self.ids, x.shape) == over_columns(ids, x.shape), x, unseen)
 
         return jax.lax.cond(self.tile.is_foreign == 1, of_own_id, lambda x: x, x)
@@ -167,7 +167,7 @@ class StageRing(NamedTuple):
 
     def release(self, i: Any, was_loaded: bool = False) -> None:
         """Frees the place of the i-th copy. If it `was_loaded` to registers, the next copy waits until that is done."""
-        if was_loaded or _hopper.is_interpreted():  # the interpreter loads operands of products, too
+        if was_loaded or hopper.is_interpreted():  # the interpreter loads operands of products, too
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.emptied.at[self.slot(i)])
 
@@ -206,7 +206,7 @@ def vector(count: int, length: int, dtype: Any) -> Any:
 
 def rows_of(ref: Any, *index: Any) -> jax.Array:
     """A vector over rows, from device memory."""
-    return _hopper.load(ref, index, row_layout(), optimized=False)
+    return hopper.load(ref, index, row_layout(), optimized=False)
 
 
 def copies_of_keys(

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import tile_layout
-from liger_jax.pallas_kernels._tiles import out_like
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.formulas import Scores
 from liger_jax.pallas_kernels.attention.intervals import Intervals, Tile
@@ -25,6 +23,8 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     product,
     rows_of,
 )
+from liger_jax.pallas_kernels.hopper import tile_layout
+from liger_jax.pallas_kernels.tiles import out_like
 
 
 def query_gradient(
@@ -47,9 +47,9 @@ def query_gradient(
     def body(*refs):
         _compute(scheduler, scores, query_heads // k.shape[2], *scheduler.split(refs))
 
-    own_stage = lambda: _hopper.shared_tile((NUM_CONSUMERS, WARPGROUP_ROWS, width), q.dtype)
-    ring_stage = lambda count: _hopper.shared_tile((count, blocks.columns, width), k.dtype)
-    (dq,) = _hopper.launch(
+    own_stage = lambda: hopper.shared_tile((NUM_CONSUMERS, WARPGROUP_ROWS, width), q.dtype)
+    ring_stage = lambda count: hopper.shared_tile((count, blocks.columns, width), k.dtype)
+    (dq,) = hopper.launch(
         body, *scheduler.operands, q, k, v, do, lse, delta,
         num_blocks=scheduler.num_blocks,
         out_types=[out_like(q, q.shape, q.dtype)],
@@ -90,7 +90,7 @@ def _compute(scheduler: TileScheduler, scores: Scores, group: int, scheduler_ref
             dp = product(do_stage, v_ring.stages[0].at[v_slot])
             v_ring.release(done + n)
             ds = sloped * (dp - over_rows(own_delta, dp.shape))
-            dq = _hopper.add_product(dq, ds.astype(q_stage.dtype), k_stage, slot)
+            dq = hopper.add_product(dq, ds.astype(q_stage.dtype), k_stage, slot)
             k_ring.release(done + n)
             return dq
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels import _splash_attention as splash
-from liger_jax.pallas_kernels._tiles import round_up
 from liger_jax.pallas_kernels.attention.config import Typed
 from liger_jax.pallas_kernels.attention.intervals import Segments, whole_blocks
+from liger_jax.pallas_kernels.tiles import round_up
 
 _BLOCKS = (512, 384, 256, 128)  # positions in a block of scores: 512 × 512 are 1 MiB of VMEM in float32
 _STEP = 180_000  # pairs of width 128: their product takes as long on a v5e as the rest of a step

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _triton as pltriton
-from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.config import TritonBlocks
 from liger_jax.pallas_kernels.attention.config import unsupported as unsupported
 from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores, product
 from liger_jax.pallas_kernels.attention.intervals import Bounds, Segments, Tile, intervals, table, whole_blocks
+from liger_jax.pallas_kernels.tiles import in_bounds, out_like, round_up, with_absent
 
 _ROWS = 128  # a multiple of every block size; log-sum-exps, bounds and ids are padded to a multiple of it
 

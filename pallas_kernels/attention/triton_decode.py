@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _triton as pltriton
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, next_power_of_2, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.attention.config import TRITON_DECODE, DecodeBlocks, Typed
 from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores, product
+from liger_jax.pallas_kernels.tiles import cdiv, in_bounds, next_power_of_2, out_like, round_up, with_absent
 
 _PROGRAMS = 512  # up to which slots are shared: 132 multiprocessors with about four programs each
 _FEWEST_BLOCKS = 2  # of slots for each of the programs that share them, if all slots are written

@@ -7,8 +7,8 @@ cache that is filled by half, half is read. Scores, softmax, sums and accumulato
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import cdiv, full_like
 from liger_jax.pallas_kernels.attention.formulas import NO_SCORE
+from liger_jax.pallas_kernels.tiles import cdiv, full_like
 
 _FEWEST_SLOTS = 128  # of a block
 _MOST_BLOCKS = 8  # an iteration takes some time, and reads up to a block too much

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params
 from liger_jax.pallas_kernels.cross_entropy import config, formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
+from liger_jax.pallas_kernels.tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params
 
 
 def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _triton as pltriton
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, round_up
 from liger_jax.pallas_kernels.cross_entropy import config, formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
+from liger_jax.pallas_kernels.tiles import cdiv, in_bounds, out_like, round_up
 
 
 def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from liger_jax.pallas_kernels._hopper import NUM_CORES
-from liger_jax.pallas_kernels._tiles import cdiv
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
+from liger_jax.pallas_kernels.hopper import NUM_CORES
+from liger_jax.pallas_kernels.tiles import cdiv
 
 LEAST_ENTRIES = 512  # in a slice, for an engine that asks for no more
 

@@ -6,10 +6,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._hopper import NUM_CORES
 from liger_jax.pallas_kernels._hopper_tiles import ROWS, Tiles
-from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.hopper import NUM_CORES
+from liger_jax.pallas_kernels.tiles import cdiv, next_power_of_2, round_up
 
 SHORT_DEPTH = 1536  # tiles in turn are faster for products less deep than this (benchmarks/results/tiles.md)
 _SHARED_TILES = Tiles(columns=256), Tiles(columns=192)

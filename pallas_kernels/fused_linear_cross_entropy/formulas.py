@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from liger_jax.pallas_kernels._tiles import cdiv, full_like, is_symbolic
 from liger_jax.pallas_kernels.cross_entropy.formulas import LEAST_MAXIMUM, NO_LABEL, Cotangents, is_live
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Gradients,
@@ -23,6 +22,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     LinearOptions,
     Needs,
 )
+from liger_jax.pallas_kernels.tiles import cdiv, full_like, is_symbolic
 
 _FIRST = np.int32(0)  # of a Python 0, jax_enable_x64 makes a loop's counter int64, which meets int32
 

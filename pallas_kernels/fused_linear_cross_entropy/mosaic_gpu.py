@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_tiles import ROWS
-from liger_jax.pallas_kernels._tiles import full_like, round_up
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_gradients as kernels
@@ -42,6 +41,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_statistics i
     partial_statistics,
     statistics,
 )
+from liger_jax.pallas_kernels.tiles import full_like, round_up
 
 __all__ = ["MEMORY", "gradients", "gradients_in_forward", "statistics", "unsupported"]
 
@@ -77,7 +77,7 @@ def gradients(
     lse = formulas.live_normalizer(lse, cotangents)  # nothing depends on the rows that were added, either
     # Otherwise each slice of the weight is copied, and padded if need be.
     reads_in_place = takes(v, options.mode, options.vocab_dim)
-    writes_in_place = reads_in_place and _hopper.can_write_in_place(inputs.hidden)
+    writes_in_place = reads_in_place and hopper.can_write_in_place(inputs.hidden)
     width = like.hidden.shape[1]
 
     def body(grads, first, size):
@@ -86,7 +86,7 @@ def gradients(
         if not reads_in_place:
             part, start = part_of(inputs, first, size, options).inputs, jnp.zeros_like(start)
         du = kernels.logit_gradients(part, lse, cotangents, start, size, options, v if reads_in_place else size)
-        if needs.hidden and _hopper.can_add_in_place(inputs.hidden):
+        if needs.hidden and hopper.can_add_in_place(inputs.hidden):
             dhidden = kernels.add_product(dhidden, du, part, start, options)
         elif needs.hidden:
             weight = formulas.take(part.weight, start[0], size, options.vocab_dim)
@@ -105,7 +105,7 @@ def gradients(
     shape = inputs.weight.shape if writes_in_place else like.weight.shape
     start_carry = Gradients(
         zeros_of(needs.hidden, inputs.hidden.shape, jnp.float32),
-        _hopper.empty_for_slices(inputs.hidden, shape, dtypes.weight) if needs.weight else None,
+        hopper.empty_for_slices(inputs.hidden, shape, dtypes.weight) if needs.weight else None,
         zeros_of(needs.bias, (v,), dtypes.bias),
     )
     # Slices begin at whole tiles.
@@ -240,14 +240,14 @@ class _WeightSum(NamedTuple):
     @classmethod
     def over_chunks(cls, hidden: jax.Array, one_chunk: bool, dtype: Any, options: LinearOptions) -> "_WeightSum":
         """The way to sum in one chunk, or in several."""
-        in_bytes = not one_chunk and dtype.itemsize == 2 and _hopper.can_write_in_place(hidden)
+        in_bytes = not one_chunk and dtype.itemsize == 2 and hopper.can_write_in_place(hidden)
         return cls(one_chunk, in_bytes, dtype, options)
 
     def start(self, inputs: Inputs) -> list[Any]:
         """What each part's sum is before the first chunk."""
         like, shapes = inputs.hidden, [part.inputs.weight.shape for part in parts_of(inputs, self.options)]
         if self.in_bytes:
-            return [(_hopper.empty(like, s, self.dtype), _hopper.empty(like, s, jnp.uint8)) for s in shapes]
+            return [(hopper.empty(like, s, self.dtype), hopper.empty(like, s, jnp.uint8)) for s in shapes]
         return [_zeros_if(like, not self.one_chunk, shape, jnp.float32) for shape in shapes]
 
     def added(self, total: Any, part: Part, du: jax.Array, which: jax.Array) -> Any:
@@ -260,7 +260,7 @@ class _WeightSum(NamedTuple):
             return kernels.weight_gradient(du, hidden, options, self.dtype)
         if self.one_chunk:
             return formulas.weight_gradient(du, hidden, options, self.dtype)
-        if _hopper.can_add_in_place(hidden):
+        if hopper.can_add_in_place(hidden):
             return kernels.put_product(total, du, hidden, jnp.zeros(1, jnp.int32), options, add=True)
         return total + formulas.weight_gradient(du, hidden, options)
 
@@ -270,7 +270,7 @@ class _WeightSum(NamedTuple):
         if len(pieces) == 1:
             return pieces[0]
         vocab_dim = self.options.vocab_dim
-        whole, width = _hopper.empty_for_slices(after, shape, self.dtype), shape[1 - vocab_dim]
+        whole, width = hopper.empty_for_slices(after, shape, self.dtype), shape[1 - vocab_dim]
         for piece, (start, size) in reversed(list(zip(pieces, spans(shape[vocab_dim], self.options), strict=True))):
             piece = piece[:size, :width] if vocab_dim == 0 else piece[:width, :size]
             whole = formulas.put(whole, piece, start, vocab_dim)

@@ -1,7 +1,6 @@
 """The memory of the fused linear loss's kernels for Hopper."""
 
 from liger_jax.pallas_kernels._hopper_tiles import ROWS
-from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
     LEAST_ENTRIES,
@@ -14,6 +13,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
     one_chunk_or_8192,
 )
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import copies_slices, takes
+from liger_jax.pallas_kernels.tiles import cdiv, round_up
 
 _CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace, for XLA's products
 

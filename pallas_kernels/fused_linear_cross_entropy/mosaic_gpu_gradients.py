@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_product import Factors, product
 from liger_jax.pallas_kernels._hopper_tiles import PIECE_COLUMNS, Epilogue, Tile, pieces, staging, store_tile
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents
@@ -20,6 +19,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import HeadProducts, Inputs, LinearOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_operands
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import Part, column_vectors, tile_logits
+from liger_jax.pallas_kernels.tiles import cdiv, out_like, round_up
 
 _LOG2_E = math.log2(math.e)
 FIRST_CHUNK, LAST_CHUNK = 1, 2  # of a sum over chunks
@@ -173,7 +173,7 @@ def add_to_sum(
     def fetch(tile: Tile, refs, scratch, i):
         arrived, slot = scratch[-1].at[tile.warpgroup * num_slots + i % num_slots], (tile.warpgroup, i % num_slots)
         for ref, stage in zip(refs, scratch, strict=False):
-            plgpu.copy_gmem_to_smem(_hopper.at(ref, tile.row, tile.column, todo[i]), stage.at[slot], arrived)
+            plgpu.copy_gmem_to_smem(hopper.at(ref, tile.row, tile.column, todo[i]), stage.at[slot], arrived)
 
     def prepare(tile: Tile, refs, scratch):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -190,8 +190,8 @@ def add_to_sum(
             slot = (tile.warpgroup, i % num_slots)
             barrier = arrived.at[tile.warpgroup * num_slots + i % num_slots]
             pl.when(~is_first)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
-            upper = _hopper.load(high_stage, slot, _hopper.tile_layout())
-            lowest = _hopper.load(low_stage, slot, _hopper.tile_layout())
+            upper = hopper.load(high_stage, slot, hopper.tile_layout())
+            lowest = hopper.load(low_stage, slot, hopper.tile_layout())
             old = _join(upper, lowest)
             zeros = jnp.zeros_like(old)
             total = tile.values[piece] + jax.lax.select(jax.lax.broadcast(is_first, zeros.shape), zeros, old)
@@ -200,16 +200,16 @@ def add_to_sum(
             high_stage[slot] = jax.lax.select(jax.lax.broadcast(is_last, zeros.shape), rounded, upper)
             low_stage[slot] = lowest
             plgpu.commit_smem()
-            low_there = _hopper.at(low_ref, tile.row, tile.column, piece)
+            low_there = hopper.at(low_ref, tile.row, tile.column, piece)
             store_low = functools.partial(plgpu.copy_smem_to_gmem, low_stage.at[slot], low_there, commit_group=False)
             pl.when(~is_last)(store_low)
-            plgpu.copy_smem_to_gmem(high_stage.at[slot], _hopper.at(high_ref, tile.row, tile.column, piece))
+            plgpu.copy_smem_to_gmem(high_stage.at[slot], hopper.at(high_ref, tile.row, tile.column, piece))
             if 0 < i <= len(todo) - num_slots:  # into the slot of the piece before, once that piece has left
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 pl.when(~is_first)(lambda i=i: fetch(tile, refs, scratch, i - 1 + num_slots))
 
     operands = weight_operands(du, hidden, options)
-    stages = [_hopper.shared_tile((2, num_slots, 64, PIECE_COLUMNS), dtype) for dtype in dtypes]
+    stages = [hopper.shared_tile((2, num_slots, 64, PIECE_COLUMNS), dtype) for dtype in dtypes]
     scratch = [*stages, plgpu.Barrier(num_arrivals=2, num_barriers=2 * num_slots)]
     high, low = product(
         Factors(*operands, (0, 0)),
@@ -234,10 +234,10 @@ def make_logit_gradients(
     row_vectors = [inputs.labels, lse, *[g for g in cotangents if g is not None]]
     column_vectors = [inputs.class_weights] if has_weights else []
     # Where E cannot be written to in place, du is a separate array.
-    in_place = _hopper.can_write_in_place(exponentials)
+    in_place = hopper.can_write_in_place(exponentials)
     source = () if in_place else (exponentials,)
     total = (n // 64) * num_tiles
-    num_blocks, num_slots = min(_hopper.NUM_CORES, _hopper.cores_here(), cdiv(total, 3)), 2
+    num_blocks, num_slots = min(hopper.NUM_CORES, hopper.cores_here(), cdiv(total, 3)), 2
 
     def body(*refs):
         vector_refs, vector_stages = refs[:num_vectors], refs[-num_vectors:]
@@ -269,10 +269,10 @@ def make_logit_gradients(
             pl.when(i + 1 < count)(lambda: fetch(i + 1))
             plgpu.barrier_wait(filled.at[own * num_slots + slot])
             plgpu.barrier_wait(vectors_filled.at[own])
-            e = _hopper.load(e_stage, (own, slot), _hopper.tile_layout()).astype(jnp.float32)
-            maximum = _hopper.load(maximum_stage, (own, slot), _hopper.row_layout())
-            layouts = [_hopper.row_layout()] * len(row_vectors) + [_hopper.column_layout()] * len(column_vectors)
-            vectors = [_hopper.load(s, (own,), layout) for s, layout in zip(vector_stages, layouts, strict=True)]
+            e = hopper.load(e_stage, (own, slot), hopper.tile_layout()).astype(jnp.float32)
+            maximum = hopper.load(maximum_stage, (own, slot), hopper.row_layout())
+            layouts = [hopper.row_layout()] * len(row_vectors) + [hopper.column_layout()] * len(column_vectors)
+            vectors = [hopper.load(s, (own,), layout) for s, layout in zip(vector_stages, layouts, strict=True)]
             labels, lse, *g = vectors[: len(row_vectors)]
             weights = vectors[-1] if has_weights else None
             g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
@@ -288,13 +288,13 @@ def make_logit_gradients(
         plgpu.wait_smem_to_gmem(0)
 
     num_vectors = len(row_vectors) + len(column_vectors)
-    (du,) = _hopper.launch(
+    (du,) = hopper.launch(
         body, *row_vectors, *column_vectors, maximum, *source,
         num_blocks=num_blocks,
         in_place=[exponentials] if in_place else (),
         out_types=() if in_place else [out_like(exponentials, exponentials.shape, exponentials.dtype)],
         scratch=[
-            _hopper.shared_tile((3, num_slots, 64, columns), exponentials.dtype),
+            hopper.shared_tile((3, num_slots, 64, columns), exponentials.dtype),
             plgpu.SMEM((3, num_slots, 64), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=3 * num_slots),
             plgpu.Barrier(num_arrivals=num_vectors, num_barriers=3),

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._hopper import tanh
 from liger_jax.pallas_kernels._hopper_tiles import ROWS, Tile
-from liger_jax.pallas_kernels._tiles import round_up
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions
+from liger_jax.pallas_kernels.hopper import tanh
+from liger_jax.pallas_kernels.tiles import round_up
 
 TILE_COLUMNS = 256  # of the widest tile
 _PIECE = 64  # what the copy engine moves at once of an inner axis

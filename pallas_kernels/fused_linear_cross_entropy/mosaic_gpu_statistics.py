@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._hopper_product import Factors, product
 from liger_jax.pallas_kernels._hopper_tiles import Epilogue, Tile, row_staging, staging, store_rows, store_tile
-from liger_jax.pallas_kernels._tiles import cdiv, out_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import OnlineState, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
@@ -20,6 +19,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands imp
     parts_of,
     tile_logits,
 )
+from liger_jax.pallas_kernels.tiles import cdiv, out_like
 
 _LOG2_E = math.log2(math.e)
 _NO_COLUMN = 2**30

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import (
@@ -32,6 +31,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy import (
 )
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_tpu_buffers import MEMORY as MEMORY
+from liger_jax.pallas_kernels.tiles import full_like
 
 _WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number, whose logarithm gives z back
 

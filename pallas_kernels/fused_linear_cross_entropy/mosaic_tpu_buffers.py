@@ -1,6 +1,5 @@
 """The memory of the fused linear loss's kernels for TPU."""
 
-from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
     Buffers,
     Memory,
@@ -12,6 +11,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
     row_number_bytes,
     summed_bytes,
 )
+from liger_jax.pallas_kernels.tiles import cdiv, round_up
 
 _LEAST_ENTRIES = 1024  # of a tile
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, vmem_bytes, with_absent
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_tpu_tiles as shared
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
+from liger_jax.pallas_kernels.tiles import cdiv, out_like, vmem_bytes, with_absent
 
 
 def _logit_gradients_kernel(_, hidden_ref, weight_ref, rows_ref, *refs, d, options, has, wanted):

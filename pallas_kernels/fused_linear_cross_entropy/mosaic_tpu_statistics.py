@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_tpu_tiles as shared
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
+from liger_jax.pallas_kernels.tiles import cdiv, out_like, round_up, with_absent
 
 
 def _statistics_kernel(hidden_ref, weight_ref, rows_ref, *refs, v, d, options, has, num_fields):

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
-from liger_jax.pallas_kernels._tiles import (
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, formulas
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
+from liger_jax.pallas_kernels.tiles import (
     next_power_of_2,
     out_like,
     tpu_interpreter,
@@ -21,9 +24,6 @@ from liger_jax.pallas_kernels._tiles import (
     vmem_bytes,
     vmem_limit,
 )
-from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, formulas
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 
 LANES = 128
 PART = 256  # columns of a tile that are multiplied, and then folded, at a time

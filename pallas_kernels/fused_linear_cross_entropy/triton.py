@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _triton as pltriton
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, formulas
@@ -29,6 +28,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Typed,
 )
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.triton_buffers import MEMORY as MEMORY
+from liger_jax.pallas_kernels.tiles import cdiv, in_bounds, out_like, round_up, with_absent
 
 
 def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import full_like, is_symbolic
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy import xla as cross_entropy
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
@@ -22,6 +21,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import product, put, take
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.xla_buffers import MEMORY as MEMORY
+from liger_jax.pallas_kernels.tiles import full_like, is_symbolic
 
 _ENTRIES_OF_SYMBOLIC = 2048  # in a slice of logits where the number of tokens is not known
 

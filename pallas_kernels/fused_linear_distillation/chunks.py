@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import (
     over_slices,
@@ -35,6 +34,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import (
 from liger_jax.pallas_kernels.fused_linear_distillation import formulas, topk_formulas
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
+from liger_jax.pallas_kernels.tiles import full_like
 
 TOKENS_OF_LOGITS = 1024  # at a time, where the gradient by all logits is held
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_product import Factors, product
 from liger_jax.pallas_kernels._hopper_tiles import ROWS, Epilogue, Tile, row_staging, staging, store_rows, store_tile
-from liger_jax.pallas_kernels._tiles import cdiv, full_like, out_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import transform
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Buffers
@@ -26,6 +25,7 @@ from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes, bu
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
+from liger_jax.pallas_kernels.tiles import cdiv, full_like, out_like
 
 _LOG2_E = math.log2(math.e)
 
@@ -66,7 +66,7 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
     def finish(tile: Tile, refs, scratch):
         u = tile.values if bias is None else tile.values + tile.over_columns(tile.column_vectors[0])
         u = u.astype(x.dtype).astype(jnp.float32)
-        z = transform(u, head.logit, _hopper.tanh)
+        z = transform(u, head.logit, hopper.tanh)
         if v % tiles.columns:
             z = jnp.where(tile.column_indices() < v - tile.column, z, -jnp.inf)
         maximum = jnp.max(z, axis=1)
@@ -91,8 +91,8 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
 
 def _start_of_sum(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """Three bytes for each entry of a weight of 16 bits, which the first chunk fills; otherwise zeros in float32."""
-    if dtype.itemsize == 2 and _hopper.can_write_in_place(like):
-        return _hopper.empty(like, shape, dtype), _hopper.empty(like, shape, jnp.uint8)
+    if dtype.itemsize == 2 and hopper.can_write_in_place(like):
+        return hopper.empty(like, shape, dtype), hopper.empty(like, shape, jnp.uint8)
     return full_like(like, shape, 0, jnp.float32)
 
 
@@ -102,7 +102,7 @@ def _add_to_sum(total: Any, du: jax.Array, x: jax.Array, head: HeadOptions, is_f
         which = jnp.where(is_first, FIRST_CHUNK, jnp.where(is_last, LAST_CHUNK, 0)).astype(jnp.int32)
         high, low = total
         return add_to_sum(high, low, du, x, which[None], head)
-    if not _hopper.can_add_in_place(x):
+    if not hopper.can_add_in_place(x):
         return total + weight_gradient(du, x, head)
 
     def finish(tile: Tile, refs, scratch):
@@ -124,7 +124,7 @@ def _end_of_sum(total: Any, dtype: Any) -> jax.Array:
 
 _BACKEND = chunks.Backend(
     logits=_logits,
-    empty=_hopper.empty_for_slices,
+    empty=hopper.empty_for_slices,
     start_of_sum=_start_of_sum,
     add_to_sum=_add_to_sum,
     end_of_sum=_end_of_sum,

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Buffers
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient
@@ -17,6 +16,7 @@ from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes, bu
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
+from liger_jax.pallas_kernels.tiles import full_like
 
 
 def buffers(sizes: Sizes, mode: str, tokens: int) -> Buffers:

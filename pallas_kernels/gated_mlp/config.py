@@ -1,7 +1,7 @@
 """Tile sizes of the gated feed-forward's products, and the sizes at which Hopper's kernels are faster than XLA."""
 
 from liger_jax.pallas_kernels._hopper_tiles import ROWS, Tiles
-from liger_jax.pallas_kernels._tiles import cdiv
+from liger_jax.pallas_kernels.tiles import cdiv
 
 # On an H200 below its power limit, at (N, D, F) = (16384, 2048, 8192): the product that makes up took 754 µs,
 # XLA's and its pass 843; the one that makes the gradients 869 and 1030. With 4 stages and as many slots 803 and 932,

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_product import Factors, product
 from liger_jax.pallas_kernels._hopper_tiles import PIECE_COLUMNS, Epilogue, Tile, pieces
-from liger_jax.pallas_kernels._tiles import out_like
 from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES
 from liger_jax.pallas_kernels.glu import formulas as glu
+from liger_jax.pallas_kernels.tiles import out_like
 
 
 def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:
@@ -58,7 +58,7 @@ def _product_with(
     def fetch(tile: Tile, refs, scratch, i):
         arrived = scratch[-1].at[tile.warpgroup * NUM_SLOTS + i % NUM_SLOTS]
         for ref, stage in zip(refs[:num_matrices], scratch, strict=False):
-            source = _hopper.at(ref, tile.row, tile.column, todo[i])
+            source = hopper.at(ref, tile.row, tile.column, todo[i])
             plgpu.copy_gmem_to_smem(source, stage.at[tile.warpgroup, i % NUM_SLOTS], arrived)
 
     def prepare(tile: Tile, refs, scratch):
@@ -71,12 +71,12 @@ def _product_with(
         for i, piece in enumerate(todo):
             slots = [(tile.warpgroup, i % NUM_SLOTS)] * num_matrices + [(tile.warpgroup, i % NUM_NEW_SLOTS)]
             plgpu.barrier_wait(arrived.at[tile.warpgroup * NUM_SLOTS + i % NUM_SLOTS])
-            values = [_hopper.load(stage, slots[0], _hopper.tile_layout()) for stage in stages[:num_matrices]]
+            values = [hopper.load(stage, slots[0], hopper.tile_layout()) for stage in stages[:num_matrices]]
             for stage, slot, y in zip(stages, slots, formula(tile.values[piece], *values), strict=True):
                 stage[slot] = y.astype(stage.dtype)
             plgpu.commit_smem()
             for k, (stage, slot, ref) in enumerate(zip(stages, slots, refs[written:], strict=True)):
-                there = _hopper.at(ref, tile.row, tile.column, piece)
+                there = hopper.at(ref, tile.row, tile.column, piece)
                 plgpu.copy_smem_to_gmem(stage.at[slot], there, commit_group=k == num_matrices)
             if i > 0:  # into the slots of the piece before, once that piece has left
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -85,10 +85,10 @@ def _product_with(
 
     slots = [NUM_SLOTS] * num_matrices + [NUM_NEW_SLOTS]
     if in_place:
-        arrays: dict[str, Any] = dict(in_place=[*matrices, _hopper.empty(like, like.shape, like.dtype)])
+        arrays: dict[str, Any] = dict(in_place=[*matrices, hopper.empty(like, like.shape, like.dtype)])
     else:
         arrays = dict(matrices=matrices, out_types=[out_like(like, like.shape, like.dtype)] * len(slots))
-    stages = [_hopper.shared_tile((2, count, 64, PIECE_COLUMNS), like.dtype) for count in slots]
+    stages = [hopper.shared_tile((2, count, 64, PIECE_COLUMNS), like.dtype) for count in slots]
     scratch = [*stages, plgpu.Barrier(num_arrivals=num_matrices, num_barriers=2 * NUM_SLOTS)]
     return product(factors, TILES, Epilogue(finish, prepare, scratch=scratch, **arrays), name=name)
 
@@ -132,6 +132,6 @@ def gradients_and_product(
         return glu.gradients_and_product(dh, gate, up, activation=activation)
 
     rows, *both = _as_rows(dy, gate, up)
-    in_place = in_place and _hopper.can_write_in_place(gate)
+    in_place = in_place and hopper.can_write_in_place(gate)
     results = _product_with(Factors(rows, down_kernel, (1, 1)), both, formula, "gated_mlp_gradients", in_place)
     return tuple(y.reshape(gate.shape) for y in results)

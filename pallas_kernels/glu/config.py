@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from liger_jax.pallas_kernels._tiles import next_power_of_2
+from liger_jax.pallas_kernels.tiles import next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)

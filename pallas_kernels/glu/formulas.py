@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import in_float32
+from liger_jax.pallas_kernels.tiles import in_float32
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _LINEAR, _CUBIC = 2 * _SQRT_2_OVER_PI, 2 * _SQRT_2_OVER_PI * 0.044715  # of 2·√(2/π)·(x + 0.044715·x³)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _triton as pltriton
-from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
 from liger_jax.pallas_kernels.glu import config, formulas
+from liger_jax.pallas_kernels.tiles import cdiv, mask_of_tile, out_like
 
 _WIDTH = 1024  # columns of the rows that gate and up are cut into
 

@@ -1,7 +1,7 @@
 """Tile sizes of the grouped product."""
 
 from liger_jax.pallas_kernels._hopper_tiles import Tiles
-from liger_jax.pallas_kernels._tiles import previous_power_of_2, round_up
+from liger_jax.pallas_kernels.tiles import previous_power_of_2, round_up
 
 _LEAST_ROWS, _MOST_ROWS = 8, 256
 _LANES = 128

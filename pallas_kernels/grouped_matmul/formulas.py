@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import cdiv
+from liger_jax.pallas_kernels.tiles import cdiv
 
 
 class Visits(NamedTuple):

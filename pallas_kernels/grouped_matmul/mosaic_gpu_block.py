@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import NUM_CORES, cores_here
 from liger_jax.pallas_kernels._hopper_product import Ring
 from liger_jax.pallas_kernels._hopper_tiles import NUM_CONSUMERS, Tiles
+from liger_jax.pallas_kernels.hopper import NUM_CORES, cores_here
 
 
 def num_blocks(num_items: int) -> int:

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_product import Factors, Ring
 from liger_jax.pallas_kernels._hopper_tiles import NUM_CONSUMERS, ROWS, Tile, staging, store_tile
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, split
 from liger_jax.pallas_kernels.grouped_matmul import config, formulas
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_block import Block, Item, num_blocks
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_product import whole_rows
+from liger_jax.pallas_kernels.tiles import cdiv, out_like, split
 
 _PIECE, _LONGEST = config.HOPPER_EDGES  # the first is what the copy engine moves at least
 _BLOCKS = ((0, 8), (8, 8), (16, 16), (32, 32))  # of a step that is not wholly the group's: first row and rows
@@ -155,7 +155,7 @@ def weight_gradient(
         work = _Work(block, items, sources, edge_refs, edge_filled, fill_ref, stage, out_ref)
         block.run(items.steps, work.copy, work.finish)
 
-    (gradient,) = _hopper.launch(
+    (gradient,) = hopper.launch(
         body, a, b, *edges, fill[None], groups, begins, ends, busy[None],
         num_blocks=blocks,
         out_types=[out_like(a, (num_groups, height, width), dtype)],

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_product import Factors, Ring
 from liger_jax.pallas_kernels._hopper_tiles import NUM_CONSUMERS, ROWS, Tile, staging, store_tile
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, split
 from liger_jax.pallas_kernels.grouped_matmul import config, formulas
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_block import Block, num_blocks
+from liger_jax.pallas_kernels.tiles import cdiv, out_like, split
 
 _HALF = ROWS // NUM_CONSUMERS
 
@@ -95,7 +95,7 @@ def product(
         block.run(lambda _: steps, copy, finish)
         _fill(listed.ends[num_groups - 1], fill_ref[0], m, column_tiles, tiles.columns, blocks, store)
 
-    (y,) = _hopper.launch(
+    (y,) = hopper.launch(
         body, x, w, fill[None], *row_tiles,
         num_blocks=blocks,
         out_types=[out_like(x, (x.shape[0], n), x.dtype)],
@@ -113,7 +113,7 @@ def _fill(behind: Any, value: Any, m: int, column_tiles: int, columns: int, bloc
     def _():
         aligned = jax.lax.div(behind, 8) * 8
         total = jax.lax.div(m - aligned + ROWS - 1, ROWS) * column_tiles
-        values = plgpu.layout_cast(jnp.full((_HALF, columns), value, jnp.float32), _hopper.tile_layout())
+        values = plgpu.layout_cast(jnp.full((_HALF, columns), value, jnp.float32), hopper.tile_layout())
 
         def fill_tile(i, _):
             item = jax.lax.axis_index("block") + i * blocks
@@ -150,7 +150,7 @@ def _store(
 
         def store_columns(start):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _hopper.store(rows_stage, (warpgroup,), values[:, start : start + width].astype(rows_stage.dtype))
+            hopper.store(rows_stage, (warpgroup,), values[:, start : start + width].astype(rows_stage.dtype))
             plgpu.commit_smem()
             _store_rows(rows_stage.at[warpgroup], out_ref, row, column + start, first, size)
 

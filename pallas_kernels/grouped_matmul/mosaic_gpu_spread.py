@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._tiles import cdiv, out_like
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_block import num_blocks
+from liger_jax.pallas_kernels.tiles import cdiv, out_like
 
 _PIECE = 64  # columns; the copy engine takes at most 256 pieces at once
 _WIDEST = 256 * _PIECE
@@ -52,7 +52,7 @@ def spread(x: jax.Array, token: jax.Array, row: jax.Array) -> jax.Array:
         jax.lax.fori_loop(0, own, one, None)
         plgpu.wait_smem_to_gmem(0)
 
-    (rows,) = _hopper.launch(
+    (rows,) = hopper.launch(
         body, x.reshape(n, *shape), row.reshape(-1),
         num_blocks=blocks,
         num_warpgroups=workers,

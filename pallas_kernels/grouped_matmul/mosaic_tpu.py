@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, tpu_interpreter, tpu_params, vmem_bytes, vmem_limit
 from liger_jax.pallas_kernels.grouped_matmul import config, formulas
+from liger_jax.pallas_kernels.tiles import cdiv, out_like, tpu_interpreter, tpu_params, vmem_bytes, vmem_limit
 
 
 def unsupported(x: Any, w: Any) -> str | None:

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import full_like, promoted
 from liger_jax.pallas_kernels.grouped_matmul import config, formulas
+from liger_jax.pallas_kernels.tiles import full_like, promoted
 
 
 def _tile(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:

@@ -16,10 +16,10 @@ Speed on an H200, in per cent of a copy's (benchmarks/results/row_tiles.md):
 
 import jax
 
-from liger_jax.pallas_kernels._tiles import in_float32
 from liger_jax.pallas_kernels.norms import rms_norm
 from liger_jax.pallas_kernels.norms.rms_norm import gradient_pass, rounded_xhat, scaled
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run
+from liger_jax.pallas_kernels.tiles import in_float32
 
 
 def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:

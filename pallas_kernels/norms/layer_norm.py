@@ -16,9 +16,9 @@ Speed on an H200, in per cent of a copy's (benchmarks/results/row_tiles.md):
 
 import jax
 
-from liger_jax.pallas_kernels._tiles import in_float32
 from liger_jax.pallas_kernels.norms.rms_norm import reciprocal_root, scaled, with_mean_square
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run
+from liger_jax.pallas_kernels.tiles import in_float32
 
 
 def _mean_terms(x: jax.Array, width: int) -> Arrays:

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import in_float32, promoted
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run, Stage
+from liger_jax.pallas_kernels.tiles import in_float32, promoted
 
 _LEAST_EPS = 2.0**-100  # beside it, squares that vanish in float32, below 2⁻¹²⁶, cannot be seen
 

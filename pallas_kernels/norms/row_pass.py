@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import split
+from liger_jax.pallas_kernels.tiles import split
 
 Arrays = tuple[jax.Array, ...]
 Stage = Callable[..., Arrays]  # stage(sums, *matrices, *vectors) → terms, float32 or wider

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import NUM_CORES, cores_here, launch, load, store
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, with_absent
+from liger_jax.pallas_kernels.hopper import NUM_CORES, cores_here, launch, load, store
 from liger_jax.pallas_kernels.norms import tiles_mosaic_gpu
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Signature, statistic_sums
 from liger_jax.pallas_kernels.norms.tiles_mosaic_gpu import MosaicGpuTiles
+from liger_jax.pallas_kernels.tiles import cdiv, out_like, with_absent
 
 _WARPS = 4  # of a warpgroup
 _MOST_SUMS = 8  # along a row

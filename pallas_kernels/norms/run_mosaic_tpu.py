@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params, with_absent
 from liger_jax.pallas_kernels.norms import tiles_mosaic_tpu
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Signature
 from liger_jax.pallas_kernels.norms.tiles_mosaic_tpu import CHUNK_SIZE
+from liger_jax.pallas_kernels.tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params, with_absent
 
 _SUBLANES = 8  # of a register of float32
 

@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels._contraction import contracted
-from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.norms import tiles_triton
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Signature, statistic_sums
 from liger_jax.pallas_kernels.norms.tiles_triton import TritonTiles
+from liger_jax.pallas_kernels.tiles import in_bounds, out_like, round_up, with_absent
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Tiles of a row pass on a TPU."""
 
-from liger_jax.pallas_kernels._tiles import next_power_of_2, previous_power_of_2, round_up
+from liger_jax.pallas_kernels.tiles import next_power_of_2, previous_power_of_2, round_up
 
 VMEM_BYTES = 12 * 2**20  # of the default 16 MiB scope
 CHUNK_SIZE = 512  # columns that are computed at a time

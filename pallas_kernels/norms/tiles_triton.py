@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, previous_power_of_2, round_up
 from liger_jax.pallas_kernels.devices import GPUS
+from liger_jax.pallas_kernels.tiles import cdiv, next_power_of_2, previous_power_of_2, round_up
 
 MAX_WIDTH = 65536  # one row in registers: 128 float32 a thread at 16 warps
 MULTIPROCESSORS = GPUS["h200"].cores

@@ -12,7 +12,7 @@ import pytest
 
 from liger_jax import _packages, ops
 from liger_jax.commands import _doctor, _machine, _ops_here, main
-from liger_jax.ops._kernels import Kernels
+from liger_jax.ops.kernels import Kernels
 
 WELL = _machine.Machine(
     versions={"jax": "0.10.2", "jaxlib": "0.10.2", "liger-jax": "0.1.0"},

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import losses, ops
-from liger_jax.ops.linear._quantized_head import quantized_log_probs
+from liger_jax.ops.linear.quantized_head import quantized_log_probs
 from tests.fuzz.case import Case, Draw, options_text
 from tests.fuzz.linear import (
     Head,

@@ -14,7 +14,7 @@ from jax import export
 from liger_jax import ops
 from liger_jax.losses import causal_lm_loss
 from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
-from liger_jax.pallas_kernels._tiles import least_size
+from liger_jax.pallas_kernels.tiles import least_size
 from liger_jax.training import make_step
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")  # which know no symbolic sizes

@@ -18,7 +18,7 @@ from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.lora import add_lora, merge_lora, trainable
 from liger_jax.models.quantized import QuantizedParam, dequantize, quantize
 from liger_jax.ops.block_quantized import KINDS, NF4, block_quantized
-from liger_jax.ops.linear import _quantized_head
+from liger_jax.ops.linear import quantized_head
 from liger_jax.planner import planning
 from tests.models._llama import CONFIG, make_model, random_tokens
 
@@ -88,7 +88,7 @@ def test_a_value_is_within_half_the_widest_gap_of_its_weight(kind, axis):
     ids=["scanned, four slices", "unrolled, one slice"],
 )
 def test_loss_and_gradients_are_those_of_the_dense_weights_that_the_codes_say(options, entries, rng, monkeypatch):
-    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", entries)
+    monkeypatch.setattr(quantized_head, "MOST_IN_A_SLICE", entries)
     tokens = random_tokens(rng)
     model = add_lora(quantize(make_model(WIDE, **options), "nf4", head=True), 3, alpha=6, rngs=nnx.Rngs(1))
 
@@ -109,12 +109,12 @@ def test_loss_and_gradients_are_those_of_the_dense_weights_that_the_codes_say(op
 
 
 def test_a_token_that_does_not_count_may_hold_nan_before_a_quantised_head(rng, monkeypatch):
-    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", 3)  # two slices
+    monkeypatch.setattr(quantized_head, "MOST_IN_A_SLICE", 3)  # two slices
     head = block_quantized(jnp.asarray(rng.standard_normal((5, 14)), jnp.float32), "int8", block_size=14, axis=-1)
     hidden = jnp.asarray(rng.standard_normal((2, 14)), jnp.float32).at[1].set(jnp.nan)
     options = dict(ignore_index=-100, logit_softcap=2.0, entropy=True)
     labels = jnp.array([1, -100])
-    total = lambda hidden: jnp.sum(_quantized_head.quantized_log_probs(hidden, head, labels, **options).log_probs)
+    total = lambda hidden: jnp.sum(quantized_head.quantized_log_probs(hidden, head, labels, **options).log_probs)
     gradient = jax.jit(jax.grad(total))(hidden)
     assert jnp.all(jnp.isfinite(gradient)) and jnp.any(gradient[0]) and not jnp.any(gradient[1])
 
@@ -211,14 +211,14 @@ def value_and_adapters_gradients(model, tokens):
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.full), AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     "kind, entries",
-    [("nf4", 20), pytest.param("int8", _quantized_head.MOST_IN_A_SLICE, marks=pytest.mark.full)],
+    [("nf4", 20), pytest.param("int8", quantized_head.MOST_IN_A_SLICE, marks=pytest.mark.full)],
     ids=["nf4, several slices", "int8, one slice"],
 )
 def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(
     kind, entries, axis_type, devices, rng, monkeypatch
 ):
     """Layers and head alike; each device holds its part of the codes, and whole blocks."""
-    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", entries)
+    monkeypatch.setattr(quantized_head, "MOST_IN_A_SLICE", entries)
     tokens = random_tokens(rng, batch=8)
     one = add_lora(quantize(make_model(SHARDED), kind, head=True), 3, alpha=6, rngs=nnx.Rngs(1))
     truth, expected = value_and_adapters_gradients(one, tokens)

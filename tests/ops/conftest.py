@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from liger_jax.ops._place import Place, described
+from liger_jax.ops.place import Place, described
 from tests.ops import _oracle
 
 

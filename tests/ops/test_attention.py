@@ -14,8 +14,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from liger_jax import Segments, ops
 from liger_jax.models.core.remat import POLICIES
 from liger_jax.ops import layout
-from liger_jax.ops._place import Place, described
-from liger_jax.pallas_kernels import _hopper
+from liger_jax.ops.place import Place, described
+from liger_jax.pallas_kernels import hopper as hopper_blocks
 from liger_jax.pallas_kernels.attention import (
     cudnn,
     intervals,
@@ -202,7 +202,7 @@ def test_hopper_gives_the_same_however_blocks_share_the_work(kv_heads, hopper, r
     attend = functools.partial(causal_attention, segment_ids=random_ids(rng, "packed", 1, 264), implementation=hopper)
     cotangents = random_cotangents(attend, (q, k, v), rng)
     expected = value_and_gradients(attend, (q, k, v), cotangents)
-    monkeypatch.setattr(_hopper, "NUM_CORES", 2)
+    monkeypatch.setattr(hopper_blocks, "NUM_CORES", 2)
     monkeypatch.setattr(mosaic_gpu_key_gradients, "FEW_TILES", 0)
     jax.clear_caches()
     found = value_and_gradients(attend, (q, k, v), cotangents)
@@ -218,7 +218,7 @@ def run_kernels(name, q, k, v, do, segments, **options):
     is_interpreted, is_hopper_s, module = name.endswith(":interpret"), name.startswith("mosaic_gpu"), mosaic_gpu
     if not is_hopper_s:
         module, options = triton, options | dict(interpret=is_interpreted)
-    with _hopper.interpreter(is_interpreted and is_hopper_s):
+    with hopper_blocks.interpreter(is_interpreted and is_hopper_s):
         out, lse = module.forward(q, k, v, segments, **options)
         return (out, *module.backward(q, k, v, segments, out, lse, do, **options)), lse[..., : q.shape[1]]
 

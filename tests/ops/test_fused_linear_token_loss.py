@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs, fused_linear_token_loss, losses
-from liger_jax.ops._place import Place
 from liger_jax.ops.linear.fused_linear_token_loss import _TokenLoss
 from liger_jax.ops.linear.plan import choose_mode
 from liger_jax.ops.linear.problem import problem_of
+from liger_jax.ops.place import Place
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 from tests.ops._oracle import check_float32, check_half, largest_error

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from liger_jax import fused_linear_cross_entropy, geglu, layer_norm, rms_norm
-from liger_jax.ops import _mesh, _rows
-from liger_jax.ops._kernels import Kernels
-from liger_jax.ops._place import Place, device_of
+from liger_jax.ops import _rows, meshes
+from liger_jax.ops.kernels import Kernels
+from liger_jax.ops.place import Place, device_of
 from liger_jax.pallas_kernels.norms import run_mosaic_gpu, run_triton, run_xla
 from tests.ops import _oracle
 
@@ -412,7 +412,7 @@ def test_pallas_kernel_is_refused_outside_of_jit_on_a_sharded_array(name):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
-    guard = functools.partial(_mesh.opaque, op="op", second_derivatives="")
+    guard = functools.partial(meshes.opaque, op="op", second_derivatives="")
     for axis_type in (AxisType.Explicit, AxisType.Auto):
         mesh = mesh_of_all(axis_type)
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
@@ -428,13 +428,13 @@ def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
 def test_guard_raises_on_several_devices(axis_type, wrap):
     x = jax.device_put(X, NamedSharding(mesh_of_all(axis_type), PartitionSpec("data")))
     with pytest.raises(ValueError, match=r"^op would be partitioned over 4 devices by the compiler, which gathers its"):
-        wrap(functools.partial(_mesh.opaque, op="op", second_derivatives=""))(x)
+        wrap(functools.partial(meshes.opaque, op="op", second_derivatives=""))(x)
 
 
 def test_guard_raises_where_shard_map_leaves_an_axis_to_the_compiler():
     devices = jax.devices("cpu")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
-    guard = functools.partial(_mesh.opaque, op="op", second_derivatives="")
+    guard = functools.partial(meshes.opaque, op="op", second_derivatives="")
     partly = jax.shard_map(
         guard, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), axis_names={"data"}
     )
@@ -454,7 +454,7 @@ def test_replicated_arrays_meet_sharded_ones_and_their_gradients_are_summed():
     specs = (PartitionSpec("data"), PartitionSpec())
 
     def local(x, w):
-        aligned_x, aligned_w, absent = _mesh.align_varying(x, w, None)
+        aligned_x, aligned_w, absent = meshes.align_varying(x, w, None)
         assert absent is None
         varying = [jax.typeof(aligned).manual_axis_type.varying for aligned in (aligned_x, aligned_w)]
         assert varying == [{"data"}, {"data"}]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from liger_jax.ops import _place, rms_norm
-from liger_jax.ops._place import Place, place_of
+from liger_jax.ops import place as place_module
+from liger_jax.ops import rms_norm
+from liger_jax.ops.place import Place, place_of
 from liger_jax.pallas_kernels.devices import GPUS, capability_of, gpu_named
 
 # Names that a card's row was found by before there was one table.
@@ -93,9 +94,9 @@ def test_what_lies_beside_the_inputs_may_be_refused_but_tells_no_device():
 
 def test_memory_is_asked_for_only_where_it_is_needed(monkeypatch):
     x = jnp.ones(2)
-    monkeypatch.setattr(_place, "_memory_here", lambda kind: 2**30)
+    monkeypatch.setattr(place_module, "_memory_here", lambda kind: 2**30)
     assert place_of(x, memory_is_needed=True).memory_bytes == 2**30
-    monkeypatch.delattr(_place, "_memory_here")
+    monkeypatch.delattr(place_module, "_memory_here")
     assert place_of(x).memory_bytes is None
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax._src import distributed
 
 from liger_jax import fused_linear_cross_entropy
-from liger_jax.ops import _place
+from liger_jax.ops import place
 
 MIB = 2**20
 # The modes are "lean" and "fast".
@@ -19,11 +19,11 @@ LITTLE, MUCH = 40 * MIB, 8192 * MIB
 PROGRAM = """
 import sys
 import jax
-from liger_jax.ops import _place
+from liger_jax.ops import place
 from tests.ops import test_processes
 address, process, *memory = sys.argv[1:]
 jax.distributed.initialize(address, len(memory), int(process))
-_place._memory_here = lambda kind: int(memory[int(process)])
+place._memory_here = lambda kind: int(memory[int(process)])
 sys.stdout.write(test_processes.program())
 """
 
@@ -36,7 +36,7 @@ def program(**options):
 
 
 def alone(monkeypatch, memory, **options):
-    monkeypatch.setattr(_place, "_memory_here", lambda kind: memory)
+    monkeypatch.setattr(place, "_memory_here", lambda kind: memory)
     return program(**options)
 
 
@@ -56,9 +56,9 @@ def told(monkeypatch):
     )
     monkeypatch.setattr(distributed.global_state, "client", client)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    _place._least_memory.cache_clear()
+    place._least_memory.cache_clear()
     yield told
-    _place._least_memory.cache_clear()
+    place._least_memory.cache_clear()
 
 
 def test_a_loss_is_planned_by_the_least_memory_of_all_processes(monkeypatch, told):
@@ -70,7 +70,7 @@ def test_a_loss_is_planned_by_the_least_memory_of_all_processes(monkeypatch, tol
     assert little != much and not told
     told[other] = str(LITTLE)
     assert alone(monkeypatch, MUCH) == little
-    _place._least_memory.cache_clear()
+    place._least_memory.cache_clear()
     told[other] = str(MUCH)
     assert alone(monkeypatch, LITTLE) == little
     assert told[f"liger_jax/bytes_limit/{kind}/0"] == str(LITTLE)

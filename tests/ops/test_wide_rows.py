@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels import hopper as hopper_blocks
 from liger_jax.pallas_kernels.norms import layer_norm, rms_norm, run_mosaic_gpu, tiles_mosaic_gpu
 from liger_jax.pallas_kernels.norms.backends import backends
 from tests.ops import _oracle, test_layer_norm, test_rms_norm
@@ -163,7 +163,7 @@ def test_a_backward_makes_the_sums_that_it_is_not_given(hopper, norm, n, rng):
     more, options = ((scale,), {}) if norm is layer_norm else ((), {"offset": 0.0})
     casting_mode = {} if norm is layer_norm else {"casting_mode": "llama"}
     kernel = backends(norm, "mosaic_gpu")["mosaic_gpu"]
-    with _hopper.interpreter(hopper != "mosaic_gpu"):
+    with hopper_blocks.interpreter(hopper != "mosaic_gpu"):
         _, sums = kernel.forward(x, scale, *more, eps=1e-6, **options, **casting_mode)
         assert [s.shape for s in sums] == [(n, 1)] * (3 if norm is layer_norm else 2)
         known = kernel.backward(dy, x, scale, *more, sums, eps=1e-6, **options)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import optimizer_state
-from liger_jax.ops._place import Place
+from liger_jax.ops.place import Place
 from liger_jax.planner import compilers
 from liger_jax.training import adamw_8bit, dynamic_code, eight_bit, scale_by_adam_8bit, stochastic_rounding
 from tests.training import _bitsandbytes

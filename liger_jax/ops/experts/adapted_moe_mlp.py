@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.experts import expert_exchange
 from liger_jax.ops.experts.expert_order import Order, sorted_by_expert, summed
 from liger_jax.ops.experts.grouped_matmul import grouped_matmul
 from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
-from liger_jax.pallas_kernels._tiles import cdiv, promoted
+from liger_jax.ops.kernels import Implementation
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.grouped_matmul import formulas
+from liger_jax.pallas_kernels.tiles import cdiv, promoted
 
 DENSE_BYTES = 2**28  # the most that quantised experts take while they are dense, unless a single one takes more
 RANK_MULTIPLE = 64  # of the ranks that the grouped product's kernels take

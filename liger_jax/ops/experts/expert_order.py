@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import promoted
+from liger_jax.pallas_kernels.tiles import promoted
 
 
 class Order(NamedTuple):

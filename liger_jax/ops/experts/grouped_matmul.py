@@ -10,9 +10,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Integer
 
-from liger_jax.ops import _checks, _mesh, layout
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Choice, Implementation, Kernel, Kernels
+from liger_jax.ops import checks, layout, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Choice, Implementation, Kernel, Kernels
 from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, xla
 
 _OP = "grouped_matmul"
@@ -70,7 +70,7 @@ _grouped_matmul = jax.jit(_grouped_matmul_vjp, static_argnums=(4, 5), inline=Tru
 
 def guarded(op: str, *arrays: Any) -> tuple[Any, ...]:
     """The arrays, or None: it is an error to partition, or to differentiate, what an implementation makes of them."""
-    return _mesh.opaque(arrays, op, _SECOND_DERIVATIVES)
+    return meshes.opaque(arrays, op, _SECOND_DERIVATIVES)
 
 
 def grouped_matmul(
@@ -121,10 +121,10 @@ def grouped_matmul(
         return jnp.zeros((m, n), x.dtype)
     choice = KERNELS.choose(implementation, x, w)
     products = Products.of(
-        choice, transpose_w=transpose_w, weight_dtype=w.dtype, precision=_checks.current_precision(None)
+        choice, transpose_w=transpose_w, weight_dtype=w.dtype, precision=checks.current_precision(None)
     )
     sizes, fill = usable_sizes(group_sizes, m)
-    return _grouped_matmul(*_mesh.align_varying(x, w, sizes, fill), transpose_w, products)
+    return _grouped_matmul(*meshes.align_varying(x, w, sizes, fill), transpose_w, products)
 
 
 def usable_sizes(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
@@ -144,21 +144,21 @@ def usable_sizes(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 
 def _checked(x: Any, w: Any, group_sizes: Any, transpose_w: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The arguments as JAX's arrays, checked."""
-    x, w = _checks.floating(_OP, x=x, w=w)
+    x, w = checks.floating(_OP, x=x, w=w)
     group_sizes = jnp.asarray(group_sizes)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(
             f"{_OP}: group_sizes has dtype {group_sizes.dtype}, but must be of integers, numbers of rows; cast it, for "
             "example group_sizes.astype(jnp.int32)."
         )
-    _checks.check_choice(_OP, "transpose_w", transpose_w, (False, True))
+    checks.check_choice(_OP, "transpose_w", transpose_w, (False, True))
     expected = "(E, N, K)" if transpose_w else "(E, K, N)"
     if x.ndim != 2 or w.ndim != 3 or w.shape[2 if transpose_w else 1] != x.shape[1]:
         raise ValueError(
             f"{_OP}: x has shape {x.shape} and w {w.shape}, but they must be (M, K) and {expected}; pass "
             f"transpose_w={not transpose_w} if the weights are the other way round."
         )
-    _checks.check_shape(_OP, "group_sizes", group_sizes, w.shape[:1], "it has the number of rows of each of w's groups")
+    checks.check_shape(_OP, "group_sizes", group_sizes, w.shape[:1], "it has the number of rows of each of w's groups")
     if w.dtype != x.dtype:
         raise ValueError(
             f"{_OP}: w has dtype {w.dtype} and x {x.dtype}, but both must have one, in which the product is; cast one, "

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from liger_jax.ops import _checks, _mesh
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation, Kernel
-from liger_jax.ops._place import place_of
+from liger_jax.ops import checks, meshes
+from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.experts.expert_order import sorted_by_expert, summed
 from liger_jax.ops.experts.grouped_matmul import KERNELS, Products, guarded, refuse_explicit
-from liger_jax.pallas_kernels._tiles import promoted
+from liger_jax.ops.kernels import Implementation, Kernel
+from liger_jax.ops.place import place_of
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.grouped_matmul import formulas
+from liger_jax.pallas_kernels.tiles import promoted
 
 _OP = "moe_mlp"
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
@@ -183,13 +183,13 @@ def moe_mlp(
     if any(array is not None and array.size == 0 for array in arrays):
         return jnp.zeros_like(arrays[0])
     options = _Options(*_choose(*arrays, implementation=implementation), activation)
-    return _moe_mlp(*_mesh.align_varying(*arrays), options)
+    return _moe_mlp(*meshes.align_varying(*arrays), options)
 
 
 def _choose(x, weights, gate_up, down, *_, implementation) -> tuple[Kernel, Products, Products]:
     """The copies of tokens, the products of `gate_up`, and those of `down`."""
     place = place_of(x, gate_up, down)
-    precision = _checks.current_precision(None)
+    precision = checks.current_precision(None)
 
     def choice(w):
         rows = jax.ShapeDtypeStruct((weights.size, w.shape[1]), x.dtype)
@@ -203,8 +203,8 @@ def _choose(x, weights, gate_up, down, *_, implementation) -> tuple[Kernel, Prod
 
 def _checked(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation) -> tuple[Any, ...]:
     """The arguments as JAX's arrays, checked, in the order of the op's rules."""
-    _checks.check_choice(_OP, "activation", activation, ACTIVATIONS)
-    x, weights, *kernels = _checks.floating(
+    checks.check_choice(_OP, "activation", activation, ACTIVATIONS)
+    x, weights, *kernels = checks.floating(
         _OP, x=x, weights=weights, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
     )
     gate_up, down, gate_up_bias, down_bias = kernels
@@ -220,12 +220,12 @@ def _checked(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activa
             "reshape x to rows of tokens, and transpose weights that are (E, 2F, D)."
         )
     num_experts, d, f = gate_up.shape[0], x.shape[1], gate_up.shape[2] // 2
-    _checks.check_shape(_OP, "down", down, (num_experts, f, d), "it is (E, F, D)")
-    _checks.check_shape(_OP, "gate_up_bias", gate_up_bias, (num_experts, 2 * f), "it is (E, 2F)")
-    _checks.check_shape(_OP, "down_bias", down_bias, (num_experts, d), "it is (E, D)")
+    checks.check_shape(_OP, "down", down, (num_experts, f, d), "it is (E, F, D)")
+    checks.check_shape(_OP, "gate_up_bias", gate_up_bias, (num_experts, 2 * f), "it is (E, 2F)")
+    checks.check_shape(_OP, "down_bias", down_bias, (num_experts, d), "it is (E, D)")
     if experts.ndim != 2 or experts.shape[0] != x.shape[0]:
         raise ValueError(f"{_OP}: experts has shape {experts.shape}, but must be (N, k) with N = {x.shape[0]} tokens.")
-    _checks.check_shape(_OP, "weights", weights, experts.shape, "one for each of a token's experts")
+    checks.check_shape(_OP, "weights", weights, experts.shape, "one for each of a token's experts")
     if experts.shape[1] > num_experts:
         raise ValueError(
             f"{_OP}: experts has k = {experts.shape[1]} for each token, but there are only E = {num_experts} experts; "

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from liger_jax.ops import _checks
-from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops import checks
+from liger_jax.ops.checks import ArrayLike
 
 
 @jax.tree_util.register_dataclass
@@ -127,12 +127,12 @@ def router_sums(
         [2.0, 1.0]
     """
     op = "router_sums"
-    (logits,) = _checks.floating(op, logits=logits)
+    (logits,) = checks.floating(op, logits=logits)
     experts = jnp.asarray(experts)
     batch, num_experts = logits.shape[:-1], logits.shape[-1]
-    _checks.check_shape(op, "experts", experts, (*batch, *experts.shape[-1:]), "k experts for each row of logits")
+    checks.check_shape(op, "experts", experts, (*batch, *experts.shape[-1:]), "k experts for each row of logits")
     counts = jnp.ones(batch, jnp.float32) if where is None else jnp.asarray(where).astype(jnp.float32)
-    _checks.check_shape(op, "where", counts, batch, "one entry for each row of logits")
+    checks.check_shape(op, "where", counts, batch, "one entry for each row of logits")
     counts, logits = counts.reshape(-1), logits.astype(jnp.float32).reshape(-1, num_experts)
     does_count = counts[:, None] != 0
     logits = jnp.where(does_count, logits, 0.0)  # a token that does not count may hold anything
@@ -223,7 +223,7 @@ def _over_layers(sums: RouterSums) -> RouterSums:
 
 
 def _checked(op: str, logits: ArrayLike, k: int) -> jax.Array:
-    (logits,) = _checks.floating(op, logits=logits)
+    (logits,) = checks.floating(op, logits=logits)
     if logits.ndim == 0 or not 1 <= k <= logits.shape[-1]:
         raise ValueError(
             f"{op}: k={k} and logits have shape {logits.shape}, but a token goes to between 1 and E experts, the last "

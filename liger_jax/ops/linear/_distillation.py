@@ -8,22 +8,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _explicit, _vocab_shards, checks, loss_terms, meshes
 from liger_jax.ops._forward_mode import reverse_only
-from liger_jax.ops._place import Place, place_of
 from liger_jax.ops.layout import are_seen, gathered
 from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
 from liger_jax.ops.linear.distillation_plan import KERNELS, DistillationProblem, plan_distillation
 from liger_jax.ops.linear.plan import Plan
 from liger_jax.ops.linear.problem import possible_mode, soft_budget_bytes, why_not_fast
-from liger_jax.pallas_kernels._tiles import is_symbolic
+from liger_jax.ops.place import Place, place_of
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
 from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
+from liger_jax.pallas_kernels.tiles import is_symbolic
 
 _NOTHING = Needs(False, False, False)
 _TWICE = "take the divergences of liger_jax.losses, on logits"
@@ -42,8 +42,8 @@ class Static:
     implementation: Any
 
     def __post_init__(self) -> None:
-        _checks.check_choice(self.op, "reduction", self.reduction, _loss.REDUCTIONS)
-        _checks.check_mode(self.op, self.mode, self.chunk_size)
+        checks.check_choice(self.op, "reduction", self.reduction, loss_terms.REDUCTIONS)
+        checks.check_mode(self.op, self.mode, self.chunk_size)
 
 
 # --- lean: each token's loss, whose dX is made in the forward, and dW in the backward ---------------------------------
@@ -122,8 +122,8 @@ _summed_loss = _reverse_only(_summed_loss_vjp)
 def _run(hidden, weight, bias, teacher, labels, scale, options, choice, needs):
     """(losses times scale (N,), statistics, gradients of their sum)."""
     # XLA's loss is guarded, too: its scan over chunks cannot be partitioned.
-    axes = _mesh.axes_of(hidden, weight)
-    student, teacher = _mesh.opaque((Head(hidden, weight, bias), teacher), choice.op, _TWICE, axes)
+    axes = meshes.axes_of(hidden, weight)
+    student, teacher = meshes.opaque((Head(hidden, weight, bias), teacher), choice.op, _TWICE, axes)
     kernel = choice.kernel("by_tokens", options=options, needs=needs)
     losses, statistics, grads = kernel.run(student, teacher, labels, scale)
     return jnp.where(scale == 0, 0.0, scale * losses), statistics, grads
@@ -136,8 +136,8 @@ def head_options(
     op: str, prefix: str, scale: float, softcap: float | None, layout: str, precision: Any, temperature: float = 1.0
 ) -> HeadOptions:
     """How one model's logits are made, checked; the messages' names begin with `prefix`."""
-    _loss.check_logit_options(op, scale, softcap, prefix)
-    _loss.check_temperature(op, temperature)
+    loss_terms.check_logit_options(op, scale, softcap, prefix)
+    loss_terms.check_temperature(op, temperature)
     softcap = None if softcap is None else float(softcap)
     return HeadOptions(LogitOptions(float(scale) / float(temperature), softcap), layout, precision)
 
@@ -146,13 +146,13 @@ def check_tokens(
     op: str, labels: Any, where: Any, hard_weight: float, shape: tuple[int, ...], vocab_size: int
 ) -> tuple[Any, Any]:
     """Labels and `where` as arrays of the tokens' shape, where they are given."""
-    _checks.check_number(op, hard_weight=hard_weight)
+    checks.check_number(op, hard_weight=hard_weight)
     if not 0.0 <= hard_weight <= 1.0:
         raise ValueError(f"{op}: hard_weight={hard_weight} must be in [0, 1]; 0.0 leaves the labels' loss out.")
     if hard_weight and labels is None:
         raise ValueError(f"{op}: hard_weight={hard_weight} weighs the cross-entropy of labels, and none are given.")
-    labels_or_zeros, where = _loss.as_arrays(jnp.zeros(shape, jnp.int32) if labels is None else labels, where)
-    _loss.check_tokens(op, labels_or_zeros, where, None, None, shape, vocab_size)
+    labels_or_zeros, where = loss_terms.as_arrays(jnp.zeros(shape, jnp.int32) if labels is None else labels, where)
+    loss_terms.check_tokens(op, labels_or_zeros, where, None, None, shape, vocab_size)
     return None if labels is None else labels_or_zeros, where
 
 
@@ -170,7 +170,7 @@ def check_vocabulary(
     if options.vocab_axis is not None:
         _vocab_shards.check_axis(op, options.vocab_axis, shards, same | dict(labels=labels, where=where))
     elif options.hard_weight:
-        _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
+        loss_terms.check_label_range(op, labels, where, ignore_index, vocab_size)
 
 
 def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | None:
@@ -285,7 +285,7 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         static.implementation, *student, *teacher, place=place, options=options
     )
     if place.mesh_refusal is not None:
-        call = _mesh.loss_call(op, _mesh.axes_of(student.hidden, student.weight))
+        call = meshes.loss_call(op, meshes.axes_of(student.hidden, student.weight))
         raise ValueError(f"{op}: {place.mesh_refusal} {call}")
     n, shard_size = student.hidden.shape[0], student.weight.shape[options.student.vocab_dim]
     planned = plan(student, teacher, options, static, choice.name, place)
@@ -314,11 +314,11 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         if denominator is None:
             denominator = jnp.maximum(total(counts.astype(jnp.float32)), 1.0)
         else:
-            denominator = _loss.denominator(denominator, jnp.any(counts))
+            denominator = loss_terms.denominator(denominator, jnp.any(counts))
         divided = lambda x: jnp.where(counts, x / denominator, 0.0)
     if planned.mode == "fast":
         scale = divided(scale)
-    hidden, weight, bias, labels, scale, *of_teacher = _mesh.align_varying(*student, own_labels, scale, *teacher)
+    hidden, weight, bias, labels, scale, *of_teacher = meshes.align_varying(*student, own_labels, scale, *teacher)
     arrays = hidden, weight, bias, type(teacher)(*of_teacher), labels, scale
     if planned.mode == "fast":
         value = _summed_loss(*arrays, options, choice)

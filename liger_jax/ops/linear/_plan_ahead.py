@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import _checks
-from liger_jax.ops._kernels import Implementation
-from liger_jax.ops._loss import check_logit_options
+from liger_jax.ops import checks
+from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.linear.plan import Plan, make_plan
 from liger_jax.ops.linear.problem import OP, problem_of_sizes
+from liger_jax.ops.loss_terms import check_logit_options
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 
 
@@ -79,9 +79,9 @@ def plan_fused_linear_cross_entropy(
         if size < 1:
             raise ValueError(f"plan_{OP}: {name}={size} must be at least 1.")
     for name in differentiated:
-        _checks.check_choice(f"plan_{OP}", "differentiated", name, ("hidden", "weight"))
-    _checks.check_layout(f"plan_{OP}", weight_layout)
-    _checks.check_mode(f"plan_{OP}", mode, chunk_size)
+        checks.check_choice(f"plan_{OP}", "differentiated", name, ("hidden", "weight"))
+    checks.check_layout(f"plan_{OP}", weight_layout)
+    checks.check_mode(f"plan_{OP}", mode, chunk_size)
     check_logit_options(f"plan_{OP}", logit_scale, logit_softcap)
     problem = problem_of_sizes(
         n,

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from liger_jax.ops.layout import gathered, scattered
 from liger_jax.ops.linear.split_head import HeadSplit
-from liger_jax.pallas_kernels._tiles import cdiv, full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import over_slices, put, take
+from liger_jax.pallas_kernels.tiles import cdiv, full_like
 
 
 def statistics(

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import _mesh
+from liger_jax.ops import meshes
 from liger_jax.ops._forward_mode import reverse_only
-from liger_jax.ops._kernels import Kernel
-from liger_jax.ops._place import place_of
+from liger_jax.ops.kernels import Kernel
 from liger_jax.ops.linear import _sliced_head
 from liger_jax.ops.linear.plan import choose_mode, kernel_options, make_plan
 from liger_jax.ops.linear.problem import KERNELS, Problem, problem_of, why_not_fast
-from liger_jax.pallas_kernels._tiles import is_symbolic
+from liger_jax.ops.place import place_of
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
+from liger_jax.pallas_kernels.tiles import is_symbolic
 
 _SECOND_DERIVATIVES = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
 FORWARD_MODE = (
@@ -55,7 +55,7 @@ def problem_on_device(
         **limits,
     )
     if place.mesh_refusal is not None:
-        call = _mesh.loss_call(op, _mesh.axes_of(hidden, weight))
+        call = meshes.loss_call(op, meshes.axes_of(hidden, weight))
         raise ValueError(f"{op}: {place.mesh_refusal} {call}".rstrip())
     if is_symbolic(hidden.shape[0]) and problem.hard_budget_bytes is not None and choose_mode(problem) == "lean":
         raise ValueError(
@@ -76,8 +76,8 @@ def kernel_of(
 
 def guarded_inputs(problem: Problem, hidden: Any, weight: Any, labels: Any, bias: Any, class_weights: Any) -> Inputs:
     """What every kernel reads, guarded. XLA's loss is guarded too, because its scan over chunks is not partitioned."""
-    axes = _mesh.axes_of(hidden, weight)
-    return _mesh.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES, axes)
+    axes = meshes.axes_of(hidden, weight)
+    return meshes.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES, axes)
 
 
 def needs_of(hidden: Any, weight: Any, bias: Any) -> Needs:

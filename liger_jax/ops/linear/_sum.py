@@ -25,10 +25,10 @@ from liger_jax.ops.linear._statistics import (
     values,
 )
 from liger_jax.ops.linear.problem import Problem
-from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions, Needs
+from liger_jax.pallas_kernels.tiles import full_like
 
 
 class RowLoss(NamedTuple):

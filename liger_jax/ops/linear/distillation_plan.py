@@ -5,7 +5,7 @@ It goes over chunks of tokens in both modes, "fast" and "lean" (pallas_kernels/f
 
 import dataclasses
 
-from liger_jax.ops._kernels import Kernels
+from liger_jax.ops.kernels import Kernels
 from liger_jax.ops.linear.plan import LEAST_TOKENS, Plan, too_small
 from liger_jax.ops.linear.problem import budget_that_counts
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Buffers

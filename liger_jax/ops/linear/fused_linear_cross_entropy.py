@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation
+from liger_jax.ops import _explicit, _vocab_shards, checks, loss_terms, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.layout import are_seen
 from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
@@ -150,11 +150,13 @@ def named_loss(
 ):  # fmt: skip
     """`fused_linear_cross_entropy` for a public function of another name, with which messages begin."""
     weight, split = taken_apart(weight)
-    hidden, weight, bias, vocab_size = _checks.linear_head(op, hidden, weight, bias, weight_layout, split=split)
-    _checks.check_mode(op, mode, chunk_size)
-    loss_options = _loss.LossOptions(op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
-    labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
-    _loss.check_tokens(op, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
+    hidden, weight, bias, vocab_size = checks.linear_head(op, hidden, weight, bias, weight_layout, split=split)
+    checks.check_mode(op, mode, chunk_size)
+    loss_options = loss_terms.LossOptions(
+        op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction
+    )
+    labels, where, token_weights, class_weights = loss_terms.as_arrays(labels, where, token_weights, class_weights)
+    loss_terms.check_tokens(op, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
 
     static = dict(
         return_metrics=return_metrics,
@@ -162,7 +164,7 @@ def named_loss(
         mode=mode,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
-        precision=_checks.current_precision(precision),
+        precision=checks.current_precision(precision),
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
@@ -172,7 +174,7 @@ def named_loss(
         _vocab_shards.check_axis(op, vocab_axis, shards, same)
     if vocab_axis is not None or split is not None:
         return _local(*arrays, options=loss_options, vocab_axis=vocab_axis, split=split, **static)
-    _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
+    loss_terms.check_label_range(op, labels, where, ignore_index, vocab_size)
     by_device = _on_shards if are_seen(hidden, weight) else _local
     return by_device(*arrays, options=loss_options, **static)
 
@@ -200,7 +202,7 @@ def _local(
     flat = lambda x: None if x is None else x.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, where, token_weights = labels.reshape(-1), flat(where), flat(token_weights)
-    class_weights = _loss.constant_class_weights(options.op, class_weights)
+    class_weights = loss_terms.constant_class_weights(options.op, class_weights)
     linear_options = LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0)
     problem = problem_on_device(
         options.op, hidden, weight, labels, bias, class_weights,
@@ -212,7 +214,7 @@ def _local(
     )
     if choose_mode(problem) == "fast":
         weight = whole_weight(weight, split, hidden)
-        h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
+        h, w, b, c, c_sum, y, *coefficients = meshes.align_varying(
             hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients
         )
         coefficients, row_loss = formulas.Coefficients(*coefficients), _CROSS_ENTROPY
@@ -226,10 +228,10 @@ def _local(
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
         loss = options.sum(loss)  # of other devices, too
     else:
-        h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
+        h, w, b, c, y = meshes.align_varying(hidden, weight, bias, class_weights, kernel_labels)
         statistics = formulas.where(terms.counts, linear_statistics(h, w, b, c, y, problem, linear_options))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
         losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
-        loss = _loss.reduced(losses, options, tokens_shape)
-    return (loss, _loss.metrics(statistics, terms, options, tokens_shape)) if return_metrics else loss
+        loss = loss_terms.reduced(losses, options, tokens_shape)
+    return (loss, loss_terms.metrics(statistics, terms, options, tokens_shape)) if return_metrics else loss

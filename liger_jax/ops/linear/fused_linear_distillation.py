@@ -3,9 +3,9 @@
 import jax
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import _checks
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation
+from liger_jax.ops import checks
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.linear._distillation import (
     Static,
     as_denominator,
@@ -126,15 +126,15 @@ def fused_linear_distillation(
         Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
         Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
     """
-    *student, vocab_size = _checks.linear_head(
+    *student, vocab_size = checks.linear_head(
         OP, student_hidden, student_weight, student_bias, student_weight_layout, "student_"
     )
-    *teacher, teacher_vocab_size = _checks.linear_head(
+    *teacher, teacher_vocab_size = checks.linear_head(
         OP, teacher_hidden, teacher_weight, teacher_bias, teacher_weight_layout, "teacher_"
     )
     student, teacher = Head(*student), Head(*teacher)
     _check_divergence(divergence, beta)
-    precision = _checks.current_precision(precision)
+    precision = checks.current_precision(precision)
     of_student = student_logit_scale, student_logit_softcap, student_weight_layout, precision
     of_teacher = teacher_logit_scale, teacher_logit_softcap, teacher_weight_layout, precision
     static = Static(OP, ignore_index, reduction, mode, chunk_size, memory_budget_bytes, implementation)
@@ -156,7 +156,7 @@ def fused_linear_distillation(
         )
     tokens = student.hidden.shape[:-1]
     wanted = (*tokens, *teacher.hidden.shape[-1:])
-    _checks.check_shape(OP, "teacher_hidden", teacher.hidden, wanted, "its tokens are those of student_hidden")
+    checks.check_shape(OP, "teacher_hidden", teacher.hidden, wanted, "its tokens are those of student_hidden")
     labels, where = check_tokens(OP, labels, where, hard_weight, tokens, vocab_size)
     shards = dict(student_weight=student.weight, student_bias=student.bias)
     shards |= dict(teacher_weight=teacher.weight, teacher_bias=teacher.bias)
@@ -167,8 +167,8 @@ def fused_linear_distillation(
 
 
 def _check_divergence(divergence: str, beta: float) -> None:
-    _checks.check_choice(OP, "divergence", divergence, DIVERGENCES)
-    _checks.check_number(OP, beta=beta)
+    checks.check_choice(OP, "divergence", divergence, DIVERGENCES)
+    checks.check_number(OP, beta=beta)
     if not 0.0 < beta < 1.0:
         raise ValueError(
             f"{OP}: beta={beta} must be in (0, 1); the limits 0 and 1 are divergence='forward_kl' and 'reverse_kl'."

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax._tree import tree_dataclass
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation
+from liger_jax.ops import _explicit, _vocab_shards, checks, loss_terms, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.layout import are_seen
 from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
@@ -120,19 +120,19 @@ def fused_linear_log_probs(
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009).
     """
     weight, split = taken_apart(weight)
-    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
-    _checks.check_mode(OP, "lean", chunk_size)
-    _loss.check_temperature(OP, temperature)
-    _loss.check_logit_options(OP, logit_scale, logit_softcap)
+    hidden, weight, bias, vocab_size = checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
+    checks.check_mode(OP, "lean", chunk_size)
+    loss_terms.check_temperature(OP, temperature)
+    loss_terms.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
-    loss_options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="none")
-    labels, where = _loss.as_arrays(labels, where)
-    _loss.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
+    loss_options = loss_terms.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="none")
+    labels, where = loss_terms.as_arrays(labels, where)
+    loss_terms.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
 
     logit_options = dataclasses.replace(loss_options.logit_options(metrics), entropy=entropy)
     static = dict(
         options=loss_options,
-        linear=LinearOptions(logit_options, weight_layout, _checks.current_precision(precision), "lean", 0),
+        linear=LinearOptions(logit_options, weight_layout, checks.current_precision(precision), "lean", 0),
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
         implementation=implementation,
@@ -143,7 +143,7 @@ def fused_linear_log_probs(
         _vocab_shards.check_axis(OP, vocab_axis, dict(weight=weight, bias=bias), same)
     if vocab_axis is not None or split is not None:
         return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
-    _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    loss_terms.check_label_range(OP, labels, where, ignore_index, vocab_size)
     return (_on_shards if are_seen(hidden, weight) else _local)(*arrays, **static)
 
 
@@ -166,7 +166,7 @@ def _local(
         options=linear, reduction=options.reduction, vocab_axis=vocab_axis, split=split, **limits,
     )  # fmt: skip
     terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, problem.v, vocab_axis)
-    h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
+    h, w, b, y = meshes.align_varying(hidden, weight, bias, kernel_labels)
     statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
     if vocab_axis is not None:
         statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
@@ -174,7 +174,9 @@ def _local(
     return token_log_probs(statistics, terms, shape)
 
 
-def token_log_probs(statistics: formulas.Statistics, terms: _loss.TokenTerms, shape: tuple[int, ...]) -> TokenLogProbs:
+def token_log_probs(
+    statistics: formulas.Statistics, terms: loss_terms.TokenTerms, shape: tuple[int, ...]
+) -> TokenLogProbs:
     """The log-probabilities of the labels' shape, from the statistics of the tokens that count and zeros elsewhere."""
     # A factor of 1, or NaN where a label is out of range.
     log_probs = terms.coefficients.target * (statistics.target_logit - statistics.log_normalizer)

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax._tree import tree_dataclass
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation
+from liger_jax.ops import _explicit, _vocab_shards, checks, loss_terms, meshes
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.layout import are_seen
 from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
@@ -133,21 +133,21 @@ def fused_linear_token_loss(
         Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the lean mode.
     """
     weight, split = taken_apart(weight)
-    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
-    _checks.check_mode(OP, mode, chunk_size)
-    _loss.check_temperature(OP, temperature)
-    _loss.check_logit_options(OP, logit_scale, logit_softcap)
+    hidden, weight, bias, vocab_size = checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
+    checks.check_mode(OP, mode, chunk_size)
+    loss_terms.check_temperature(OP, temperature)
+    loss_terms.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
-    loss_options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="sum")
-    labels, where = _loss.as_arrays(labels, where)
-    _loss.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
+    loss_options = loss_terms.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="sum")
+    labels, where = loss_terms.as_arrays(labels, where)
+    loss_terms.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
     per_token = tuple(broadcast_to_tokens(OP, as_tuple(OP, per_token), labels.shape))
     if vocab_axis is not None:
         same = dict(hidden=hidden, labels=labels, where=where)
         same |= {f"per_token[{i}]": x for i, x in enumerate(per_token)}
         _vocab_shards.check_axis(OP, vocab_axis, dict(weight=weight, bias=bias), same)
     # One device's results do not vary over the shards of the vocabulary.
-    varying = _mesh.varying_axes(hidden, weight, bias, labels, where, *per_token) - {vocab_axis}
+    varying = meshes.varying_axes(hidden, weight, bias, labels, where, *per_token) - {vocab_axis}
     function, closed_over = hoisted(OP, loss_fn, 1 + entropy, per_token, varying)
     constants = _as_denominator(denominator), *closed_over
     if vocab_axis is not None:
@@ -159,7 +159,7 @@ def fused_linear_token_loss(
     logit_options = dataclasses.replace(loss_options.logit_options(metrics=False), entropy=entropy)
     static = dict(
         options=loss_options,
-        linear=LinearOptions(logit_options, weight_layout, _checks.current_precision(precision), mode, 0),
+        linear=LinearOptions(logit_options, weight_layout, checks.current_precision(precision), mode, 0),
         token_loss=token_loss,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
@@ -168,7 +168,7 @@ def fused_linear_token_loss(
     arrays = hidden, weight, labels, bias, where, per_token, constants
     if vocab_axis is not None or split is not None:
         return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
-    _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    loss_terms.check_label_range(OP, labels, where, ignore_index, vocab_size)
     return (_on_shards if are_seen(hidden, weight) else _local)(*arrays, **static)
 
 
@@ -209,7 +209,7 @@ def hoisted(
     """
     dtypes = [jnp.float32] * num_found + [x.dtype for x in per_token]
     traced = _traced(loss_fn, dtypes, varying)
-    of_closed_over = _mesh.varying_axes(*traced.consts)
+    of_closed_over = meshes.varying_axes(*traced.consts)
     if not of_closed_over <= varying:  # then every token's numbers vary as these values do
         traced = _traced(loss_fn, dtypes, varying | of_closed_over)
     types = [(x.shape, str(x.dtype)) for x in traced.out_avals]
@@ -237,7 +237,7 @@ def _traced(loss_fn: Callable[..., Any], dtypes: list[Any], varying: frozenset[A
     with jax.sharding.use_abstract_mesh(here if is_part else jax.sharding.AbstractMesh((), ())):
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
         if varying:  # inside shard_map, where the types of scalars say so
-            scalars = [_mesh.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
+            scalars = [meshes.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
         return jax.make_jaxpr(loss_fn)(*scalars)
 
 
@@ -290,7 +290,7 @@ class _TokenLoss:
 
 def _as_denominator(denominator: Any) -> jax.Array:
     denominator = jnp.asarray(denominator)
-    _checks.check_shape(OP, "denominator", denominator, (), "one number for all tokens")
+    checks.check_shape(OP, "denominator", denominator, (), "one number for all tokens")
     return denominator.astype(jnp.float32)
 
 
@@ -328,23 +328,23 @@ def _local(
     )  # fmt: skip
     terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, problem.v, vocab_axis)
     factor, per_token = terms.coefficients.target, [x.reshape(-1) for x in per_token]
-    constants = _loss.denominator(constants[0], jnp.any(terms.counts)), *constants[1:]
+    constants = loss_terms.denominator(constants[0], jnp.any(terms.counts)), *constants[1:]
     if choose_mode(problem) == "fast":
         weight = whole_weight(weight, split, hidden)
         arrays = hidden, weight, bias, kernel_labels, factor, *per_token
-        h, w, b, y, factor, *per_token = _mesh.align_varying(*arrays, *constants)[: len(arrays)]
+        h, w, b, y, factor, *per_token = meshes.align_varying(*arrays, *constants)[: len(arrays)]
         of_rows = factor, tuple(per_token)
         loss, statistics = linear_sum(
             h, w, b, of_rows, None, constants, y, problem=problem, options=linear, row_loss=token_loss.row_loss
         )
     else:
-        h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
+        h, w, b, y = meshes.align_varying(hidden, weight, bias, kernel_labels)
         statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
             statistics = formulas.where(terms.counts, statistics)
         fields = [*statistics, factor, *per_token]
-        fields = _mesh.align_varying(*fields, *constants)[: len(fields)]
+        fields = meshes.align_varying(*fields, *constants)[: len(fields)]
         statistics, (factor, *per_token) = Statistics(*fields[: len(statistics)]), fields[len(statistics) :]
         of_rows = factor, tuple(per_token)
         loss = jnp.sum(token_loss.row_loss.losses(statistics, of_rows, constants))

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import _checks, _loss
-from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation
+from liger_jax.ops import checks, loss_terms
+from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.linear._distillation import (
     Static,
     as_denominator,
@@ -106,15 +106,15 @@ def fused_linear_topk_distillation(
     References:
         Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
-    *student, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout)
+    *student, vocab_size = checks.linear_head(OP, hidden, weight, bias, weight_layout)
     student = Head(*student)
-    (log_probs,) = _checks.floating(OP, log_probs=log_probs)
-    token_ids = _loss.as_labels(token_ids)
+    (log_probs,) = checks.floating(OP, log_probs=log_probs)
+    token_ids = loss_terms.as_labels(token_ids)
     if not jnp.issubdtype(token_ids.dtype, jnp.integer):
         raise TypeError(f"{OP}: token_ids have dtype {token_ids.dtype}, but must be integers.")
-    _checks.check_choice(OP, "tail", tail, TAILS)
+    checks.check_choice(OP, "tail", tail, TAILS)
     static = Static(OP, ignore_index, reduction, mode, chunk_size, memory_budget_bytes, implementation)
-    of_student = logit_scale, logit_softcap, weight_layout, _checks.current_precision(precision)
+    of_student = logit_scale, logit_softcap, weight_layout, checks.current_precision(precision)
     options = TopKOptions(
         student=head_options(OP, "", *of_student, temperature),
         hard=head_options(OP, "", *of_student).logit,
@@ -127,7 +127,7 @@ def fused_linear_topk_distillation(
     tokens = student.hidden.shape[:-1]
     wanted = (*tokens, *token_ids.shape[-1:])
     for name, x in dict(token_ids=token_ids, log_probs=log_probs).items():
-        _checks.check_shape(OP, name, x, wanted, "K entries for each token of hidden")
+        checks.check_shape(OP, name, x, wanted, "K entries for each token of hidden")
     labels, where = check_tokens(OP, labels, where, hard_weight, tokens, vocab_size)
     shards = dict(weight=student.weight, bias=student.bias)
     same = dict(hidden=student.hidden, token_ids=token_ids, log_probs=log_probs)

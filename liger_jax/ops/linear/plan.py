@@ -34,8 +34,8 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops.linear.problem import Problem, problem_of_sizes
-from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
+from liger_jax.pallas_kernels.tiles import cdiv, round_up
 
 LEAST_TOKENS = 128  # in a chunk of the fast mode
 LEAST_TOKENS_OF_AUTO = 1024  # with shorter chunks the fast mode is no faster than the lean one

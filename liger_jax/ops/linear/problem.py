@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
-from liger_jax.ops._checks import current_precision
-from liger_jax.ops._kernels import Implementation, Kernels
-from liger_jax.ops._place import Place, described, device_of
+from liger_jax.ops.checks import current_precision
+from liger_jax.ops.kernels import Implementation, Kernels
 from liger_jax.ops.linear.split_head import HeadSplit
-from liger_jax.pallas_kernels._tiles import least_size
+from liger_jax.ops.place import Place, described, device_of
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Memory, Sizes
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
+from liger_jax.pallas_kernels.tiles import least_size
 
 OP = "fused_linear_cross_entropy"
 # On an H200 mosaic_gpu wins at every shape that it takes (benchmarks/results/fused_linear_cross_entropy.md), and

@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parallel.layout import Layout
-from liger_jax.ops._mesh import aligned_over_one_device
 from liger_jax.ops.layout import along, full_spec, names
+from liger_jax.ops.meshes import aligned_over_one_device
 
 
 def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops._mesh import on_devices
 from liger_jax.ops.layout import gathered
 from liger_jax.ops.linear.split_head import HeadSplit, SplitHead, head_split
+from liger_jax.ops.meshes import on_devices
 
 
 def on_shards(

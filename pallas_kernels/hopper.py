@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._tiles import out_like
 from liger_jax.pallas_kernels.devices import GPUS, gpu_named
+from liger_jax.pallas_kernels.tiles import out_like
 
 NUM_CORES = GPUS["h200"].cores
 _SWIZZLE_BYTES = 128

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from liger_jax._tree import tree_dataclass
-from liger_jax.ops import _checks
+from liger_jax.ops import checks
 from liger_jax.ops.labels import as_labels
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
@@ -48,18 +48,18 @@ class LossMetrics:
 def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None, prefix: str = "") -> None:
     """Raises a TypeError or ValueError unless logits can be scaled and capped by these; names begin with `prefix`."""
     scale, softcap = f"{prefix}logit_scale", f"{prefix}logit_softcap"
-    _checks.check_number(op, **{scale: logit_scale})
+    checks.check_number(op, **{scale: logit_scale})
     if not math.isfinite(logit_scale):
         raise ValueError(f"{op}: {scale}={logit_scale} must be finite; 1.0 leaves the logits as they are.")
     if logit_softcap is not None:
-        _checks.check_number(op, **{softcap: logit_softcap})
+        checks.check_number(op, **{softcap: logit_softcap})
         if not 0.0 < logit_softcap < math.inf:
             raise ValueError(f"{op}: {softcap}={logit_softcap} must be finite and > 0; pass None to cap nothing.")
 
 
 def check_temperature(op: str, temperature: float) -> None:
     """Raises a TypeError or ValueError unless logits can be divided by it."""
-    _checks.check_number(op, temperature=temperature)
+    checks.check_number(op, temperature=temperature)
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"{op}: temperature={temperature} must be finite and > 0; 1.0 leaves the logits as they are.")
 
@@ -79,10 +79,10 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         op = self.op
-        _checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         if self.ignore_index is not None and not isinstance(self.ignore_index, int):
             raise TypeError(f"{op}: ignore_index={self.ignore_index!r} must be a Python int; None ignores no label.")
-        _checks.check_choice(op, "reduction", self.reduction, REDUCTIONS)
+        checks.check_choice(op, "reduction", self.reduction, REDUCTIONS)
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"{op}: label_smoothing={self.label_smoothing} must be in [0, 1]; 0.0 switches it off.")
         if not 0.0 <= self.z_loss < math.inf:
@@ -112,7 +112,7 @@ class TokenTerms(NamedTuple):
 
 def as_arrays(labels: Any, *others: Any) -> Iterator[jax.Array]:
     """The labels and the other arguments as JAX's arrays; None stays None."""
-    return iter([as_labels(labels), *map(_checks.as_array, others)])
+    return iter([as_labels(labels), *map(checks.as_array, others)])
 
 
 def check_tokens(
@@ -134,19 +134,19 @@ def check_tokens(
         raise TypeError(f"{op}: labels have dtype {labels.dtype}, but must be integers; labels.astype(jnp.int32).")
     if where is not None and where.dtype != jnp.bool_:
         raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
-    _checks.floating(op, token_weights=token_weights, class_weights=class_weights)
+    checks.floating(op, token_weights=token_weights, class_weights=class_weights)
     rule = "one entry for each token"
-    _checks.check_shape(op, "labels", labels, tokens_shape, rule)
-    _checks.check_shape(op, "where", where, tokens_shape, rule)
-    _checks.check_shape(op, "token_weights", token_weights, tokens_shape, rule)
-    _checks.check_shape(op, "class_weights", class_weights, (class_weights_size,), "one entry for each class")
+    checks.check_shape(op, "labels", labels, tokens_shape, rule)
+    checks.check_shape(op, "where", where, tokens_shape, rule)
+    checks.check_shape(op, "token_weights", token_weights, tokens_shape, rule)
+    checks.check_shape(op, "class_weights", class_weights, (class_weights_size,), "one entry for each class")
 
 
 def constant_class_weights(op: str, class_weights: jax.Array | None) -> jax.Array | None:
     """Class weights in float32; differentiating them is a TypeError."""
     if class_weights is None:
         return None
-    return _checks.constant(class_weights.astype(jnp.float32), op, "class_weights")
+    return checks.constant(class_weights.astype(jnp.float32), op, "class_weights")
 
 
 def check_label_range(

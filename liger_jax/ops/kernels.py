@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 
-from liger_jax.ops._mesh import opaque
-from liger_jax.ops._place import Place, place_of
-from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._tiles import is_symbolic
+from liger_jax.ops.meshes import opaque
+from liger_jax.ops.place import Place, place_of
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels.devices import AMPERE
+from liger_jax.pallas_kernels.tiles import is_symbolic
 
 Implementation = str | tuple[str, ...] | None
 
@@ -212,7 +212,7 @@ def _without_x64(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def _interpreted(function: Callable[..., Any], *arrays: Any) -> Any:
-    with _hopper.interpreter(True):
+    with hopper.interpreter(True):
         return function(*arrays)
 
 

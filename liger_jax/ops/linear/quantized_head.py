@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from liger_jax.ops import _checks, _loss, _vocab_shards
+from liger_jax.ops import _vocab_shards, checks, loss_terms
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear.fused_linear_log_probs import TokenLogProbs, token_log_probs
@@ -46,9 +46,9 @@ def quantized_log_probs(
     `jax.shard_map`, `vocab_axis` is the mesh axis that splits the head's vocabulary. `limits` are the
     `memory_budget_bytes` and the `implementation` of a slice's products; all else is as in `fused_linear_log_probs`.
     """
-    options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, logit_scale / temperature, logit_softcap, "none")
+    options = loss_terms.LossOptions(OP, ignore_index, 0.0, 0.0, logit_scale / temperature, logit_softcap, "none")
     logit_options = dataclasses.replace(options.logit_options(metrics), entropy=entropy)
-    linear = LinearOptions(logit_options, "vd", _checks.current_precision(None), "lean", 0)
+    linear = LinearOptions(logit_options, "vd", checks.current_precision(None), "lean", 0)
     flat, vocab_size, dtype = labels.reshape(-1), head.shape[0], hidden.dtype
     terms, labels_here = _vocab_shards.token_terms(flat, None, None, None, options, vocab_size, vocab_axis)
     slices = math.ceil(vocab_size / MOST_IN_A_SLICE)
