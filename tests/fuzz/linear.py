@@ -281,21 +281,29 @@ def fused_linear_log_probs(draw: Draw) -> Case:
     options, counting = token_options(draw, head), Tokens.drawn(draw, head.tokens, head.v)
     limits, may_refuse = drawn_limits(draw, modes=False)
     limits |= draw.optional(metrics=(False,))
+    selected = draw.pick(0, 0, 1, 3)
 
     def inputs(draw):
         _, constants = counting.arguments(draw)
-        arrays = head.arrays(draw, constants["labels"])
+        allowed = constants["labels"]
+        if selected:
+            ids = jnp.asarray(draw.rng.integers(0, head.v, selected), jnp.int32)
+            constants["selected_token_ids"], allowed = ids, jnp.concatenate([allowed.reshape(-1), ids])
+        arrays = head.arrays(draw, allowed)
         return arrays | {"hidden": poisoned(draw, arrays["hidden"], constants["dead"])}, constants
 
     def ours(dead, **arrays):
         found = ops.fused_linear_log_probs(**arrays, **options, **limits, **head.options, entropy=with_entropy)
-        return (found.log_probs, *([found.entropy] if with_entropy else []), found.log_normalizer)
+        of_selected = [found.selected_log_probs] if selected else []
+        return (found.log_probs, *([found.entropy] if with_entropy else []), *of_selected, found.log_normalizer)
 
-    def truth(hidden, weight, labels, dead, bias=None, where=None):
+    def truth(hidden, weight, labels, dead, bias=None, where=None, selected_token_ids=()):
         log_probs, entropy, lse = found_by_head(head, hidden, weight, labels, dead, bias, **options)
-        return (log_probs, *([entropy] if with_entropy else []), lse)
+        of = lambda token: found_by_head(head, hidden, weight, jnp.full(dead.shape, token), dead, bias, **options)[0]
+        of_selected = [jnp.stack([of(token) for token in selected_token_ids], axis=-1)] if selected else []
+        return (log_probs, *([entropy] if with_entropy else []), *of_selected, lse)
 
-    says = options_text({**options, **limits, **head.options, "entropy": with_entropy})
+    says = options_text({**options, **limits, **head.options, "entropy": with_entropy, "selected": selected})
     return Case(
         "fused_linear_log_probs",
         ours,

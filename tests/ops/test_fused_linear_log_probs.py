@@ -1,5 +1,6 @@
 """fused_linear_log_probs: log-probabilities of labels and entropies, with no logits in memory."""
 
+import dataclasses
 import functools
 
 import jax
@@ -140,6 +141,61 @@ def test_what_has_no_gradient_passes_none(rng):
     assert not np.any(jax.grad(others)(hidden))
 
 
+# --- selected tokens --------------------------------------------------------------------------------------------------
+
+SELECTED = jnp.array([7, 0, 52, 7])
+
+
+@all_options
+def test_log_probs_of_selected_tokens_and_their_gradients_are_exact(options, rng):
+    """With labels beside them, tokens that do not count and hold NaN, and a token that is selected twice."""
+    labels, arrays_, dead = labels_of(rng).at[3].set(-100), arrays(rng), np.arange(N) == 3
+
+    def op(hidden, weight, bias):
+        weight = weight.T if options.get("weight_layout") == "dv" else weight
+        hidden = jnp.where(dead[:, None], jnp.nan, hidden)
+        found = fused_linear_log_probs(
+            hidden, weight, labels, selected_token_ids=SELECTED, bias=bias, chunk_size=16, **options
+        )
+        return found.log_probs, found.selected_log_probs
+
+    def truth_of_selected(hidden, weight, bias):
+        of = lambda labels: truth(jnp.full(N, labels), **options)(hidden, weight, bias)[0]
+        own = truth(jnp.where(dead, 0, labels), **options)(hidden, weight, bias)[0]
+        return jnp.where(dead, 0, own), jnp.where(dead[:, None], 0, jnp.stack([of(k) for k in SELECTED], axis=1))
+
+    check_float32(op, truth_of_selected, arrays_, rng)
+
+
+def test_selected_tokens_add_no_array_of_the_weight_s_size(rng):
+    """Their rows' gradient is added to the weight's in place."""
+    hidden, weight, labels = jnp.zeros((8, 16)), jnp.zeros((4096, 16)), jnp.zeros(8, jnp.int32)
+
+    def temporary_bytes(**options):
+        def total(weight):
+            found = fused_linear_log_probs(hidden, weight, labels, chunk_size=64, **options)
+            return sum(jnp.sum(x) for x in (found.log_probs, found.selected_log_probs) if x is not None)
+
+        return jax.jit(jax.grad(total)).lower(weight).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(selected_token_ids=SELECTED) < temporary_bytes() + weight.nbytes / 8
+
+
+def test_selected_token_outside_the_vocabulary_is_nan_under_jit_and_an_error_before(unchecked_types, rng):
+    hidden, weight, _ = arrays(rng)
+    labels = labels_of(rng).at[2].set(-100)
+    op = lambda ids: fused_linear_log_probs(hidden, weight, labels, selected_token_ids=ids).selected_log_probs
+    found = jax.jit(op)(jnp.array([5, V, -1]))
+    assert not np.any(found[2]) and np.all(np.isfinite(found[:, 0]))
+    assert np.all(np.isnan(np.delete(found[:, 1:], 2, axis=0)))
+    with pytest.raises(ValueError, match=r"selected_token_ids hold 53, but must be in \[0, 53\)"):
+        op(jnp.array([5, V]))
+    with pytest.raises(ValueError, match=r"selected_token_ids have shape \(21, 1\), but must be \(K,\)"):
+        op(labels[:, None])
+    with pytest.raises(TypeError, match="selected_token_ids have dtype float32, but must be integers"):
+        op(jnp.ones(2))
+
+
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
@@ -255,12 +311,17 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, devices, rng):
     def total(hidden, weight, bias, sharded):
         def local(hidden, weight, bias):
             axis = "shard" if sharded else None
-            return fused_linear_log_probs(hidden, weight, labels, bias=bias, entropy=True, vocab_axis=axis)
+            return fused_linear_log_probs(
+                hidden, weight, labels, selected_token_ids=SELECTED, bias=bias, entropy=True, vocab_axis=axis
+            )
 
         specs = (same, split, split)
         mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=same, check_vma=check_vma)
         found = (mapped if sharded else local)(hidden, weight, bias)
-        return sum(jnp.sum(f * x) for f, x in zip(factors, (found.log_probs, entropy_of(found)), strict=True)), found
+        of_selected = jnp.sum(jnp.cos(found.selected_log_probs[:, jnp.array([0, 1, 3])]))  # 52 is forbidden
+        found = dataclasses.replace(found, selected_log_probs=found.selected_log_probs.at[:, 2].set(0))
+        pairs = zip(factors, (found.log_probs, entropy_of(found)), strict=True)
+        return sum(jnp.sum(f * x) for f, x in pairs) + of_selected, found
 
     run = lambda sharded: jax.jit(
         jax.value_and_grad(functools.partial(total, sharded=sharded), (0, 1, 2), has_aux=True)
@@ -280,8 +341,9 @@ def test_tokens_on_an_explicit_mesh_stay_where_they_are(head, devices, rng):
     tokens = NamedSharding(mesh, PartitionSpec("data"))
 
     def total(hidden, weight, bias, labels):
-        found = fused_linear_log_probs(hidden, weight, labels, bias=bias, entropy=True)
-        return jnp.sum(found.log_probs) + jnp.sum(entropy_of(found)), found
+        found = fused_linear_log_probs(hidden, weight, labels, selected_token_ids=SELECTED, bias=bias, entropy=True)
+        of_selected = jnp.sum(jnp.cos(found.selected_log_probs))
+        return jnp.sum(found.log_probs) + jnp.sum(entropy_of(found)) + of_selected, found
 
     run = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
     (_, expected), expected_gradients = run(hidden, weight, bias, labels)

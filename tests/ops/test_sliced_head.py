@@ -96,8 +96,12 @@ def test_log_probs_and_entropies_of_a_split_head_are_those_of_the_whole_one(fsdp
     mesh = fsdp()
 
     def op(hidden, weight, bias, labels):
-        found = ops.fused_linear_log_probs(hidden, weight, labels, bias=bias, entropy=True, chunk_size=SLICE)
-        return jnp.sum(found.log_probs * jnp.cos(found.entropy)), found
+        found = ops.fused_linear_log_probs(
+            hidden, weight, labels, selected_token_ids=jnp.array([V - 1, 2, 0]), bias=bias, entropy=True,
+            chunk_size=SLICE,
+        )  # fmt: skip
+        of_selected = jnp.sum(jnp.sin(found.selected_log_probs))
+        return jnp.sum(found.log_probs * jnp.cos(found.entropy)) + of_selected, found
 
     run = jax.jit(jax.value_and_grad(op, argnums=(0, 1, 2), has_aux=True))
     expected = run(hidden, weight, bias, labels)

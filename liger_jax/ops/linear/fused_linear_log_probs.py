@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax._tree import tree_dataclass
@@ -13,6 +14,7 @@ from liger_jax.ops import _explicit, _vocab_shards, checks, loss_terms, meshes
 from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.layout import are_seen
+from liger_jax.ops.linear._selected import check_selected, logits_of_selected
 from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear.split_head import SplitHead, taken_apart
@@ -35,6 +37,7 @@ class TokenLogProbs:
         predicted_tokens: (...) int32, the first index of the largest logit; None with `metrics=False`.
         entropy: (...) float32, −Σ_v p_v·log p_v in nats; differentiable; None without `entropy=True`.
         log_sum_of_squares: (...) float32, log Σ_v p_v², without gradient; None without `entropy=True`.
+        selected_log_probs: (..., K) float32, log p of the `selected_token_ids`; differentiable; None without them.
     """
 
     log_probs: jax.Array
@@ -43,6 +46,7 @@ class TokenLogProbs:
     predicted_tokens: jax.Array | None
     entropy: jax.Array | None
     log_sum_of_squares: jax.Array | None
+    selected_log_probs: jax.Array | None = None
 
 
 def fused_linear_log_probs(
@@ -50,6 +54,7 @@ def fused_linear_log_probs(
     weight: Float[ArrayLike, "_ _"] | SplitHead,
     labels: Integer[ArrayLike, "*tokens"],
     *,
+    selected_token_ids: Integer[ArrayLike, " K"] | None = None,
     bias: Float[ArrayLike, " V"] | None = None,
     weight_layout: str = "vd",
     where: Bool[ArrayLike, "*tokens"] | None = None,
@@ -78,11 +83,16 @@ def fused_linear_log_probs(
     work is done only for what is differentiated. The entropy costs no product. On one device, the same program gives
     the same bits every time. Meshes are as for `fused_linear_cross_entropy`.
 
+    `selected_token_ids` asks for log p of the same K tokens in every row, too, such as "yes" and "no" for a grader. It
+    costs products with K rows of the head, whose gradients are added to those rows of the weight's.
+
     Args:
         hidden: (..., D), any float dtype.
         weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
         labels: (...), integers in [0, V), or `ignore_index`. Any other label makes its token's log-probability and
             the gradients NaN under jit.
+        selected_token_ids: (K,), integers in [0, V), the same for all tokens; None for none. An id may occur twice. Any
+            other id makes its log-probabilities and the gradients NaN under jit.
         bias: (V,) float, or None.
         weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
         where: (...) bool, which tokens count; None for all. Others get 0 and a gradient of exactly 0.
@@ -101,11 +111,11 @@ def fused_linear_log_probs(
             the last three's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
-        `TokenLogProbs`, whose arrays have the labels' shape.
+        `TokenLogProbs`, whose arrays have the labels' shape, and K as an axis after it in `selected_log_probs`.
 
     Raises:
         TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: a shape does not fit, an option is out of range, a concrete label is outside [0, V), the
+        ValueError: a shape does not fit, an option is out of range, a concrete label or id is outside [0, V), the
             budget is too small, or an implementation cannot run here; and, when compiled for several devices outside
             of `jax.shard_map`, that the compiler would gather the tokens.
 
@@ -137,26 +147,28 @@ def fused_linear_log_probs(
         memory_budget_bytes=memory_budget_bytes,
         implementation=implementation,
     )
-    arrays = hidden, weight, labels, bias, where
+    selected = None if selected_token_ids is None else loss_terms.as_labels(selected_token_ids)
+    arrays = hidden, weight, labels, bias, where, selected
     if vocab_axis is not None:
-        same = dict(hidden=hidden, labels=labels, where=where)
+        same = dict(hidden=hidden, labels=labels, where=where, selected_token_ids=selected)
         _vocab_shards.check_axis(OP, vocab_axis, dict(weight=weight, bias=bias), same)
+    check_selected(OP, selected, vocab_size if vocab_axis is None else vocab_size * jax.lax.axis_size(vocab_axis))
     if vocab_axis is not None or split is not None:
         return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
     loss_terms.check_label_range(OP, labels, where, ignore_index, vocab_size)
     return (_on_shards if are_seen(hidden, weight) else _local)(*arrays, **static)
 
 
-def _on_shards(hidden, weight, labels, bias, where, **static) -> TokenLogProbs:
+def _on_shards(hidden, weight, labels, bias, where, selected, **static) -> TokenLogProbs:
     """The log-probabilities of tokens on an Explicit mesh: each device computes its own tokens'."""
     shards = shards_of(OP, hidden, weight, static["linear"].vocab_dim)
     local = functools.partial(_local, vocab_axis=shards.vocab_axis, split=shards.split, **static)
-    specs = shards.hidden, shards.weight, shards.tokens, shards.vocabulary, shards.tokens
-    return _explicit.on_shards(OP, local, (hidden, weight, labels, bias, where), specs, shards.tokens)
+    specs = shards.hidden, shards.weight, shards.tokens, shards.vocabulary, shards.tokens, P()
+    return _explicit.on_shards(OP, local, (hidden, weight, labels, bias, where, selected), specs, shards.tokens)
 
 
 def _local(
-    hidden, weight, labels, bias, where, *, options, linear, vocab_axis=None, split=None, **limits: Any
+    hidden, weight, labels, bias, where, selected, *, options, linear, vocab_axis=None, split=None, **limits: Any
 ) -> TokenLogProbs:
     shape = labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -167,17 +179,26 @@ def _local(
     )  # fmt: skip
     terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, problem.v, vocab_axis)
     h, w, b, y = meshes.align_varying(hidden, weight, bias, kernel_labels)
+    selected_logits = None
+    if selected is not None:
+        w, selected_logits = logits_of_selected(h, w, b, selected, terms.counts, linear, vocab_axis, split)
     statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
     if vocab_axis is not None:
         statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
         statistics = formulas.where(terms.counts, statistics)
-    return token_log_probs(statistics, terms, shape)
+    return token_log_probs(statistics, terms, shape, selected_logits)
 
 
 def token_log_probs(
-    statistics: formulas.Statistics, terms: loss_terms.TokenTerms, shape: tuple[int, ...]
+    statistics: formulas.Statistics,
+    terms: loss_terms.TokenTerms,
+    shape: tuple[int, ...],
+    selected: jax.Array | None = None,
 ) -> TokenLogProbs:
-    """The log-probabilities of the labels' shape, from the statistics of the tokens that count and zeros elsewhere."""
+    """The log-probabilities of the labels' shape, from the statistics of the tokens that count and zeros elsewhere.
+
+    `selected` (N, K) are the logits of the selected tokens.
+    """
     # A factor of 1, or NaN where a label is out of range.
     log_probs = terms.coefficients.target * (statistics.target_logit - statistics.log_normalizer)
     constants = jax.lax.stop_gradient(statistics._replace(entropy=None))
@@ -189,5 +210,6 @@ def token_log_probs(
         predicted_tokens=None if predicted is None else jnp.where(terms.counts, predicted, -1),
         entropy=statistics.entropy,
         log_sum_of_squares=constants.log_sum_of_squares,
+        selected_log_probs=None if selected is None else selected - statistics.log_normalizer[:, None],
     )
-    return jax.tree.map(lambda x: x.reshape(shape), output)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), output)
