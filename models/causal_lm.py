@@ -1,7 +1,7 @@
 """The causal language model of every family: its call, its losses and its generation."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.ops import TokenLogProbs, TokenLosses
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.linear.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
+from liger_jax.ops.linear.selected_tokens import as_selected
 from liger_jax.ops.meshes import varying_axes
 
 
@@ -236,6 +237,7 @@ class CausalLM(Pretrained):
         *,
         labels: Integer[Array, "B T"] | None = None,
         shift_labels: Integer[Array, "B T"] | None = None,
+        selected_token_ids: Integer[Array, " K"] | Sequence[int] | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
         logits_to_keep: int | Int[Array, "kept"] = 0,
@@ -249,10 +251,15 @@ class CausalLM(Pretrained):
         It is what preference and policy losses are made of (`fused_linear_log_probs`). Position t has the
         log-probability of labels[:, t + 1], as in the call. A position that is not scored has 0.
 
+        `selected_token_ids` asks for the log-probabilities of the same K tokens at each position that is scored, such
+        as "yes" and "no" for a grader. With them labels may be left out. Each position is then scored, the last one
+        too, as if the first of these tokens were its label.
+
         Args:
             input_ids: as the call takes them.
             labels: token ids, unshifted; neither -100 nor the last position of a sequence or a segment is scored.
             shift_labels: labels that are shifted already.
+            selected_token_ids: token ids in [0, V), at least one.
             temperature: by which logits are divided, a Python number > 0.
             entropy: whether entropies are wanted, too.
             logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
@@ -262,15 +269,20 @@ class CausalLM(Pretrained):
             token_mask: as the call takes it.
 
         Returns:
-            `TokenLogProbs` of (B, kept) arrays; `log_probs` and `entropy` are differentiable.
+            `TokenLogProbs` of (B, kept) arrays, and `selected_log_probs` (B, kept, K). It, `log_probs` and `entropy`
+            are differentiable.
 
         Raises:
-            ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
+            ValueError: a shape does not fit, there are two sorts of labels, or neither labels nor selected tokens, or
+                an id or an option is out of range. Under jit the log-probabilities of such an id are NaN.
             TypeError: an argument is not of integers, or an option is no Python number.
         """
         rows = positions, segment_ids, attention_mask, token_mask
+        selected = as_selected("log_probs", selected_token_ids, self.config.vocab_size)
+        if selected is not None and labels is None and shift_labels is None:
+            shift_labels = jnp.broadcast_to(selected[0], input_ids.shape)
         hidden, targets, head = self._labelled("log_probs", input_ids, labels, shift_labels, logits_to_keep, rows)
-        return self._loss.log_probs(hidden, head, targets, temperature=temperature, entropy=entropy)
+        return self._loss.log_probs(hidden, head, targets, selected, temperature=temperature, entropy=entropy)
 
     def token_loss(
         self,

@@ -53,9 +53,19 @@ class LanguageModelLoss:
         return self._local(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
 
     def log_probs(
-        self, hidden: Float[Array, "B T D"], head: Any, targets: Int[Array, "B T"], *, temperature: float, entropy: bool
+        self,
+        hidden: Float[Array, "B T D"],
+        head: Any,
+        targets: Int[Array, "B T"],
+        selected: Int[Array, " K"] | None = None,
+        *,
+        temperature: float,
+        entropy: bool,
     ) -> TokenLogProbs:
-        """The log-probabilities of the targets, of each device's shard of the batch where it is sharded."""
+        """The log-probabilities of the targets, of each device's shard of the batch where it is sharded.
+
+        `selected`: the tokens whose log-probabilities are wanted at every position.
+        """
         local = functools.partial(
             quantized_log_probs if isinstance(head, BlockQuantized) else ops.fused_linear_log_probs,
             ignore_index=IGNORE_INDEX,
@@ -66,9 +76,11 @@ class LanguageModelLoss:
             **logit_options_of(self.config),
         )
         vocabulary = self._vocabulary()
-        in_order = lambda hidden, targets, head: local(hidden, head, targets, **vocabulary(head))
+        in_order = lambda hidden, targets, selected, head: local(
+            hidden, head, targets, selected_token_ids=selected, **vocabulary(head)
+        )
         layout = self.kernels.mesh_layout
-        return layout.run(in_order, (hidden, targets), head=head, spec=layout.in_loss)
+        return layout.run(in_order, (hidden, targets), (selected,), head, spec=layout.in_loss)
 
     def token_loss(
         self,

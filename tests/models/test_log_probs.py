@@ -54,7 +54,7 @@ def test_position_t_has_the_log_prob_of_label_t_plus_1(model, tokens):
     log_p = from_logits(model, tokens, 0.7, {})
     close(of_tokens.log_probs[:, :-1], jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0])
     close(of_tokens.entropy[:, :-1], -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)[:, :-1])
-    for field in vars(of_tokens).values():
+    for field in jax.tree.leaves(of_tokens):
         assert field.shape == tokens.shape
     assert not np.any(of_tokens.log_probs[:, -1]) and not np.any(of_tokens.entropy[:, -1])
     kept = found(model, tokens, temperature=0.7, logits_to_keep=3)
@@ -78,6 +78,17 @@ def test_gradients_are_those_of_the_loss(model, tokens):
     by_loss = nnx.jit(nnx.grad(lambda model: model(tokens, labels=tokens, loss_normalizer=1.0).loss))(model)
     by_log_probs = nnx.jit(nnx.grad(lambda model: -jnp.sum(model.log_probs(tokens, labels=tokens).log_probs)))(model)
     jax.tree.map(lambda x, y: close(x, y, atol=1e-4 * np.max(np.abs(x))), by_loss, by_log_probs)
+
+
+def test_selected_tokens_need_no_labels_and_are_scored_at_the_last_position_too(model, tokens):
+    """As a grader asks: what is the probability of "yes" and of "no" after each row?"""
+    ask = lambda model, ids: model.log_probs(tokens, selected_token_ids=ids, logits_to_keep=2, temperature=0.7)
+    asked = nnx.jit(ask)(model, jnp.array([7, 3]))
+    log_p = from_logits(model, tokens, 0.7, {})
+    close(asked.selected_log_probs, log_p[:, -2:, jnp.array([7, 3])])
+    close(asked.log_probs, asked.selected_log_probs[..., 0])
+    with pytest.raises(ValueError, match=rf"^log_probs: selected_token_ids hold {CONFIG.vocab_size}, but must be in"):
+        model.log_probs(tokens, selected_token_ids=[3, CONFIG.vocab_size])
 
 
 def test_hidden_states_and_head_make_the_logits(model, tokens):

@@ -14,6 +14,7 @@ from jax.scipy.special import ndtri
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from liger_jax import fused_linear_log_probs
 from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.lora import add_lora, merge_lora, trainable
 from liger_jax.models.quantized import QuantizedParam, dequantize, quantize
@@ -117,6 +118,21 @@ def test_a_token_that_does_not_count_may_hold_nan_before_a_quantised_head(rng, m
     total = lambda hidden: jnp.sum(quantized_head.quantized_log_probs(hidden, head, labels, **options).log_probs)
     gradient = jax.jit(jax.grad(total))(hidden)
     assert jnp.all(jnp.isfinite(gradient)) and jnp.any(gradient[0]) and not jnp.any(gradient[1])
+
+
+def test_selected_tokens_of_a_quantised_head_are_those_of_the_dense_one(rng, monkeypatch):
+    monkeypatch.setattr(quantized_head, "MOST_IN_A_SLICE", 3)  # two slices
+    head = block_quantized(jnp.asarray(rng.standard_normal((5, 14)), jnp.float32), "int8", block_size=14, axis=-1)
+    hidden, labels = jnp.asarray(rng.standard_normal((3, 14)), jnp.float32), jnp.array([1, -100, 4])
+    options = dict(ignore_index=-100, logit_softcap=2.0, selected_token_ids=jnp.array([4, 0, 4]))
+
+    def total(op, head):
+        value = lambda hidden: jnp.sum(jnp.sin(op(hidden, head, labels, **options).selected_log_probs))
+        return jax.jit(jax.value_and_grad(value))(hidden)
+
+    found = total(quantized_head.quantized_log_probs, head)
+    expected = total(fused_linear_log_probs, head.astype(jnp.float32))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
 
 
 def test_a_step_s_program_makes_no_gradient_of_a_quantised_weight():

@@ -206,9 +206,11 @@ def test_tokens_that_do_not_count_are_zero_whatever_they_hold(implementation, rn
 
     def run(hidden, weight, bias):
         found = fused_linear_log_probs(
-            hidden, weight, labels, bias=bias, where=where, entropy=True, implementation=implementation
-        )
-        return jnp.sum(found.log_probs) + jnp.sum(entropy_of(found)), found
+            hidden, weight, labels, selected_token_ids=SELECTED, bias=bias, where=where, entropy=True,
+            implementation=implementation,
+        )  # fmt: skip
+        of_selected = jnp.sum(jnp.cos(found.selected_log_probs))
+        return jnp.sum(found.log_probs) + jnp.sum(entropy_of(found)) + of_selected, found
 
     (_, found), gradients = jax.jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))(hidden, weight, bias)
     for name, x in vars(found).items():

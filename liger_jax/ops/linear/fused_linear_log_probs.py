@@ -13,10 +13,11 @@ from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _explicit, _vocab_shards, checks, loss_terms, meshes
 from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.kernels import Implementation
+from liger_jax.ops.labels import as_labels
 from liger_jax.ops.layout import are_seen
-from liger_jax.ops.linear._selected import check_selected, logits_of_selected
 from liger_jax.ops.linear._shards import shards_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
+from liger_jax.ops.linear.selected_tokens import as_selected, logits_of_selected
 from liger_jax.ops.linear.split_head import SplitHead, taken_apart
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
@@ -147,12 +148,13 @@ def fused_linear_log_probs(
         memory_budget_bytes=memory_budget_bytes,
         implementation=implementation,
     )
-    selected = None if selected_token_ids is None else loss_terms.as_labels(selected_token_ids)
-    arrays = hidden, weight, labels, bias, where, selected
+    shards, selected = 1, None if selected_token_ids is None else as_labels(selected_token_ids)
     if vocab_axis is not None:
         same = dict(hidden=hidden, labels=labels, where=where, selected_token_ids=selected)
         _vocab_shards.check_axis(OP, vocab_axis, dict(weight=weight, bias=bias), same)
-    check_selected(OP, selected, vocab_size if vocab_axis is None else vocab_size * jax.lax.axis_size(vocab_axis))
+        shards = jax.lax.axis_size(vocab_axis)
+    selected = as_selected(OP, selected, vocab_size * shards)
+    arrays = hidden, weight, labels, bias, where, selected
     if vocab_axis is not None or split is not None:
         return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
     loss_terms.check_label_range(OP, labels, where, ignore_index, vocab_size)

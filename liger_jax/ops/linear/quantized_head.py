@@ -17,6 +17,7 @@ from liger_jax.ops import _vocab_shards, checks, loss_terms
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear.fused_linear_log_probs import TokenLogProbs, token_log_probs
+from liger_jax.ops.linear.selected_tokens import logits_of_quantized
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
@@ -37,6 +38,7 @@ def quantized_log_probs(
     logit_softcap: float | None = None,
     entropy: bool = False,
     metrics: bool = True,
+    selected_token_ids: Integer[Array, " K"] | None = None,
     vocab_axis: str | None = None,
     **limits: Any,
 ) -> TokenLogProbs:
@@ -78,4 +80,7 @@ def quantized_log_probs(
     merged = jax.tree.map(lambda leaf: leaf[0], jax.vmap(merge, axis_name=_SLICES)(statistics))
     if vocab_axis is not None:
         merged = _vocab_shards.merged_over(merged, vocab_axis, vocab_size)
-    return token_log_probs(formulas.where(terms.counts, merged), terms, labels.shape)
+    selected = None
+    if selected_token_ids is not None:
+        selected = logits_of_quantized(x.astype(dtype), head, selected_token_ids, terms.counts, linear, vocab_axis)
+    return token_log_probs(formulas.where(terms.counts, merged), terms, labels.shape, selected)

@@ -196,8 +196,9 @@ def test_a_device_of_padding_alone_has_no_part_in_scaled_logits(devices, rng):
         loss = LanguageModelLoss(config, KernelOptions(layout=layout), "none", jnp.float32)
 
         def total(hidden, head):
-            found = loss.log_probs(hidden, head, targets, temperature=0.7, entropy=True)
-            return jnp.sum(found.log_probs) + 2 * jnp.sum(found.entropy)
+            found = loss.log_probs(hidden, head, targets, jnp.array([5, 0]), temperature=0.7, entropy=True)
+            own = jnp.sum(found.log_probs) + 2 * jnp.sum(found.entropy)
+            return own + jnp.sum(jnp.sin(found.selected_log_probs))
 
         return jax.jit(jax.value_and_grad(total, (0, 1)))(hidden, head)
 
@@ -245,8 +246,11 @@ def test_adapters_of_the_vocabulary_and_trained_tokens_are_those_of_one_device(v
 @pytest.mark.parametrize("length", [12, 11])
 def test_log_probs_token_losses_and_logits_are_those_of_one_device(length, devices, rng):
     def log_probs(model, tokens, labels, weights, segments):
-        found = model.log_probs(tokens, labels=labels, entropy=True, temperature=0.7, segment_ids=segments)
-        return jnp.sum(weights * (found.log_probs + 0.1 * found.entropy)), found
+        found = model.log_probs(
+            tokens, labels=labels, selected_token_ids=[3, 1], entropy=True, temperature=0.7, segment_ids=segments
+        )
+        of_selected = jnp.sum(jnp.sin(found.selected_log_probs))
+        return jnp.sum(weights * (found.log_probs + 0.1 * found.entropy)) + of_selected, found
 
     def token_loss(model, tokens, labels, weights, segments):
         pulled = lambda log_prob, entropy, weight: -weight * jnp.exp(log_prob) - 0.1 * entropy

@@ -1,7 +1,7 @@
 """The logits of a few tokens of the vocabulary, the same for all rows, by a product with their rows of the head."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops import meshes
+from liger_jax.ops.block_quantized import BlockQuantized
+from liger_jax.ops.labels import as_labels
 from liger_jax.ops.layout import gathered, names
 from liger_jax.ops.linear.split_head import HeadSplit
 from liger_jax.pallas_kernels.cross_entropy import formulas
@@ -17,23 +19,36 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOpt
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import put, raw_logits
 
 
-def check_selected(op: str, ids: jax.Array | None, vocab_size: int) -> None:
-    """Raises a TypeError or ValueError unless these are tokens of the vocabulary, as far as they are concrete."""
+def as_selected(op: str, ids: Any, vocab_size: int) -> jax.Array | None:
+    """The ids as an int32 array, of which each that is no token is −1. None passes.
+
+    Raises a TypeError or ValueError unless they are tokens of the vocabulary, as far as they are concrete.
+    """
     if ids is None:
-        return
+        return None
+    ids = as_labels(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{op}: selected_token_ids have dtype {ids.dtype}, but must be integers.")
-    if ids.ndim != 1:
+    if ids.ndim != 1 or not ids.size:
         raise ValueError(
-            f"{op}: selected_token_ids have shape {ids.shape}, but must be (K,), the same tokens for all rows; a token "
-            "of each row is what labels are for."
+            f"{op}: selected_token_ids have shape {ids.shape}, but must be (K,), one token or more, the same for all "
+            "rows; a token of each row is what labels are for."
         )
-    if isinstance(ids, Tracer) or not ids.is_fully_addressable:
-        return
-    values = np.asarray(ids)
-    wrong = values[(values < 0) | (values >= vocab_size)]
-    if wrong.size:
-        raise ValueError(f"{op}: selected_token_ids hold {wrong[0]}, but must be in [0, {vocab_size}).")
+    are_tokens = (ids >= 0) & (ids < vocab_size)
+    if not isinstance(ids, Tracer) and ids.is_fully_addressable:
+        values = np.asarray(ids)
+        wrong = values[(values < 0) | (values >= vocab_size)]
+        if wrong.size:
+            raise ValueError(f"{op}: selected_token_ids hold {wrong[0]}, but must be in [0, {vocab_size}).")
+    return jnp.where(are_tokens, ids, -1).astype(jnp.int32)
+
+
+class _Places(NamedTuple):
+    """Where the tokens (K,) are among the entries of the vocabulary that this device has."""
+
+    entries: jax.Array  # int32; 0 for tokens of other devices
+    are_own: jax.Array  # bool
+    are_tokens: jax.Array  # bool; false for −1
 
 
 def logits_of_selected(
@@ -48,25 +63,52 @@ def logits_of_selected(
 ) -> tuple[jax.Array, jax.Array]:
     """The weight for the loss's other products, and the logits (N, K): 0 in rows that do not count, NaN for no token.
 
-    `ids` (K,) count from the whole vocabulary's first token. `weight` is this device's shard of the vocabulary if
-    `vocab_axis` splits it, and of that shard if `split` says so.
+    `ids` (K,) int32 count from the whole vocabulary's first token, and −1 is no token. `weight` is this device's shard
+    of the vocabulary if `vocab_axis` splits it, and of that shard if `split` says so.
     """
     entries = weight.shape[options.vocab_dim] * (1 if split is None else split.shards[options.vocab_dim])
-    shards, own = 1, ids.astype(jnp.int32)
-    if vocab_axis is not None:
-        shards = jax.lax.axis_size(vocab_axis)
-        own -= jax.lax.axis_index(vocab_axis).astype(jnp.int32) * entries
-    is_own = (own >= 0) & (own < entries)
-    weight, place = meshes.align_varying(weight, jnp.where(is_own, own, 0))
+    places = _places(ids, entries, vocab_axis)
+    weight, place = meshes.align_varying(weight, places.entries)
     weight, rows = _rows(weight, place, options.vocab_dim, split)
     own_bias = None if bias is None else bias[place]
+    return weight, _logits(hidden, rows, own_bias, places, counts, options, vocab_axis)
+
+
+def logits_of_quantized(
+    hidden: jax.Array,
+    head: BlockQuantized,
+    ids: jax.Array,
+    counts: jax.Array,
+    options: LinearOptions,
+    vocab_axis: str | None,
+) -> jax.Array:
+    """The logits (N, K) of `logits_of_selected` by a quantised head, of which these rows alone are made dense."""
+    places = _places(ids, head.shape[0], vocab_axis)
+    rows = head[places.entries].astype(hidden.dtype)
+    return _logits(hidden, rows, None, places, counts, options, vocab_axis)
+
+
+def _places(ids: jax.Array, entries: int, vocab_axis: str | None) -> _Places:
+    own = ids if vocab_axis is None else ids - jax.lax.axis_index(vocab_axis).astype(jnp.int32) * entries
+    are_own = (own >= 0) & (own < entries) & (ids >= 0)
+    return _Places(jnp.where(are_own, own, 0), are_own, ids >= 0)
+
+
+def _logits(
+    hidden: jax.Array,
+    rows: jax.Array,
+    bias: jax.Array | None,
+    places: _Places,
+    counts: jax.Array,
+    options: LinearOptions,
+    vocab_axis: str | None,
+) -> jax.Array:
     # A row that does not count may hold what must not reach the rows' gradient.
     x = jnp.where(counts[:, None], hidden, jnp.zeros((), hidden.dtype))
-    z = formulas.transform(raw_logits(x, rows, own_bias, options), options.logit)
-    z = jnp.where(is_own[None, :] & counts[:, None], z, 0.0)
+    z = formulas.transform(raw_logits(x, rows, bias, options), options.logit)
+    z = jnp.where(places.are_own[None, :] & counts[:, None], z, 0.0)
     z = z if vocab_axis is None else jax.lax.psum(z, vocab_axis)
-    is_token = (ids >= 0) & (ids < entries * shards)
-    return weight, jnp.where(counts[:, None] & ~is_token[None, :], jnp.nan, 1.0) * z
+    return jnp.where(counts[:, None] & ~places.are_tokens[None, :], jnp.nan, 1.0) * z
 
 
 def _rows(weight: jax.Array, ids: jax.Array, vocab_dim: int, split: HeadSplit | None) -> tuple[jax.Array, jax.Array]:
