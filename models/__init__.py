@@ -17,6 +17,8 @@ from liger_jax.models.gemma import GemmaConfig as GemmaConfig
 from liger_jax.models.gemma import GemmaForCausalLM as GemmaForCausalLM
 from liger_jax.models.generation.generate import generate as generate
 from liger_jax.models.generation.generate import stream as stream
+from liger_jax.models.glm4 import Glm4Config as Glm4Config
+from liger_jax.models.glm4 import Glm4ForCausalLM as Glm4ForCausalLM
 from liger_jax.models.gpt_oss import GptOssConfig as GptOssConfig
 from liger_jax.models.gpt_oss import GptOssForCausalLM as GptOssForCausalLM
 from liger_jax.models.granite import GraniteConfig as GraniteConfig
@@ -25,6 +27,8 @@ from liger_jax.models.hunyuan import HunYuanDenseV1Config as HunYuanDenseV1Confi
 from liger_jax.models.hunyuan import HunYuanDenseV1ForCausalLM as HunYuanDenseV1ForCausalLM
 from liger_jax.models.llama import LlamaConfig as LlamaConfig
 from liger_jax.models.llama import LlamaForCausalLM as LlamaForCausalLM
+from liger_jax.models.ministral3 import Ministral3Config as Ministral3Config
+from liger_jax.models.ministral3 import Ministral3ForCausalLM as Ministral3ForCausalLM
 from liger_jax.models.mistral import MistralConfig as MistralConfig
 from liger_jax.models.mistral import MistralForCausalLM as MistralForCausalLM
 from liger_jax.models.mixtral import MixtralConfig as MixtralConfig

@@ -6,6 +6,7 @@ from typing import Any
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.exaone4 import Exaone4ForCausalLM
 from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from liger_jax.models.glm4 import Glm4ForCausalLM
 from liger_jax.models.gpt_oss import GptOssForCausalLM
 from liger_jax.models.granite import GraniteForCausalLM
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
@@ -13,6 +14,7 @@ from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.hunyuan import HunYuanDenseV1ForCausalLM
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.lora.files import load_adapters
+from liger_jax.models.ministral3 import Ministral3ForCausalLM
 from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.mixtral import MixtralForCausalLM
 from liger_jax.models.olmo2 import Olmo2ForCausalLM
@@ -29,10 +31,12 @@ FAMILIES = {
     "gemma": GemmaForCausalLM,
     "gemma2": Gemma2ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
+    "glm4": Glm4ForCausalLM,
     "gpt_oss": GptOssForCausalLM,
     "granite": GraniteForCausalLM,
     "hunyuan_v1_dense": HunYuanDenseV1ForCausalLM,
     "llama": LlamaForCausalLM,
+    "ministral3": Ministral3ForCausalLM,
     "mistral": MistralForCausalLM,
     "mixtral": MixtralForCausalLM,
     "olmo2": Olmo2ForCausalLM,

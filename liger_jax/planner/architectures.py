@@ -54,6 +54,8 @@ _GEMMA_3 = dict(
 _OLMO_2 = dict(model_type="olmo2", vocab_size=100352, rope_theta=500000.0, max_position_embeddings=4096)
 _OLMO_3 = dict(model_type="olmo3", vocab_size=100278, rope_theta=500000.0, max_position_embeddings=65536)
 _EXAONE_4 = dict(model_type="exaone4", vocab_size=102400, rope_theta=1000000.0)
+_GLM_4 = dict(model_type="glm4", vocab_size=151552, head_dim=128, rope_theta=10000.0, max_position_embeddings=32768)
+_MINISTRAL_3 = dict(model_type="ministral3", vocab_size=131072, head_dim=128, max_position_embeddings=262144)
 _GRANITE_3 = dict(
     model_type="granite", vocab_size=49155, embedding_multiplier=12.0, residual_multiplier=0.22,
     tie_word_embeddings=True, rope_theta=10000.0, max_position_embeddings=4096,
@@ -127,6 +129,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-nemo-2407": _MISTRAL | _sizes(5120, 14336, 40, 32, vocab_size=131072, max_position_embeddings=131072),
     "mistral-small-24b-2501": _MISTRAL | _sizes(5120, 32768, 40, 32, vocab_size=131072, rope_theta=100000000.0),
     "ministral-8b-2410": _MISTRAL | _sizes(4096, 12288, 36, 32, vocab_size=131072, sliding_window=32768),
+    "ministral-3-3b-2512": _MINISTRAL_3 | _sizes(3072, 9216, 26, 32, 8, tie_word_embeddings=True),
+    "ministral-3-8b-2512": _MINISTRAL_3 | _sizes(4096, 14336, 34, 32, 8),
+    "ministral-3-14b-2512": _MINISTRAL_3 | _sizes(5120, 16384, 40, 32, 8),
     "mistral-small-2409": _MISTRAL | _sizes(6144, 16384, 56, 48, vocab_size=32768),
     "mistral-large-2407": _MISTRAL | _sizes(12288, 28672, 88, 96, vocab_size=32768, max_position_embeddings=131072),
     "codestral-22b-v0.1": _MISTRAL | _sizes(6144, 16384, 56, 48, vocab_size=32768),
@@ -174,6 +179,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone-4.0-32b": _EXAONE_4 | _sizes(
         5120, 27392, 64, 40, 8, head_dim=128, sliding_window=4096, max_position_embeddings=131072
     ),
+    "glm-4-9b-0414": _GLM_4 | _sizes(4096, 13696, 40, 32, 2),
+    "glm-4-32b-0414": _GLM_4 | _sizes(6144, 23040, 61, 48, 2, attention_bias=False),
     "granite-3.0-2b": _GRANITE_3 | _sizes(2048, 8192, 40, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0),
     "granite-3.0-8b": _GRANITE_3 | _sizes(4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
     "granite-3.1-2b": _GRANITE_3_1 | _sizes(

@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "zephyr-7b-beta": ("mistral-7b-v0.1", {}),
     "mathstral-7b-v0.1": ("mistral-7b-v0.3", {}),
     "mistral-7b": ("mistral-7b-v0.3", {}),
+    **{f"ministral-3-{size}-reasoning-2512": (f"ministral-3-{size}-2512", {}) for size in ("3b", "8b", "14b")},
     "mistral-nemo": ("mistral-nemo-2407", {}),
     "mistral-nemo-12b": ("mistral-nemo-2407", {}),
     "mistral-small-24b": ("mistral-small-24b-2501", {}),
@@ -53,6 +54,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "olmo-2-7b": ("olmo-2-1124-7b", {}),
     "olmo-2-13b": ("olmo-2-1124-13b", {}),
     "olmo-2-32b": ("olmo-2-0325-32b", {}),
+    **{f"glm-z1-{size}-0414": (f"glm-4-{size}-0414", {}) for size in ("9b", "32b")},
     **{f"granite-3.{n}-{size}": (f"granite-3.1-{size}", {}) for n in (2, 3) for size in ("2b", "8b")},
     **{f"olmo-3-7b{end}": ("olmo-3-1025-7b", {}) for end in ("", "-think")},
     **{f"olmo-3{dot}-32b{end}": ("olmo-3-1125-32b", {}) for dot in ("", ".1") for end in ("", "-think")},
@@ -90,7 +92,7 @@ _KINDS = {
     "a model whose weights are not public": r"(?<![a-z])(gpt-?[345](?!all)|claude|gemini|chatgpt)",
     "of another family": (
         r"(?<![a-z])(gpt-?2|distilgpt2?|gpt-?neox?|gpt-?j|pythia|opt|bloomz?|mpt|falcon2?|phi-?[12]|stablelm|starcoder2?"
-        r"|olmo(?!-?[23])|command|aya|c4ai|granite(?!-3\.\d-\d+b$)|chatglm[23]?|glm|internlm[23]?|baichuan2?|minicpm[34]?|exaone(?!-4)|nemotron"
+        r"|olmo(?!-?[23])|command|aya|c4ai|granite(?!-3\.\d-\d+b$)|chatglm[23]?|glm(?!-(4|z1)-\d+b-(base-)?0414)|internlm[23]?|baichuan2?|minicpm[34]?|exaone(?!-4)|nemotron"
         r"|cerebras|dolly|openelm|santacoder|codegen|persimmon|xglm|hunyuan-(a13b|large)|seed-oss|apertus|ernie|mimo"
         r"|qwen|qwen3\.5)(?![a-z\d])"
     ),

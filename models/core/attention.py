@@ -1,5 +1,6 @@
 """Self-attention: projections, rotary positions, and the op or the key-value cache."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,7 @@ class Attention(nnx.Module):
         self.kernels, self.remat = kernels, remat
         width, self.head_width = config.hidden_size, config.head_dim
         query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.has_qkv = config.fused_projections
+        self.has_qkv = config.fused_qkv
         qkv_bias = config.qkv_bias or config.attention_bias
         if self.has_qkv:
             self.qkv_proj = linear(width, query_width + 2 * kv_width, use_bias=qkv_bias)
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
             self.q_proj = linear(width, query_width, use_bias=qkv_bias)
             self.k_proj = linear(width, kv_width, use_bias=qkv_bias)
             self.v_proj = linear(width, kv_width, use_bias=qkv_bias)
-        self.o_proj = linear(query_width, width, use_bias=config.attention_bias)
+        self.o_proj = linear(query_width, width, use_bias=config.output_bias)
         self.norm_is_wide = config.qk_norm_is_wide
         norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
         self.norms_rotated = config.norms_rotated
@@ -84,6 +85,7 @@ class Attention(nnx.Module):
         has_norms = config.qk_norm and not self.norms_rotated
         self.q_norm, self.k_norm = (norm(width) if has_norms else None for width in norm_widths)
         self.sinks = parameter(config.num_attention_heads) if config.has_sinks else None
+        self.rope_layout = config.rope_layout
         self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping
 
     def __call__(
@@ -111,10 +113,12 @@ class Attention(nnx.Module):
         else:
             q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
         if cos is not None and sin is not None:
-            rope = ops.apply_rope if self.kernels.rope else plain.apply_rope
+            rope = functools.partial(ops.apply_rope if self.kernels.rope else plain.apply_rope, layout=self.rope_layout)
             table_lies = layout.of_all_rows if cos.shape[0] == 1 else layout.in_loss
             specs = heads_lie, heads_lie, table_lies, table_lies
             q, k = layout.run(rope, (q, k, cos, sin), spec=specs, out=heads_lie)
+        if rows is not None and rows.query_scale is not None:
+            q = q * rows.query_scale.astype(q.dtype)[..., None]
         if self.norms_rotated:
             q, k = self.query_layernorm(q), self.key_layernorm(k)
         elif self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again

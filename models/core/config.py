@@ -72,7 +72,9 @@ class LlamaConfig:
     never: ClassVar[tuple[str, ...]] = ()  # fields that are False in the family, whatever config.json says
     # LLaMA's values. Other families override them, by constants or by fields of their configs.
     qkv_bias: ClassVar[bool] = False
-    fused_projections: ClassVar[bool] = False  # qkv_proj for queries, keys and values; gate_up_proj for gate and up
+    fused_qkv: ClassVar[bool] = False  # one projection, qkv_proj, for queries, keys and values
+    fused_gate_up: ClassVar[bool] = False  # one projection, gate_up_proj, for gate and up
+    rope_layout: ClassVar[str] = "half"  # which columns of a head are rotated together, as `ops.apply_rope` has it
     partial_rotary_factor: ClassVar[float] = 1.0  # the share of a head's columns that is rotated, the first ones
     qk_norm: ClassVar[bool] = False
     qk_norm_is_wide: ClassVar[bool] = False  # whether it is one norm over all heads, and not one for each
@@ -86,11 +88,17 @@ class LlamaConfig:
     embedding_scale: ClassVar[float | None] = None
     divides_logits: ClassVar[bool] = False  # whether config.json has 1/logit_scale, under the name logits_scaling
     attention_scale: ClassVar[float | None] = None  # 1/√H
+    query_growth: ClassVar[tuple[float, int] | None] = None  # `beta` and `length` of `query_scale`, if it applies
     attn_logit_softcapping: ClassVar[float | None] = None
     final_logit_softcapping: ClassVar[float | None] = None
     sliding_window: ClassVar[int | None] = None
     sliding_window_pattern: ClassVar[int | None] = None  # n: every nth layer has full attention, and the others slide
     layer_types: ClassVar[tuple[str, ...] | None] = None  # each layer's type; an instance always has them
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the projection of attention's result adds a bias."""
+        return self.attention_bias
 
     @property
     def experts(self) -> Experts | None:

@@ -21,7 +21,7 @@ _MOST_FLOAT = float(np.finfo(np.float32).max)
 # A config has an entry for each layer. The deepest transformer that was published has 1,000 (arXiv:2203.00555).
 MOST_LAYERS = 10_000
 _FROM_ZERO = {"initializer_range", "max_window_layers", "mscale", "mscale_all_dim", "no_rope_layers"}
-_FROM_ZERO |= {"router_aux_loss_coef", "router_z_loss_coef", "mlp_only_layers"}
+_FROM_ZERO |= {"router_aux_loss_coef", "router_z_loss_coef", "mlp_only_layers", "llama_4_scaling_beta"}
 _ABOVE_ONE = {"rope_theta", "rope_local_base_freq"}
 
 _short = reprlib.Repr()

@@ -16,6 +16,7 @@ from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded, LayerKind, LayerStack
 from liger_jax.models.core.parallel import tensor_layers
 from liger_jax.models.core.parallel.vocabulary_shards import embed_shards
+from liger_jax.models.core.query_scale import query_scale
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.row_tokens import RowTokens, attention_segments, tokens_of
 from liger_jax.ops import Segments, rope_table
@@ -143,12 +144,15 @@ class Decoder(nnx.Module):
             if dropout_words is not None:
                 dropout_words = jnp.pad(dropout_words, ((0, 0), (0, -length % tensor.size), (0, 0)))
         segments = None if ids is None else Segments.of(ids)._replace(is_valid=None)  # the embeddings are NaN instead
+        growth = config.query_growth
+        scale = None if growth is None else query_scale(positions, *growth)
+        rows = RowTokens(segments, is_token, scale)
         inputs = {}
         for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
             tables = None, None
             if (rope := config.rope_of(kind)) is not None:
                 tables = rope_table(positions, config.rotary_width, theta=rope[0], scaling=rope[1])
-            inputs[kind] = (*tables, RowTokens(segments, is_token), config.window_of(kind))
+            inputs[kind] = (*tables, rows, config.window_of(kind))
         x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training

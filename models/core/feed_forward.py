@@ -41,7 +41,7 @@ class DenseFeedForward(nnx.Module):
     def __init__(self, blocks: Any):
         config, kernels, linear, remat = blocks.config, blocks.kernels, blocks.linear, blocks.remat
         width, inner_width = config.hidden_size, config.intermediate_size
-        self.has_gate_up = config.fused_projections
+        self.has_gate_up = config.fused_gate_up
         if self.has_gate_up:
             self.gate_up_proj = linear(width, 2 * inner_width, use_bias=config.mlp_bias)
         else:

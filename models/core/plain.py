@@ -42,19 +42,27 @@ def fused_add_rms_norm(
 
 
 def apply_rope(
-    q: Float[Array, "B T Q H"], k: Float[Array, "B T K H"], cos: Float[Array, "#B T R"], sin: Float[Array, "#B T R"]
+    q: Float[Array, "B T Q H"],
+    k: Float[Array, "B T K H"],
+    cos: Float[Array, "#B T R"],
+    sin: Float[Array, "#B T R"],
+    *,
+    layout: str,
 ) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
-    """Rotates the halves of the first R columns of each head in float32; the tables' halves are alike."""
+    """Rotates pairs of the first R columns of each head in float32; the tables' halves are alike.
 
+    `layout`: "half", where the pair i is columns i and i + R/2; or "interleaved", columns 2i and 2i + 1.
+    """
     width = cos.shape[-1]
+    axis, in_pairs = (-2, (2, -1)) if layout == "half" else (-1, (-1, 2))
 
     def rotate(x):
         if width < x.shape[-1]:
             return jnp.concatenate([rotate(x[..., :width]), x[..., width:]], axis=-1)
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        turned = jnp.concatenate([-second, first], axis=-1)
-        c, s = (table.astype(jnp.float32)[:, :, None, :] for table in (cos, sin))
-        return (x.astype(jnp.float32) * c + turned * s).astype(x.dtype)
+        first, second = jnp.split(x.astype(jnp.float32).reshape(*x.shape[:-1], *in_pairs), 2, axis=axis)
+        c, s = (jnp.expand_dims(table.astype(jnp.float32)[:, :, None, : width // 2], axis) for table in (cos, sin))
+        turned = jnp.concatenate([first * c - second * s, second * c + first * s], axis=axis)
+        return turned.reshape(x.shape).astype(x.dtype)
 
     return rotate(q), rotate(k)
 

@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from liger_jax.ops import Segments
 
@@ -14,6 +14,7 @@ class RowTokens(NamedTuple):
 
     segments: Segments | None  # what attention stays within; `None` for rows of one document, which need no mask
     is_token: Bool[Array, "B row"] | None  # (B, T) bool of whole rows, which positions routers count; `None` for all
+    query_scale: Float[Array, "#B T 1"] | None = None  # what queries are multiplied by; `None` for nothing
 
 
 def attention_segments(

@@ -139,6 +139,8 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     for name in config.never:
         del values[name]
     values |= rope_fields.write(values.pop("rope_scaling"), config.max_position_embeddings)
+    if (beta := values.pop("llama_4_scaling_beta", None)) is not None:
+        values["rope_scaling"]["llama_4_scaling_beta"] = beta
     if config.scales_full_layers and "rope_local_base_freq" not in values:  # transformers 5 reads one base here alone
         plain = {"rope_type": "default", "rope_theta": config.rope_theta}
         full = plain | values.get("rope_scaling", {})

@@ -14,10 +14,10 @@ from typing import Any
 from liger_jax.models.core import config_fields
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
 
-NAMES = {"rope_theta", "rope_local_base_freq", "rope_scaling", "partial_rotary_factor"}
+NAMES = {"rope_theta", "rope_local_base_freq", "rope_scaling", "partial_rotary_factor", "llama_4_scaling_beta"}
 _KINDS = {"linear": LinearRope, "dynamic": DynamicRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_PART = "partial_rotary_factor"
+_PART, _BETA = "partial_rotary_factor", "llama_4_scaling_beta"
 _ORIGINAL, _MOST, _OUR_MOST = "original_max_position_embeddings", "max_position_embeddings", "max_positions"
 
 
@@ -42,12 +42,18 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
         return _of_types_of_layers(values, parameters, scaling, has_local_base="rope_local_base_freq" in defaults)
     if _FULL in parameters or _SLIDING in parameters:
         return {}, ["rope_parameters must be one object for all layers: in this family their types share it"]
+    if _BETA in defaults and not (scaling or parameters):  # transformers then has this family's own
+        return {}, []
     taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
     wrong = _lost(parameters, taken) if scaling else []
+    of_queries = {}
+    if _BETA in defaults:
+        taken.pop(_MOST, None)  # the config's own once more
+        of_queries = {_BETA: taken.pop(_BETA, None)}
     if getattr(config_type, "alpha_stretches_base", False) and taken.get("alpha") and _kind(taken) == "dynamic":
         taken, problems = _stretched(taken, values)
         wrong += problems
-    rope = {"rope_theta": taken["rope_theta"]}
+    rope = {"rope_theta": taken["rope_theta"]} | of_queries
     if _PART in defaults:  # in this family a part of each head may be rotated
         rope[_PART] = taken.pop(_PART, values[_PART])
         values = {name: value for name, value in values.items() if name != _PART}

@@ -37,7 +37,8 @@ class Phi3Config(LlamaConfig):
     sliding_window: int | None = None
 
     never: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
-    fused_projections: ClassVar[bool] = True
+    fused_qkv: ClassVar[bool] = True
+    fused_gate_up: ClassVar[bool] = True
     # How transformers reads config.json in this family (`rope_fields`).
     rope_defaults: ClassVar[Mapping[str, Any]] = {"original_max_position_embeddings": 4096}
     rope_aliases: ClassVar[Mapping[str, str]] = {"su": "longrope", "yarn": "longrope"}

@@ -10,11 +10,13 @@ from flax import nnx
 
 from liger_jax import models
 from liger_jax.models import lora
+from liger_jax.ops import YarnRope
 from tests.fuzz.attention import segments, tokens
 from tests.fuzz.case import Case, Draw, options_text
 
 GEMMA = dict(query_pre_attn_scalar=(3, 9), sliding_window=(1, 3, 500))
 MIXTURE = dict(output_router_logits=(True,), router_aux_loss_coef=(0.5,), router_z_loss_coef=(0.01,))
+YARN = YarnRope(4.0, 8)
 GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logit_scale")
 FAMILIES = {
     "llama": (models.LlamaForCausalLM, dict(tie_word_embeddings=(True,), logit_scale=(0.5,))),
@@ -25,6 +27,8 @@ FAMILIES = {
     "olmo3": (models.Olmo3ForCausalLM, dict(sliding_window=(1, 3, 500))),
     "exaone4": (models.Exaone4ForCausalLM, dict(sliding_window=(1, 3, None))),
     "hunyuandensev1": (models.HunYuanDenseV1ForCausalLM, dict(attention_bias=(True,))),
+    "glm4": (models.Glm4ForCausalLM, dict(partial_rotary_factor=(1.0,), attention_bias=(False,))),
+    "ministral3": (models.Ministral3ForCausalLM, dict(sliding_window=(1, 4, None), rope_scaling=(YARN,))),
     "granite": (models.GraniteForCausalLM, dict.fromkeys(GRANITE, (0.3, 3.0))),
     "smollm3": (models.SmolLM3ForCausalLM, dict(no_rope_layer_interval=(1, 2), use_sliding_window=(True,))),
     "phi3": (models.Phi3ForCausalLM, dict(partial_rotary_factor=(0.5,), sliding_window=(1, 4))),
@@ -63,7 +67,7 @@ def _config(draw: Draw, family: str):
     fields |= draw.optional(**choices)
     if fields["num_hidden_layers"] == 1:  # which then has experts
         fields.pop("mlp_only_layers", None)
-    if "partial_rotary_factor" in fields:  # half of the columns are rotated, in halves
+    if "partial_rotary_factor" in fields or family == "glm4":  # half of the columns are rotated, in halves
         fields["head_dim"] *= 2
     known = {field.name for field in dataclasses.fields(model.config_type)}
     return model.config_type(**{name: x for name, x in fields.items() if name in known})

@@ -13,9 +13,11 @@ from liger_jax.models import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     GemmaForCausalLM,
+    Glm4ForCausalLM,
     GraniteForCausalLM,
     HunYuanDenseV1ForCausalLM,
     LlamaForCausalLM,
+    Ministral3ForCausalLM,
     MistralForCausalLM,
     Olmo2ForCausalLM,
     Olmo3ForCausalLM,
@@ -24,6 +26,7 @@ from liger_jax.models import (
     Qwen3ForCausalLM,
     SmolLM3ForCausalLM,
 )
+from liger_jax.ops import YarnRope
 
 # Large first weights and plain descent: every op's gradient moves the next loss. Adam would hide a wrong scale.
 SIZES = dict(
@@ -45,6 +48,8 @@ FAMILIES = {
     "olmo3": (Olmo3ForCausalLM, SIZES | dict(num_hidden_layers=4, sliding_window=5)),
     "exaone4": (Exaone4ForCausalLM, SIZES | dict(num_hidden_layers=4, sliding_window=5)),
     "hunyuan": (HunYuanDenseV1ForCausalLM, SIZES),
+    "glm4": (Glm4ForCausalLM, SIZES | dict(head_dim=16)),
+    "ministral3": (Ministral3ForCausalLM, SIZES | dict(head_dim=16, rope_scaling=YarnRope(4.0, 8))),
     "granite": (GraniteForCausalLM, SIZES | dict(residual_multiplier=0.5, attention_multiplier=0.3)),
     "smollm3": (SmolLM3ForCausalLM, SIZES | dict(no_rope_layer_interval=2)),
     "phi3": (Phi3ForCausalLM, SIZES | dict(partial_rotary_factor=0.75, sliding_window=5)),

@@ -61,6 +61,7 @@ YARN_BY_TYPE = dict(
     full_attention={**YARN, "truncate": True},
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
+GROWTH = dict(original_max_position_embeddings=6, llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=0.5)
 ALPHA = dict(rope_type="dynamic", factor=1.0, alpha=50.0)
 MULTIPLIERS = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=1.7)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,6 +105,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan": ("HunYuanDenseV1", {**NO_IDS, "head_dim": 6, "rope_parameters": {**ALPHA, "rope_theta": 100.0}}),
     "hunyuan_biases": ("HunYuanDenseV1", {**NO_IDS, "head_dim": 4, "attention_bias": True}),
+    "glm4": (
+        "Glm4",
+        {**NO_IDS, "head_dim": 8, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.75}},
+    ),
+    "glm4_plain": ("Glm4", {**NO_IDS, "head_dim": 4, "attention_bias": False, "tie_word_embeddings": True}),
+    "ministral3": ("Ministral3", {**NO_IDS, "head_dim": 6, "rope_parameters": {**YARN, **GROWTH, "truncate": True}}),
+    "ministral3_window": ("Ministral3", {**NO_IDS, "head_dim": 6, "sliding_window": 5}),
     "granite": ("Granite", {**NO_IDS, **MULTIPLIERS}),
     "granite_tied": ("Granite", {**NO_IDS, **MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True}),
     "smollm3": ("SmolLM3", {**NO_IDS, "num_hidden_layers": 5, "no_rope_layer_interval": 2, "rope_parameters": LLAMA3}),
@@ -169,7 +177,9 @@ COMMITTED = (
     "granite",
     "phi3",
     "exaone4",
+    "glm4",
     "hunyuan",
+    "ministral3",
     "olmo3",
     "smollm3",
     "llama_tied",

@@ -22,6 +22,7 @@ from liger_jax.models import (
     Gemma3TextConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Olmo3Config,
     Qwen2Config,
@@ -470,3 +471,16 @@ def test_an_alpha_stretches_hunyuan_s_base():
         read(rope_scaling=scaling | {"alpha": "much"})
     with pytest.raises(ValueError, match="head_dim=2 must be more than 2"):
         read(rope_scaling=scaling, head_dim=2)
+
+
+def test_ministral_3_has_its_own_scaling_where_config_json_has_none():
+    read = lambda values: config_json.read(values, Ministral3Config, {})
+    assert read({}) == read({"rope_theta": 5.0}) == Ministral3Config()  # as in transformers
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
+    config = read({"rope_parameters": yarn | {"llama_4_scaling_beta": 0.0, "max_position_embeddings": 16}})
+    assert config.rope_theta == 10000.0 and config.query_growth == (0.0, 8)
+    assert config == read(config_json.write(config, {}, "Ministral3ForCausalLM", "float32"))
+    with pytest.raises(ValueError, match=r"llama_4_scaling_beta=None \(NoneType\) must be a finite float32"):
+        read({"rope_parameters": yarn})
+    with pytest.raises(ValueError, match="rope_scaling=None must be a YarnRope"):
+        read({"rope_parameters": {"rope_theta": 7.0, "llama_4_scaling_beta": 0.1}})

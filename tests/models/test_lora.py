@@ -627,7 +627,9 @@ def live(test):
         ("olmo2", {}),
         ("olmo3", {}),
         ("exaone4", {}),
+        ("glm4", {}),
         ("granite", {}),
+        ("ministral3", {}),
         ("hunyuan", {}),
     ],
 )

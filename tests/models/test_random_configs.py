@@ -63,6 +63,7 @@ def scaling(rng, family, width):
         LongRope(factors(), factors(), factor, original, maybe(float(rng.uniform(0.5, 1.5)))),
     ]
     choices = [choices[0], choices[-1]] if "Phi3" in family.__name__ else choices
+    choices = [choices[4]] if "Ministral3" in family.__name__ else choices
     return choices[rng.integers(len(choices))]
 
 
@@ -99,6 +100,9 @@ def drawn(rng, family):
     if "Olmoe" in family.__name__:  # whose norms in transformers know no other width of heads
         fields["head_dim"] = None
     width, part = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"], 1.0
+    if "Glm4" in family.__name__:
+        width = fields["head_dim"] = int(rng.choice([4, 8, 12]))
+        part = float(rng.choice([n / width for n in range(2, width + 1, 2)]))
     if "Phi3" in family.__name__:
         width, fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"], None
         part = 0.5 if width % 4 == 0 and rng.random() < 0.7 else 1.0
@@ -122,6 +126,7 @@ def drawn(rng, family):
         embedding_multiplier=float(rng.uniform(0.3, 12)),
         attention_multiplier=float(rng.uniform(0.1, 1)),
         residual_multiplier=float(rng.uniform(0.1, 1)),
+        llama_4_scaling_beta=float(rng.uniform(0, 1)),
     )
     own |= of_experts(rng, layers)
     own |= dict.fromkeys(family.config_type.never, False)
@@ -129,7 +134,7 @@ def drawn(rng, family):
         own["layer_types"] = None  # transformers does not read them in this family: all layers slide, or none
     if "Gemma3" in family.__name__:
         own["attn_logit_softcapping"] = None  # transformers reads it and does not apply it
-    if family.__name__.startswith(("Mistral", "Phi3")) and rng.random() < 0.3:
+    if family.__name__.startswith(("Mistral", "Ministral3", "Phi3")) and rng.random() < 0.3:
         own["sliding_window"] = None
     if "Exaone4" in family.__name__ and rng.random() < 0.3:
         own["sliding_window"] = own["layer_types"] = None

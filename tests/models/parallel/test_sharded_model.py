@@ -18,6 +18,8 @@ from liger_jax.models import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     HunYuanDenseV1Config,
@@ -26,6 +28,8 @@ from liger_jax.models import (
     Layout,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -37,6 +41,7 @@ from liger_jax.models import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from liger_jax.ops import YarnRope
 from liger_jax.planner import mesh as meshes
 from liger_jax.training import make_step
 from tests.ops._oracle import each_by_itself, sent
@@ -59,6 +64,10 @@ FAMILIES = {
         Exaone4Config(sliding_window=5, layer_types=MIXED, **SIZES), rngs=nnx.Rngs(0), **options
     ),
     "hunyuan": lambda **options: HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**SIZES), rngs=nnx.Rngs(0), **options),
+    "glm4": lambda **options: Glm4ForCausalLM(Glm4Config(**SIZES | dict(head_dim=8)), rngs=nnx.Rngs(0), **options),
+    "ministral3": lambda **options: Ministral3ForCausalLM(
+        Ministral3Config(**SIZES | dict(head_dim=8, rope_scaling=YarnRope(4.0, 4))), rngs=nnx.Rngs(0), **options
+    ),
     "granite": lambda **options: GraniteForCausalLM(
         GraniteConfig(residual_multiplier=0.22, **SIZES), rngs=nnx.Rngs(0), **options
     ),
@@ -85,7 +94,19 @@ CASES = [
     for case in (
         *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES, AXIS_TYPES[:1]),
         *itertools.product(
-            ("olmo2", "olmo3", "exaone4", "granite", "hunyuan", "phi3", "smollm3", "gemma2", "gemma3"),
+            (
+                "olmo2",
+                "olmo3",
+                "exaone4",
+                "glm4",
+                "granite",
+                "hunyuan",
+                "ministral3",
+                "phi3",
+                "smollm3",
+                "gemma2",
+                "gemma3",
+            ),
             ("both",),
             ("none",),
             LOSSES,

@@ -24,6 +24,8 @@ from liger_jax.models import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     HunYuanDenseV1Config,
@@ -32,6 +34,8 @@ from liger_jax.models import (
     Layout,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
@@ -50,6 +54,7 @@ from liger_jax.models import (
 from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.lora import add_lora, train_more
 from liger_jax.models.quantized import quantize
+from liger_jax.ops import YarnRope
 from liger_jax.training import make_step
 from tests.ops._oracle import sent
 
@@ -70,6 +75,8 @@ FAMILIES = {
     "olmo3": (Olmo3ForCausalLM, Olmo3Config, dict(sliding_window=5, layer_types=MIXED)),
     "exaone4": (Exaone4ForCausalLM, Exaone4Config, dict(sliding_window=5, layer_types=MIXED)),
     "hunyuan": (HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, {}),
+    "glm4": (Glm4ForCausalLM, Glm4Config, dict(head_dim=8)),
+    "ministral3": (Ministral3ForCausalLM, Ministral3Config, dict(head_dim=4, rope_scaling=YarnRope(4.0, 4))),
     "granite": (GraniteForCausalLM, GraniteConfig, GRANITE),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, dict(no_rope_layers=(1, 0))),
     "gemma": (GemmaForCausalLM, GemmaConfig, dict(head_dim=4, num_key_value_heads=1)),
@@ -180,7 +187,7 @@ def test_loss_metrics_and_gradients_are_those_of_one_device(case, devices, rng):
         vocabulary = case["config"].get("vocab_size", SIZES["vocab_size"])
         logits = 4 * case["length"] * vocabulary // len(devices)
         assert max(size for _, size in sent(text)) < logits, "logits, or a whole stack of matrices, are sent"
-        of_fused = {"all-to-all"} if case["family"] == "phi3" else set()
+        of_fused = {"all-to-all"} if case["family"] in ("glm4", "phi3") else set()
         assert {kind for kind, _ in sent(text)} <= {"all-gather", "reduce-scatter", "all-reduce"} | of_fused
 
 
