@@ -45,6 +45,7 @@ FAMILIES = {
     "phi3": Phi3ForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
+    "qwen3_vl_text": Qwen3ForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
     "smollm3": SmolLM3ForCausalLM,
 }

@@ -42,10 +42,14 @@ class Glm4Config(LlamaConfig):
     attention_bias: bool = True
 
     never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
-    output_bias: ClassVar[bool] = False
     fused_gate_up: ClassVar[bool] = True
     rope_layout: ClassVar[str] = "interleaved"
     norms_results: ClassVar[bool] = True
+
+    @property
+    def output_bias(self) -> bool:
+        """The projection of attention's result has no bias."""
+        return False
 
 
 class Glm4Layer(nnx.Module):

@@ -41,6 +41,14 @@ ADAPTERS = Names("adapter_config.json", ("adapter_model.safetensors",), ".saving
 
 
 @dataclasses.dataclass(frozen=True)
+class Whole:
+    """A multimodal checkpoint, of which the model is the language part."""
+
+    config: str  # the text of its config.json
+    folder: str  # from which a save reads the tensors of its other parts
+
+
+@dataclasses.dataclass(frozen=True)
 class Kept:
     """The parts of a checkpoint's JSON files that the model does not compute with, for a later save.
 
@@ -49,7 +57,7 @@ class Kept:
 
     config: str = "{}"  # a JSON object with fields of config.json
     generation: str | None = None  # the text of generation_config.json, or `None` if the checkpoint has none
-    multimodal: bool = False  # whether the model is the language part of a multimodal checkpoint
+    whole: Whole | None = None  # the multimodal checkpoint that the model is a part of; `None` if it is by itself
 
     @property
     def stops(self) -> tuple[int, ...]:

@@ -86,6 +86,8 @@ def read(
 
     `fixed`: for fields that `config_type` lacks, the values that the model supports; an absent field means the first.
     """
+    defaults: Mapping[str, Any] = getattr(config_type, "defaults_of_type", {}).get(values.get("model_type"), {})
+    values = defaults | dict(values)
     others = getattr(config_type, "other_names", {})
     values = {own: values[other] for other, own in others.items() if other in values} | dict(values)
     rope, wrong = rope_fields.read(values, config_type)

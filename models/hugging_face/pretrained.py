@@ -19,7 +19,7 @@ from liger_jax.models.core.config_fields import short
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.stretched import stretched
-from liger_jax.models.hugging_face import checkpoint, config_json, saving, weights
+from liger_jax.models.hugging_face import checkpoint, config_json, saving, weights, wrapper
 from liger_jax.models.hugging_face.names import no_attribute, refusing_foreign_names
 from liger_jax.models.hugging_face.source import Source, find, tokenizer_files
 from liger_jax.models.hugging_face.weights import EMBEDDING
@@ -162,10 +162,14 @@ class Pretrained(nnx.Module):
         Quantised weights are written dense, in the dtype that they had: the checkpoint computes the same.
 
         If the model came from a checkpoint, that checkpoint's other fields of config.json and its
-        generation_config.json are written again. An earlier model in the folder is replaced at the end, by one rename:
-        a save that is killed leaves the earlier model or the new one. One case needs a repair: if config.json changes
-        what is computed, or another small file changes, a killed save may leave a folder without config.json.
-        `from_pretrained` then says how to repair it, and the next save repairs it too.
+        generation_config.json are written again. If that is a multimodal one, the whole of it is: tensors of its other
+        parts are read from its folder and written unchanged. To save the language part alone, set
+        `model.kept = dataclasses.replace(model.kept, whole=None)` before.
+
+        An earlier model in the folder is replaced at the end, by one rename: a save that is killed leaves the earlier
+        model or the new one. One case needs a repair: if config.json changes what is computed, or another small file
+        changes, a killed save may leave a folder without config.json. `from_pretrained` then says how to repair it, and
+        the next save repairs it too.
 
         Args:
             path: a folder, made if it does not exist. No other process may write to it meanwhile. An earlier model's
@@ -177,6 +181,7 @@ class Pretrained(nnx.Module):
                 leaves those in `path` as they are.
 
         Raises:
+            FileNotFoundError: the model is a part of a multimodal checkpoint, whose folder is not there any more.
             ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`; `lora.merge_lora`
                 adds them to the weights), or `tokenizer_from` is not a folder with a tokenizer's files.
         """
@@ -192,11 +197,15 @@ class Pretrained(nnx.Module):
         values = json.loads(self.kept.config)
         values |= config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
         values |= config_fields or {}
+        whole = self.kept.whole
         if different := config_json.not_in_transformers(self.config, values["model_type"]):
             warnings.warn(
                 f"save_pretrained: from_pretrained reads this model, transformers does not: {'; '.join(different)}.",
                 stacklevel=2,
             )
+        if whole is not None:
+            earlier = _config_of(type(self), json.loads(whole.config), pathlib.Path(whole.folder))
+            values = wrapper.config(whole, values, earlier == self.config, config_fields or {})
         generation = self.kept.generation
         small_files = {
             checkpoint.CONFIG: (json.dumps(values, indent=2) + "\n").encode(),
@@ -207,10 +216,21 @@ class Pretrained(nnx.Module):
 
         def meaning(folder):
             config, dtype, kept = _described(type(self), Source(folder))
-            return config, dtype, dataclasses.replace(kept, generation=None).stops
+            others = None if kept.whole is None else kept.whole.config
+            return config, dtype, dataclasses.replace(kept, generation=None).stops, others
 
         shards = weights.shards(nnx.state(self, (nnx.Param, quantized.QuantizedParam)), max_shard_bytes)
+        if whole is not None:
+            small_files |= wrapper.processors(whole)
+            shards = wrapper.shards(whole, shards, max_shard_bytes)
         saving.write(pathlib.Path(path), shards, small_files, meaning)
+
+
+def _config_of(model_class: Any, values: dict[str, Any], folder: pathlib.Path) -> Any:
+    """The architecture of a language model by the fields of its multimodal checkpoint's config.json."""
+    part = checkpoint.language_values(values, folder)
+    with warnings.catch_warnings(action="ignore"):  # they were given when the model was read
+        return config_json.read(part, model_class.config_type, model_class.config_fixed, folder)
 
 
 def _described(model_class: Any, source: Source) -> tuple[Any, str, checkpoint.Kept]:

@@ -171,6 +171,8 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
     """A `RopeScaling` or `None`, and a list of problems."""
     kind = _kind(parameters)
     fields = {key: value for key, value in parameters.items() if key not in ("type", "rope_type", "rope_theta")}
+    for key in [key for key in fields if key.startswith("mrope_")]:  # which columns turn by place in an image
+        del fields[key]
     if not (isinstance(kind, str) and kind in ("default", *_KINDS)):
         return None, [f"rope_type={config_fields.short(kind)} must be 'default' or one of {list(_KINDS)}"]
     part = fields.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))

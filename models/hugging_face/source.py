@@ -20,6 +20,7 @@ from liger_jax.models.hugging_face.checkpoint import (
     TEMPLATES,
     TOKENIZER,
     Kept,
+    Whole,
 )
 
 # Fields of config.json that are not kept: `config_json.write` writes the first three under other names, the others name
@@ -78,7 +79,8 @@ class Source:
         """The parts of the JSON files that a save of the model will write again."""
         left = {name: value for name, value in self.config.items() if name not in (*own, *_NOT_KEPT)}
         _check_stops(self.path, left)
-        return Kept(json.dumps(left), self.generation, self.multimodal)
+        whole = Whole(json.dumps(self._whole_config), str(self.folder.absolute())) if self.multimodal else None
+        return Kept(json.dumps(left), self.generation, whole)
 
     @functools.cached_property
     def tokenizer(self) -> dict[str, bytes | None]:

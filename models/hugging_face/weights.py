@@ -143,12 +143,12 @@ def open_weights(path: pathlib.Path) -> Any:
 
 def tensors_of(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Slices of a folder's tensors, by their names in a language model; of a quantised weight, a view that is dense."""
-    files = _open_files(folder, stack)
+    files = open_files(folder, stack)
     tensors = {own: files[name].get_slice(name) for own, name in language_part(files).items()}
     return nf4.with_dense_views(mxfp4.with_dense_views(tensors))
 
 
-def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+def open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """The open file of each tensor, by the tensor's name."""
     if why := why_no_weights(folder):
         raise FileNotFoundError(f"from_pretrained: {folder} {why}")

@@ -176,4 +176,4 @@ def _is_multimodal(model: nnx.Module, base_model: str | None) -> bool:
     folder = None if base_model is None else pathlib.Path(base_model)
     if folder is not None and (folder / checkpoint.CONFIG).is_file():
         return Source(folder).multimodal
-    return getattr(model, "kept", checkpoint.Kept()).multimodal
+    return getattr(model, "kept", checkpoint.Kept()).whole is not None

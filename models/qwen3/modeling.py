@@ -1,7 +1,8 @@
 """Qwen3: Qwen2 with norms of queries and keys in place of biases."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.llama import LlamaForCausalLM
@@ -22,6 +23,10 @@ class Qwen3Config(Qwen2Config):
     qkv_bias: ClassVar[bool] = False
     never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     qk_norm: ClassVar[bool] = True
+    # What a config.json of the language part of Qwen3-VL means by fields that it lacks.
+    defaults_of_type: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "qwen3_vl_text": dict(num_key_value_heads=32, max_position_embeddings=128000, rope_theta=500000.0)
+    }
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
@@ -37,4 +42,4 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     """
 
     config_type = Qwen3Config
-    config_fixed = fixed_fields("qwen3")
+    config_fixed = fixed_fields("qwen3") | {"model_type": ("qwen3", "qwen3_vl_text")}

@@ -43,7 +43,7 @@ def names_in(folder):
 
 def test_adapters_of_a_multimodal_checkpoint_have_the_names_of_the_whole_model(tmp_path, rng):
     model, tokens = adapted(), random_tokens(rng)
-    model.kept = checkpoint.Kept(multimodal=True)
+    model.kept = checkpoint.Kept(whole=checkpoint.Whole("{}", ""))
     save_adapters(model, tmp_path, base_model="org/name")
     tensors, targets = names_in(tmp_path)
     assert all(name.startswith(WHOLE) for name in tensors)
@@ -54,7 +54,7 @@ def test_adapters_of_a_multimodal_checkpoint_have_the_names_of_the_whole_model(t
 
 def test_adapters_of_other_parts_are_left_out_with_a_warning(tmp_path, rng):
     model, tokens = adapted(), random_tokens(rng)
-    model.kept = checkpoint.Kept(multimodal=True)
+    model.kept = checkpoint.Kept(whole=checkpoint.Whole("{}", ""))
     save_adapters(model, tmp_path)
     other = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight"
     save_file(names_in(tmp_path)[0] | {other: np.ones((3, 4), np.float32)}, tmp_path / "adapter_model.safetensors")
@@ -70,7 +70,8 @@ def test_the_base_model_s_folder_says_what_the_names_are(tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": values}))
     for folder, prefix in (("text", PLAIN), ("whole", WHOLE)):
-        model.kept = checkpoint.Kept(multimodal=folder == "text")  # it came from the other one
+        other = checkpoint.Whole("{}", "") if folder == "text" else None  # it came from the other one
+        model.kept = checkpoint.Kept(whole=other)
         save_adapters(model, tmp_path / "adapters", base_model=str(tmp_path / folder))
         assert all(name.startswith(prefix) for name in names_in(tmp_path / "adapters")[0])
 
