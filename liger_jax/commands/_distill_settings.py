@@ -42,6 +42,11 @@ class DistillSettings(Settings):
             raise UserError(
                 f"--temperature={self.temperature} must be a finite number above 0, of those that float32 holds."
             )
+        if self.divergence == "cosine" and self.temperature != 1:
+            raise UserError(
+                f"--temperature={self.temperature} changes no angle between logits, which --divergence cosine "
+                "compares. Leave it out."
+            )
         if not 0 <= self.hard_weight < 1:
             raise UserError(
                 f"--hard-weight={self.hard_weight} must be in [0, 1); 0 leaves the labels out, and with 1 there would "

@@ -16,6 +16,7 @@ bits move between memory and the passes over a chunk. All else is float32.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import (
     take,
     weight_gradient,
 )
-from liger_jax.pallas_kernels.fused_linear_distillation import formulas, topk_formulas
+from liger_jax.pallas_kernels.fused_linear_distillation import cosine_formulas, formulas, topk_formulas
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 from liger_jax.pallas_kernels.tiles import full_like
@@ -74,8 +75,7 @@ def by_tokens(
     size, is_whole, is_summed = _chunks(n, options.tokens, needs, backend.chunk_multiple)
     weight = student.weight.astype(student.hidden.dtype)
     teacher = _in_dtype_of_products(teacher)
-    losses_of = topk_formulas.reduced if isinstance(teacher, TopK) else formulas.reduced
-    gradient_of = topk_formulas.logit_gradient if isinstance(teacher, TopK) else formulas.logit_gradient
+    loss_formulas = _formulas_of(teacher, options)
 
     def chunk(first, own):
         scales = jnp.where(jnp.arange(size) < own, take(scale, first, size), 0.0)
@@ -83,12 +83,13 @@ def by_tokens(
         raw, lse = backend.logits(x, weight, student.bias, options.student)
         of_teacher, teacher_lse = _of_tokens(teacher, first, size, scales, options, backend)
         y = take(labels, first, size)
-        losses, statistics = losses_of(raw, of_teacher, y, options, (lse, teacher_lse))
+        losses, statistics = loss_formulas.reduced(raw, of_teacher, y, options, (lse, teacher_lse))
         # The barrier keeps XLA from writing float32 arrays of the chunk for both passes: the second makes them again.
         raw, of_teacher, known = jax.lax.optimization_barrier((raw, of_teacher, statistics))
         # The bias's gradient is a sum of what is not rounded.
         dtype = jnp.float32 if needs.bias else x.dtype
-        return losses, statistics, x, lambda: gradient_of(raw, of_teacher, y, known, scales, 0, options, dtype)
+        arrays = raw, of_teacher, y, known, scales
+        return losses, statistics, x, lambda: loss_formulas.logit_gradient(*arrays, 0, options, dtype)
 
     def body(carry, first, own):
         rows, (dhidden, dweight, dbias, all_du) = carry
@@ -161,7 +162,7 @@ def by_vocabulary(
     v = student.weight.shape[vocab_dim]
     x = live_rows(student.hidden, scale)
     statistics = jax.tree.map(lambda field: live_rows(field, scale), statistics)
-    gradient_of = topk_formulas.logit_gradient if isinstance(teacher, TopK) else formulas.logit_gradient
+    gradient_of = _formulas_of(teacher, options).logit_gradient
 
     def body(grads, first, size):
         dweight, dbias = grads
@@ -183,6 +184,13 @@ def by_vocabulary(
         full_like(x, (v,), 0, student.bias.dtype) if needs.bias else None,
     )
     return None, *over_slices(v, min(options.entries, v), body, start, last_waits=True)
+
+
+def _formulas_of(teacher: Head | TopK, options: Any) -> ModuleType:
+    """The module with the loss's `reduced` and `logit_gradient`."""
+    if isinstance(teacher, TopK):
+        return topk_formulas
+    return cosine_formulas if options.divergence == "cosine" else formulas
 
 
 def _in_dtype_of_products(teacher: Head | TopK) -> Head | TopK:

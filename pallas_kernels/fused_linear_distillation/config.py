@@ -51,7 +51,7 @@ class DivergenceOptions(Options):
     """The options of the divergence from a teacher whose logits are made here."""
 
     teacher: HeadOptions
-    divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
+    divergence: str  # "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine"
     beta: float
 
 

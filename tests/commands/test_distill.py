@@ -84,36 +84,55 @@ def batch(rng):
 
 
 def exact(models, batch, temperature):
-    """(tokens, V) log-probabilities of student and teacher, and those of the labels at temperature 1, in float64."""
+    """(tokens, V) logits of student and teacher over the temperature, and the labels' log-probabilities, in float64.
+
+    The labels' are at temperature 1.
+    """
     targets = np.asarray(losses.shifted_labels(batch["labels"], batch["segment_ids"]))
     where, found = targets != -100, []
     for model in (models, models.teacher):
         z = np.asarray(model.hidden_states(0, 0, 0), np.float64) @ np.asarray(model.head, np.float64)[:VOCAB].T
         cap = model.config.final_logit_softcapping
         found.append((z if cap is None else cap * np.tanh(z / cap))[where] * model.config.logit_scale)
-    softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))
-    of_labels = np.take_along_axis(softmax(found[0]), targets[where][:, None], 1)[:, 0]
-    return softmax(found[0] / temperature), softmax(found[1] / temperature), of_labels
+    of_labels = np.take_along_axis(log_softmax(found[0]), targets[where][:, None], 1)[:, 0]
+    return found[0] / temperature, found[1] / temperature, of_labels
+
+
+def log_softmax(z):
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
 def kl(p, q):
     return (np.exp(p) * (p - q)).sum(-1)
 
 
+def cosine(x, y):
+    return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
+
+
+def of_probabilities(divergence):
+    return lambda student, teacher: divergence(log_softmax(student), log_softmax(teacher))
+
+
 ORACLES = {
-    "forward_kl": lambda s, t: kl(t, s),
-    "reverse_kl": kl,
-    "jsd": lambda s, t: 0.3 * kl(t, m := np.log(0.7 * np.exp(s) + 0.3 * np.exp(t))) + 0.7 * kl(s, m),
-    "tvd": lambda s, t: 0.5 * np.abs(np.exp(s) - np.exp(t)).sum(-1),
+    "forward_kl": of_probabilities(lambda s, t: kl(t, s)),
+    "reverse_kl": of_probabilities(kl),
+    "jsd": of_probabilities(
+        lambda s, t: 0.3 * kl(t, m := np.logaddexp(s + np.log(0.7), t + np.log(0.3))) + 0.7 * kl(s, m)
+    ),
+    "tvd": of_probabilities(lambda s, t: 0.5 * np.abs(np.exp(s) - np.exp(t)).sum(-1)),
+    "cosine": lambda s, t: 1 - cosine(s, t),
 }
 
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_the_loss_is_the_mean_divergence_of_scored_tokens(name, models, batch):
-    options = dict(divergence=name, temperature=2.0, hard_weight=0.25) | ({"beta": 0.3} if name == "jsd" else {})
+    temperature = 1.0 if name == "cosine" else 2.0
+    options = dict(divergence=name, temperature=temperature, hard_weight=0.25)
+    options |= {"beta": 0.3} if name == "jsd" else {}
     settings = DistillSettings(model="m", data="d", teacher="t", **options)
     loss, _ = _distill_task.loss_of(settings, VOCAB)(models, batch)
-    student, teacher, of_labels = exact(models, batch, 2.0)
+    student, teacher, of_labels = exact(models, batch, temperature)
     expected = 0.75 * ORACLES[name](student, teacher) - 0.25 * of_labels
     np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
 
@@ -272,6 +291,7 @@ def test_a_teacher_in_four_bits_has_almost_the_same_probabilities(source, tmp_pa
     [
         (["--temperature=0"], "--temperature=0.0 must be a finite number above 0, of those that float32 holds."),
         (["--hard-weight=1"], "with 1 there would be no teacher, as in liger-jax finetune"),
+        (["--temperature=2", "--divergence=cosine"], "--temperature=2.0 changes no angle between logits"),
         (["--beta=0.3"], "--beta=0.3 goes with --divergence jsd. Leave it out."),
         (["--divergence=jsd", "--beta=1"], "must be in (0, 1); its limits are --divergence forward_kl and reverse_kl"),
         (["--tail=ignore"], "--tail=ignore goes with --top-k. Leave it out."),

@@ -123,10 +123,9 @@ FACTORS = {
     "distill": TRAINING | TEXTS | {
         "teacher": ["--teacher {teacher}", "--teacher {teacher} --teacher-quantize nf4"],
         "divergence": [
-            "", "--divergence reverse_kl", "--divergence jsd --beta 0.3", "--divergence tvd", "--top-k 4",
-            "--top-k 4 --tail ignore",
+            "", "--divergence reverse_kl --temperature 2", "--divergence jsd --beta 0.3", "--divergence tvd",
+            "--divergence cosine", "--top-k 4 --temperature 2", "--top-k 4 --tail ignore",
         ],
-        "temperature": ["", "--temperature 2"],
         "hard": ["", "--hard-weight 0.3"],
     },
     "generate": {

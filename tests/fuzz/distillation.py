@@ -65,8 +65,11 @@ def fused_linear_distillation(draw: Draw) -> Case:
     student, teacher = (
         dataclasses.replace(h, bias=None if h.bias == "forbidden" else h.bias) for h in (student, teacher)
     )
-    kinds = {"divergence": draw.pick("forward_kl", "reverse_kl", "jsd", "tvd")} | draw.optional(beta=(0.1, 0.5))
+    kinds = {"divergence": draw.pick("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")}
+    kinds |= draw.optional(beta=(0.1, 0.5))
     options, counting = _distillation_options(draw), Tokens.drawn(draw, student.tokens, student.v)
+    if kinds["divergence"] == "cosine":
+        options.pop("temperature", None)
     of_heads = {f"{head.prefix}{name}": x for head in (student, teacher) for name, x in logit_options(draw).items()}
     limits, may_refuse = drawn_limits(draw)
     static = {**kinds, **options, **of_heads, **limits, **student.options, **teacher.options}
@@ -88,7 +91,8 @@ def fused_linear_distillation(draw: Draw) -> Case:
             logits[head.prefix] = scaled(u, **own)
         z, teacher_z = logits["student_"], logits["teacher_"]
         t = options.get("temperature", 1.0)
-        log_p, log_q = (_flat(log_softmax(x / t)) for x in (z, teacher_z))
+        of_logits = (lambda z: z) if kinds["divergence"] == "cosine" else lambda z: log_softmax(z / t)
+        log_p, log_q = (_flat(of_logits(x)) for x in (z, teacher_z))
         soft = distillation.divergence(log_p, log_q, kind=kinds["divergence"], beta=kinds.get("beta", 0.5))
         rest = {"reduction": options.get("reduction", "mean"), "normalizer": options.get("denominator")}
         return _mixed(soft.reshape(dead.shape), z, labels, dead, options.get("hard_weight", 0.0), **rest)

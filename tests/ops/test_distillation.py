@@ -14,7 +14,8 @@ from tests.ops._oracle import TOLERANCE, check_float32, check_half, first, large
 from tests.ops.references import distillation as reference
 
 N, D, E, V, K = 37, 24, 40, 101, 7
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+OF_DISTRIBUTIONS = ("forward_kl", "reverse_kl", "jsd", "tvd")
+DIVERGENCES = (*OF_DISTRIBUTIONS, "cosine")
 MODES = ("fast", "lean")
 LEAN_IN_FULL = ["fast", pytest.param("lean", marks=pytest.mark.full)]
 TEMPERATURE, BETA = 1.7, 0.3
@@ -45,11 +46,12 @@ def distillation_cases(rng, kind, hard_weight, reduction, mode, dtype=jnp.float3
     """The op, its oracle, and what both are differentiated by."""
     student, teacher = heads(rng, dtype=dtype)
     labels, where, counts = scored(rng)
+    temperature = 1.0 if kind == "cosine" else TEMPERATURE
 
     def op(hidden, weight, bias):
         return fused_linear_distillation(
             hidden, weight, teacher[0], teacher[1].T,
-            divergence=kind, beta=BETA, temperature=TEMPERATURE, labels=labels, where=where, hard_weight=hard_weight,
+            divergence=kind, beta=BETA, temperature=temperature, labels=labels, where=where, hard_weight=hard_weight,
             student_bias=bias, student_logit_softcap=5.0, student_logit_scale=1.3,
             teacher_bias=teacher[2], teacher_weight_layout="dv", teacher_logit_scale=0.5,
             reduction=reduction, mode=mode, chunk_size=10,
@@ -58,8 +60,8 @@ def distillation_cases(rng, kind, hard_weight, reduction, mode, dtype=jnp.float3
     def oracle(hidden, weight, bias):
         cast = lambda x: jnp.asarray(x).astype(hidden.dtype)
         raw = functools.partial(reference.logits, hidden, weight, bias, scale=1.3, softcap=5.0)
-        theirs = reference.logits(*map(cast, teacher), scale=0.5, temperature=TEMPERATURE)
-        losses = (1 - hard_weight) * reference.divergence(raw(temperature=TEMPERATURE), theirs, kind=kind, beta=BETA)
+        theirs = reference.logits(*map(cast, teacher), scale=0.5, temperature=temperature)
+        losses = (1 - hard_weight) * reference.divergence(raw(temperature=temperature), theirs, kind=kind, beta=BETA)
         losses += hard_weight * reference.cross_entropy(raw(), jnp.maximum(labels, 0))
         return reduced(losses, counts, reduction)
 
@@ -144,7 +146,7 @@ def test_a_loss_scale_keeps_float16_gradients(op, rng):
         assert largest_error(grad.astype(jnp.float32) / 2.0**18, truth) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["jsd", *(pytest.param(k, marks=pytest.mark.full) for k in ("forward_kl", "topk"))])
+@pytest.mark.parametrize("kind", first(1, ["jsd", "forward_kl", "cosine", "topk"]))
 @pytest.mark.parametrize("mode", MODES)
 def test_hopper_s_products_give_the_same(hopper, kind, mode, rng):
     """On a Hopper GPU compiled, on a CPU simulated: bfloat16, two chunks that overlap, a bias and a softcap."""
@@ -154,7 +156,7 @@ def test_hopper_s_products_give_the_same(hopper, kind, mode, rng):
     )
     weight, teacher_weight = weight / 8, teacher_weight / 8
     token_ids, log_probs = stored(rng, n, v)
-    options = dict(mode=mode, chunk_size=128, temperature=1.5)
+    options = dict(mode=mode, chunk_size=128, temperature=1.0 if kind == "cosine" else 1.5)
 
     def loss(hidden, weight, bias, implementation):
         own = dict(options, implementation=implementation)
@@ -198,7 +200,7 @@ def test_hopper_s_sum_of_dw_over_chunks_is_rounded_once(hopper, rng):
 
 
 @pytest.mark.parametrize("mode", LEAN_IN_FULL)
-@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("kind", OF_DISTRIBUTIONS)
 def test_where_both_agree_to_the_last_bit_loss_and_gradient_are_zero(kind, mode, rng):
     (hidden, weight, _), _ = heads(rng)
     loss = lambda h, w: fused_linear_distillation(h, w, hidden, weight, divergence=kind, temperature=2.0, mode=mode)
@@ -207,7 +209,7 @@ def test_where_both_agree_to_the_last_bit_loss_and_gradient_are_zero(kind, mode,
     assert not np.any(grads[0]) and not np.any(grads[1])
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("kind", OF_DISTRIBUTIONS)
 def test_opposite_certainties_are_finite(kind, rng):
     """Logits of ±80: the probabilities of one are e^−160 where those of the other are 1."""
     signs = rng.choice([-80.0, 80.0], (V, 1))
@@ -225,7 +227,7 @@ def test_opposite_certainties_are_finite(kind, rng):
     assert np.max(np.abs(np.asarray(grad) - np.asarray(expected_grad))) < TOLERANCE * 80 * 320
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tvd", "bucket", "ignore"])
+@pytest.mark.parametrize("kind", [*DIVERGENCES, "bucket", "ignore"])
 def test_nan_in_either_model_is_a_loss_of_nan(kind, rng):
     hidden, teacher = (jnp.asarray(rng.standard_normal((3, D)), jnp.float32) for _ in range(2))
     weight = jnp.asarray(rng.standard_normal((V, D)), jnp.float32)
@@ -242,7 +244,7 @@ def test_nan_in_either_model_is_a_loss_of_nan(kind, rng):
         assert np.isnan(loss(*arrays)).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("kind", OF_DISTRIBUTIONS)
 def test_a_probability_of_zero_is_no_nan(kind):
     """Minus infinity as a bias forbids a token to the teacher, or to both."""
     hidden, weight = jnp.ones((2, 1)), jnp.zeros((4, 1))
@@ -263,6 +265,24 @@ def test_total_variation_between_distributions_of_one_token_pulls_nowhere(rng):
     )
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(*arrays)
     assert max(float(jnp.max(jnp.abs(g))) for g in gradients) < 1e-2
+
+
+@pytest.mark.parametrize("mode", LEAN_IN_FULL)
+def test_the_cosine_of_zeros_and_of_far_logits_is_known(mode):
+    """Rows: zeros, and 5e30 and 5e-30 at an angle of cosine 0.6 to the teacher's; both models forbid an entry."""
+    hidden = jnp.asarray([[0.0, 0.0], [3e30, 4e30], [3e-30, 4e-30]])
+    weight, forbids = jnp.eye(3, 2), jnp.array([0.0, 0.0, -jnp.inf])
+    teacher = jnp.broadcast_to(jnp.array([1e25, 0.0]), (3, 2))
+
+    def loss(hidden, teacher_bias, **options):
+        biases = dict(student_bias=forbids, teacher_bias=teacher_bias)
+        return fused_linear_distillation(hidden, weight, teacher, weight, divergence="cosine", **biases, **options)
+
+    value, gradient = jax.jit(jax.value_and_grad(lambda *x: loss(*x, reduction="sum", mode=mode)))(hidden, forbids)
+    np.testing.assert_allclose(value, 1.0 + 0.4 + 0.4, rtol=1e-6)
+    along = np.array([0.6 * 0.6 - 1.0, 0.6 * 0.8])  # (cos · ŝ − t̂)
+    np.testing.assert_allclose(gradient, np.stack([0 * along, along / 5e30, along / 5e-30]), rtol=1e-5)
+    assert np.all(np.isnan(loss(hidden, jnp.zeros(3), reduction="none")))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -483,7 +503,7 @@ def test_the_teacher_has_no_gradient(rng):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", ["jsd", *(pytest.param(k, marks=pytest.mark.full) for k in ("forward_kl", "topk"))])
+@pytest.mark.parametrize("kind", first(2, ["jsd", "cosine", "forward_kl", "topk"]))
 def test_a_split_vocabulary_equals_the_whole_one(kind, check_vma, devices, rng):
     n, v = 24, 64
     student, teacher = heads(rng, n, v)
@@ -493,7 +513,8 @@ def test_a_split_vocabulary_equals_the_whole_one(kind, check_vma, devices, rng):
     split, same = jax.P("shard"), jax.P()
 
     def loss(student, teacher_weight, **options):
-        options |= dict(labels=labels, where=where, hard_weight=0.3, temperature=1.3, mode="lean")
+        temperature = 1.0 if kind == "cosine" else 1.3
+        options |= dict(labels=labels, where=where, hard_weight=0.3, temperature=temperature, mode="lean")
         hidden, weight, bias = student
         if kind == "topk":
             return fused_linear_topk_distillation(
@@ -579,6 +600,7 @@ def test_likely_tokens_are_compared_by_probabilities_of_at_most_one(divergence, 
             dict(divergence="jsd", beta=0.0),
             "beta=0.0 must be in (0, 1); the limits 0 and 1 are divergence='forward_kl'",
         ),
+        (dict(divergence="cosine", temperature=2.0), "temperature=2.0 changes no angle between logits"),
         (dict(temperature=0.0), "temperature=0.0 must be finite and > 0"),
         (dict(hard_weight=0.5), "weighs the cross-entropy of labels, and none are given"),
         (dict(hard_weight=1.5, labels=np.zeros(N, int)), "hard_weight=1.5 must be in [0, 1]"),

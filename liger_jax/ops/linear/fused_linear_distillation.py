@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import checks
+from liger_jax.ops import checks, loss_terms
 from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.linear._distillation import (
@@ -17,7 +17,7 @@ from liger_jax.ops.linear._distillation import (
 from liger_jax.pallas_kernels.fused_linear_distillation.config import DivergenceOptions, Head
 
 OP = "fused_linear_distillation"
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 
 
 def fused_linear_distillation(
@@ -63,6 +63,7 @@ def fused_linear_distillation(
     | "reverse_kl" | KL(p ‖ q) |
     | "jsd" | beta · KL(q ‖ m) + (1 − beta) · KL(p ‖ m), m = (1 − beta) · p + beta · q |
     | "tvd" | ½ Σ_v |p_v − q_v| |
+    | "cosine" | 1 − cos(z_student, z_teacher), of the logits, which a temperature does not change |
 
     There is no factor of temperature². The cross-entropy has temperature 1. The teacher has no gradient; models may
     differ in width and dtype, and share the vocabulary.
@@ -80,7 +81,7 @@ def fused_linear_distillation(
         teacher_weight: (V, E), or (E, V) with `teacher_weight_layout="dv"`, any float dtype.
         divergence: see the table.
         beta: the teacher's weight in the mixture, in (0, 1), a Python number; only "jsd" reads it.
-        temperature: > 0, a Python number.
+        temperature: > 0, a Python number; 1 for "cosine".
         where: (...) bool, which tokens count; None for all.
         labels: (...), integers in [0, V), or `ignore_index` where a token does not count. Any other label makes its
             token's loss and gradient NaN under jit, if there is a `hard_weight`.
@@ -125,6 +126,7 @@ def fused_linear_distillation(
     References:
         Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
         Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
+        Hsu et al., Liger Kernel, arXiv:2410.10989, whose cosine loss is "cosine" times its beta.
     """
     *student, vocab_size = checks.linear_head(
         OP, student_hidden, student_weight, student_bias, student_weight_layout, "student_"
@@ -133,7 +135,7 @@ def fused_linear_distillation(
         OP, teacher_hidden, teacher_weight, teacher_bias, teacher_weight_layout, "teacher_"
     )
     student, teacher = Head(*student), Head(*teacher)
-    _check_divergence(divergence, beta)
+    _check_divergence(divergence, beta, temperature)
     precision = checks.current_precision(precision)
     of_student = student_logit_scale, student_logit_softcap, student_weight_layout, precision
     of_teacher = teacher_logit_scale, teacher_logit_softcap, teacher_weight_layout, precision
@@ -166,8 +168,14 @@ def fused_linear_distillation(
     return loss(student, jax.lax.stop_gradient(teacher), labels, where, denominator, options, static)
 
 
-def _check_divergence(divergence: str, beta: float) -> None:
+def _check_divergence(divergence: str, beta: float, temperature: float) -> None:
     checks.check_choice(OP, "divergence", divergence, DIVERGENCES)
+    loss_terms.check_temperature(OP, temperature)
+    if divergence == "cosine" and temperature != 1.0:
+        raise ValueError(
+            f"{OP}: temperature={temperature} changes no angle between logits, which divergence='cosine' compares; "
+            "leave it out."
+        )
     checks.check_number(OP, beta=beta)
     if not 0.0 < beta < 1.0:
         raise ValueError(

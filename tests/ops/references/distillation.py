@@ -14,6 +14,11 @@ def logits(hidden, weight, bias=None, *, scale=1.0, softcap=None, temperature=1.
 
 def divergence(student, teacher, *, kind, beta=0.5):
     """D (N,) of logits (N, V)."""
+    if kind == "cosine":
+        dot = lambda x, y: jnp.sum(x * y, axis=1)
+        square = dot(student, student) * dot(teacher, teacher)
+        cosine = dot(student, teacher) / jnp.sqrt(jnp.where(square == 0, 1.0, square))
+        return 1.0 - jnp.where(square == 0, 0.0, cosine)  # logits of zeros have distance 1 from all
     log_p, log_q = jax.nn.log_softmax(student), jax.nn.log_softmax(teacher)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     if kind == "forward_kl":
