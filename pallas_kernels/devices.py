@@ -177,9 +177,6 @@ def gpu_named(device_kind: str) -> GPU | None:
 
     Returns the row with the longest of the names in it: a card with this chip and this memory, which may have more or
     less of both; None if there is none, and for a laptop's card, whose chip is another one.
-
-    >>> [gpu_named(f"NVIDIA {name}").cores for name in ("H100 80GB HBM3", "H100 PCIe", "GeForce RTX 3090 Ti")]
-    [132, 114, 84]
     """
     if "Laptop" in device_kind:
         return None
@@ -195,9 +192,6 @@ def capability_of(device_kind: str) -> Capability:
     """The compute capability of a GPU that cannot be asked, because it is absent.
 
     Returns the capability, as far as the name tells it. A name that nobody knows is taken for Ampere.
-
-    >>> capability_of("NVIDIA H100 PCIe"), capability_of("NVIDIA GB300"), capability_of("NVIDIA A40")
-    ((9, 0), (10, 0), (8, 6))
     """
     if (gpu := gpu_named(device_kind)) is not None:
         return gpu.capability

@@ -174,8 +174,7 @@ def sft_loss(
         The float32 loss, 0 where nothing is learned.
 
     Raises:
-        TypeError: the model does not return hidden states.
-        ValueError: the head has LoRA, or is quantised.
+        TypeError, ValueError: as from `hidden_and_head`.
     """
     weights = jnp.pad(input_mask[:, 1:].astype(jnp.float32), ((0, 0), (0, 1)))
     if isinstance(model, TunixModel):
@@ -234,8 +233,7 @@ def with_reference(example: Any, model: Any) -> Any:
         The example with `ref_chosen_logps` and `ref_rejected_logps`.
 
     Raises:
-        TypeError: the model does not return hidden states.
-        ValueError: the head has LoRA, or is quantised.
+        TypeError, ValueError: as from `hidden_and_head`.
     """
     chosen, rejected = _reference(model, example)
     return dataclasses.replace(example, ref_chosen_logps=chosen, ref_rejected_logps=rejected)

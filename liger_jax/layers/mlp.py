@@ -103,15 +103,7 @@ class SwiGLUMLP(_GatedMLP):
     activation = "silu"
 
     def gated(self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
-        """silu(gate)·up.
-
-        Args:
-            gate: (..., F), any float dtype.
-            up: (..., F), any float dtype.
-
-        Returns:
-            (..., F) in up.dtype.
-        """
+        """silu(gate)·up, in up.dtype."""
         return ops.swiglu(gate, up, implementation=self.implementation)
 
 
@@ -119,14 +111,7 @@ class GeGLUMLP(_GatedMLP):
     """Gemma's feed-forward layer: down(gelu(gate(x))·up(x)), by `ops.gated_mlp` or `ops.geglu`.
 
     Args:
-        width: D, of input and output.
-        inner_width: F.
-        linear: makes a projection: `linear(in_width, out_width)`.
-        approximate: the GELU by tanh, as in Gemma, or exact.
-        fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with its own `gated`
-            passes False.
-        recomputed: whether that op's backward computes gate and up again, instead of keeping them.
-        implementation: which kernel the op runs, as in `ops.gated_mlp`.
+        approximate: the GELU by tanh, as in Gemma, or exact. The other arguments are those of `SwiGLUMLP`.
 
     Example:
         >>> import functools
@@ -157,13 +142,5 @@ class GeGLUMLP(_GatedMLP):
         return "gelu_tanh" if self.approximate else "gelu"
 
     def gated(self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
-        """gelu(gate)·up.
-
-        Args:
-            gate: (..., F), any float dtype.
-            up: (..., F), any float dtype.
-
-        Returns:
-            (..., F) in up.dtype.
-        """
+        """gelu(gate)·up, in up.dtype."""
         return ops.geglu(gate, up, approximate=self.approximate, implementation=self.implementation)

@@ -1,6 +1,8 @@
 """Normalisation layers: the parameters of the ops of the same names.
 
-`RMSNorm`, `LayerNorm` and `GroupNorm` are Flax's, computed by the ops. Statistics are float32.
+`RMSNorm`, `LayerNorm` and `GroupNorm` have Flax's arguments, defaults, parameters and values, and are computed by the
+ops. Axes other than the last, or the groups', a mask and statistics over a mesh axis are a `ValueError`.
+`use_fast_variance` makes no difference: statistics are accurate, in float32.
 """
 
 import inspect
@@ -51,8 +53,8 @@ def _promoted(layer: Any, x: Any, mask: Any, *parameters: Any) -> tuple[Any, ...
 class RMSNorm(nnx.RMSNorm):
     """`flax.nnx.RMSNorm` over the last axis, by `ops.rms_norm`.
 
-    It has Flax's arguments, defaults, parameters and values. Axes other than the last, a mask and statistics over a
-    mesh axis are refused, and `use_fast_variance` makes no difference: the mean of squares is accurate.
+    Axes other than the last, a mask and statistics over a mesh axis are refused, and `use_fast_variance` makes no
+    difference: the mean of squares is accurate.
 
     Args:
         *args: `num_features`, the axis' size.
@@ -61,9 +63,6 @@ class RMSNorm(nnx.RMSNorm):
         implementation: as the op takes it.
         **flax: `epsilon`, `dtype`, `param_dtype`, `use_scale`, `scale_init`, `promote_dtype`, `rngs` and
             `scale_metadata`, as in Flax. With dtype None the result has the promoted dtype of x and scale.
-
-    Raises:
-        ValueError: an option is one that the op does not have.
 
     Example:
         >>> RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([3.0, 4.0])).tolist()
@@ -94,18 +93,10 @@ class RMSNorm(nnx.RMSNorm):
 class LayerNorm(nnx.LayerNorm):
     """`flax.nnx.LayerNorm` over the last axis, by `ops.layer_norm`.
 
-    It has Flax's arguments, defaults, parameters and values. Axes other than the last, a mask and statistics over a
-    mesh axis are refused, and `use_fast_variance` makes no difference: the variance is accurate.
-
     Args:
         *args: `num_features`, the axis' size.
         implementation: as the op takes it.
-        **flax: `epsilon`, `dtype`, `param_dtype`, `use_bias`, `use_scale`, `bias_init`, `scale_init`, `promote_dtype`,
-            `rngs`, `bias_metadata` and `scale_metadata`, as in Flax. With dtype None the result has the promoted dtype
-            of x and parameters.
-
-    Raises:
-        ValueError: an option is one that the op does not have.
+        **flax: those of `flax.nnx.LayerNorm`, as `RMSNorm` takes its own.
 
     Example:
         >>> LayerNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([3.0, 5.0])).tolist()
@@ -128,18 +119,10 @@ class LayerNorm(nnx.LayerNorm):
 class GroupNorm(nnx.GroupNorm):
     """`flax.nnx.GroupNorm` over groups of channels, by `ops.group_norm`.
 
-    It has Flax's arguments, defaults, parameters and values. Other axes, a mask and statistics over a mesh axis are
-    refused, and `use_fast_variance` makes no difference: the variance is accurate.
-
     Args:
         *args: `num_features`, `num_groups` and `group_size`, as in Flax.
         channel_axis: -1 for Flax's layout, 1 for PyTorch's.
-        **flax: `epsilon`, `dtype`, `param_dtype`, `use_bias`, `use_scale`, `bias_init`, `scale_init`, `promote_dtype`,
-            `rngs`, `bias_metadata` and `scale_metadata`, as in Flax. With dtype None the result has the promoted dtype
-            of x and parameters.
-
-    Raises:
-        ValueError: an option is one that the op does not have, or the groups do not divide the channels.
+        **flax: those of `flax.nnx.GroupNorm`, as `RMSNorm` takes its own.
 
     Example:
         >>> GroupNorm(4, num_groups=2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([[3.0, 5.0, 1.0, 7.0]])).tolist()

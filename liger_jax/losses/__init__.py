@@ -1,4 +1,9 @@
-"""Losses in optax's shapes: of classes, language models, preferences, policies and distillation."""
+"""Losses in optax's shapes: of classes, language models, preferences, policies and distillation.
+
+All compute in float32. All raise a `TypeError` where a dtype or the type of an option is wrong, and a `ValueError`
+where shapes do not fit, a number is out of its range, a choice is unknown, or an argument is missing or would be
+ignored. The message names argument, value, rule and cure. What else a function raises is in its own "Raises".
+"""
 
 from liger_jax.losses._classification import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,

@@ -36,18 +36,11 @@ def softmax_cross_entropy_with_integer_labels(
     Returns:
         The loss of each example: the shape of `labels`, logits.dtype.
 
-    Raises:
-        TypeError: a dtype or the type of `axis` is wrong.
-        ValueError: a shape or `axis` does not fit.
-
     Example:
         >>> import jax.numpy as jnp
         >>> logits = jnp.array([[1.0, 3.0], [2.0, 2.0]])
         >>> softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, 1])).tolist()
         [2.1269, 0.6931]
-
-    References:
-        optax.losses.softmax_cross_entropy_with_integer_labels.
     """
     (logits,) = checks.floating(_OP, logits=logits)
     labels, where = loss_terms.as_arrays(labels, where)

@@ -142,9 +142,7 @@ def policy_loss(
         `num_segments` it is NaN, and so is its gradient.
 
     Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: shapes differ, a number breaks its law, the type is unknown, lacks what it needs or is given what it
-            does not read, or, outside of jit, the mask counts no token or a row has more segments.
+        ValueError: outside of jit, the mask counts no token.
 
     Example:
         >>> log_probs = jnp.array([[-1.0, -2.0, -1.0], [-0.5, -1.0, -1.0]])

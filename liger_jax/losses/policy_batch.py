@@ -31,32 +31,25 @@ def policy_weights(
     B is the number of rows, or of segments where rows are packed. A sequence of which no token counts is one of them.
 
     Where micro-batches or devices share a step, each has its own weights, and all divide by the whole step's
-    denominator, which is the sum of theirs.
+    denominator, which is the sum of theirs. `segment_ids` and `num_segments` are those of `sequence_log_probs`.
 
     Args:
         mask: bool, which tokens count.
         loss_type: one of those named.
         max_length: > 0, the longest completion that is sampled; for "dr_grpo" only, which needs it.
-        segment_ids: integers that count a packed row's segments from 1, and are 0 at empty places, which never count.
-        num_segments: the largest number of segments in a row, a Python int; with `segment_ids` only.
 
     Returns:
         weights (B, T) float32, 0 where a token does not count, and denominator () float32, which is 0 under jit where
         there is nothing to count. Both are NaN if a row has more segments than `num_segments`, under jit.
 
     Raises:
-        TypeError: the mask is not bool, or `max_length` is no int.
-        ValueError: the type is unknown, `max_length` is missing, not positive or not read, `segment_ids` come without
-            `num_segments`, or, outside of jit, the mask counts no token or a row has more segments.
+        ValueError: outside of jit, the mask counts no token.
 
     Example:
         >>> mask = jnp.array([[True, True, False], [True, False, False]])
         >>> weights, denominator = policy_weights(mask, "grpo")
         >>> weights.tolist(), denominator.item()
         ([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], 2.0)
-
-    References:
-        As `policy_loss`.
     """
     mask = jnp.asarray(mask)
     if mask.ndim != 2:
@@ -117,8 +110,7 @@ def group_advantages(
         float32, without gradient. A sample that does not count has 0, and so has one that is alone in its group.
 
     Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong, a group has fewer than two samples, or the method is unknown.
+        ValueError: a group has fewer than two samples.
 
     Example:
         >>> rewards = jnp.array([[1.0, 0.0, 0.0, 1.0]])
@@ -181,8 +173,7 @@ def reinforce_advantages(
         float32, without gradient; 0 for a sample that does not count.
 
     Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong, or there are fewer than two samples.
+        ValueError: there are fewer than two samples.
 
     Example:
         >>> reinforce_advantages(jnp.array([[1.0, 0.0], [0.0, 0.0]])).tolist()
@@ -224,10 +215,6 @@ def reverse_kl_advantages(
         float32, without gradient; minus its mean over tokens estimates the reverse KL. A token that the teacher has not
         scored, NaN or infinite, makes its advantage and so the loss not finite: leave it out of the mask.
 
-    Raises:
-        TypeError: a dtype is wrong.
-        ValueError: shapes differ.
-
     Example:
         >>> student, teacher = jnp.log(jnp.array([[0.5, 0.25]])), jnp.log(jnp.array([[0.25, 0.25]]))
         >>> reverse_kl_advantages(student, teacher).tolist()
@@ -253,22 +240,15 @@ def mask_truncated(
     """Overlong filtering: the mask without the tokens of completions that were cut off at the longest length.
 
     Such a completion has no end that a reward could judge. It stays one of the step's sequences, in the denominators of
-    "grpo", "sapo", "gmpo", "luspo" and "dr_grpo".
+    "grpo", "sapo", "gmpo", "luspo" and "dr_grpo". `segment_ids` and `num_segments` are those of `sequence_log_probs`; a
+    row with more segments keeps its tokens, under jit, and `policy_loss` with the same number makes it NaN.
 
     Args:
         mask: bool, which tokens count.
         truncated: bool, which sequences were cut off: (B,), or (B, num_segments) of packed rows.
-        segment_ids: integers that count a packed row's segments from 1, and are 0 at empty places.
-        num_segments: the largest number of segments in a row, a Python int. A row that has more keeps its tokens, under
-            jit; `policy_loss` with the same number makes it NaN.
 
     Returns:
         The mask, bool.
-
-    Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong, `segment_ids` come without `num_segments`, or, outside of jit, a row has more
-            segments.
 
     Example:
         >>> mask_truncated(jnp.ones((2, 2), bool), jnp.array([True, False])).tolist()

@@ -35,7 +35,8 @@ def policy_token_loss(
     | the same with `importance_level="sequence"` (GSPO) | no: the ratio of a token depends on its whole sequence |
     | "vespo", "gmpo" | no: the weight of a token depends on its whole sequence |
 
-    For packed rows, `spread_segments` gives each token its segment's advantage.
+    For packed rows, `spread_segments` gives each token its segment's advantage. Options that are not listed here are
+    those of `policy_loss`.
 
     Args:
         log_probs: the tokens' log-probabilities under the policy, any float dtype and shape.
@@ -47,28 +48,17 @@ def policy_token_loss(
             not finite counts as 1; 0 leaves a token out.
         loss_type: a type of `policy_loss`; "grpo", "bnpo", "dr_grpo" and "luspo" are "dapo" at a single token.
         importance_level: "token"; "sequence" is refused.
-        epsilon_low: as in `policy_loss`.
-        epsilon_high: as in `policy_loss`.
-        delta: the largest ratio where the advantage is negative.
-        beta: the weight of the reference's penalty.
-        unbiased_kl: whether the penalty is multiplied by the ratio; None for True.
-        sapo_temperatures: the temperatures of "sapo".
 
     Returns:
         float32, the shape of `log_probs`.
 
     Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: shapes differ, a number breaks its law, the type is unknown, or does not read an option, the loss is
-            not separable, or a reference is missing or not read.
+        ValueError: the loss is not separable.
 
     Example:
         >>> import jax.numpy as jnp
         >>> policy_token_loss(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.5]), jnp.array([1.0, -1.0])).tolist()
         [-1.2, 0.8]
-
-    References:
-        As `policy_loss`.
     """
     op = "policy_token_loss"
     check_choice(op, "importance_level", importance_level, IMPORTANCE_LEVELS)

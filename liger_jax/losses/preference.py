@@ -113,11 +113,6 @@ def dpo_loss(
     Returns:
         A `DPOOutput`. The types that sort give losses in sorted order.
 
-    Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: shapes differ, a number breaks its law, a type is unknown, lacks what it needs, or is given what it
-            does not read.
-
     Example:
         >>> chosen, rejected = jnp.array([-12.0, -20.0]), jnp.array([-15.0, -18.0])
         >>> output = dpo_loss(chosen, rejected, jnp.array([-13.0, -19.0]), jnp.array([-14.0, -19.0]))

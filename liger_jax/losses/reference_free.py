@@ -33,10 +33,6 @@ def orpo_loss(
     Returns:
         A `DPOOutput`; rewards are β times the mean log-probabilities.
 
-    Raises:
-        TypeError: a dtype is wrong, or `beta` is no Python number.
-        ValueError: shapes differ, or `beta` is not positive.
-
     Example:
         >>> chosen, rejected = jnp.log(jnp.array([0.5, 0.8])), jnp.log(jnp.array([0.2, 0.8]))
         >>> orpo_loss(chosen, rejected, -chosen).losses.tolist()
@@ -85,10 +81,6 @@ def cpo_loss(
 
     Returns:
         A `DPOOutput`; rewards are β times the log-probabilities.
-
-    Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: shapes differ, a number breaks its law, the type is unknown, or `chosen_nll` is missing or not read.
 
     Example:
         >>> chosen, rejected = jnp.array([-12.0, -20.0]), jnp.array([-15.0, -18.0])
@@ -144,10 +136,6 @@ def simpo_loss(
 
     Returns:
         A `DPOOutput`; rewards are β times the mean log-probabilities.
-
-    Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: shapes differ, or a number breaks its law.
 
     Example:
         >>> chosen, rejected = jnp.array([-0.5, -1.0]), jnp.array([-1.5, -0.8])

@@ -35,7 +35,7 @@ def importance_sampling_ratio(
     | "sequence_mask" | a sequence | 0 |
 
     A token that the sampler has not scored adds nothing: its number is NaN or infinite, or more than 80 below the
-    policy's. Exponents of sums end at 80.
+    policy's. Exponents of sums end at 80. `segment_ids` and `num_segments` are those of `sequence_log_probs`.
 
     Args:
         old_log_probs: of the sampled tokens, under the policy before this step's updates, any float dtype.
@@ -44,17 +44,10 @@ def importance_sampling_ratio(
         mode: one of the table.
         clip_max: > 0, the largest ratio; None sets none.
         clip_min: ≥ 0 and below clip_max, the smallest ratio; None sets none.
-        segment_ids: integers that count a packed row's segments from 1, and are 0 at empty places.
-        num_segments: the largest number of segments in a row, a Python int; with `segment_ids` only.
 
     Returns:
         float32, without gradient: (B, T), 1 where a token does not count; or of sequences (B, 1), and
         (B, num_segments) of packed rows. A row with more segments is NaN, under jit.
-
-    Raises:
-        TypeError: a dtype is wrong, or a bound is no Python number.
-        ValueError: a shape is wrong, the mode is unknown, a bound breaks its law, `segment_ids` come without
-            `num_segments`, or, outside of jit, a row has more segments.
 
     Example:
         >>> old, sampling = jnp.log(jnp.array([[0.4, 0.5]])), jnp.log(jnp.array([[0.1, 0.5]]))

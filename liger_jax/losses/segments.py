@@ -24,8 +24,7 @@ def take_segments(values: Float[Array, "R S"], places: Integer[ArrayLike, "P 2"]
         float32. A place outside of `values` gives NaN, under jit.
 
     Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong; or a place is outside of `values`, outside of jit.
+        ValueError: a place is outside of `values`, outside of jit.
 
     Example:
         >>> sums = jnp.array([[-1.0, -2.0, -3.0, 0.0], [-5.0, -6.0, 0.0, 0.0]])
@@ -58,8 +57,7 @@ def place_segments(
         float32, 0 where a row has no such segment. If any place is outside of `shape`, all of it is NaN, under jit.
 
     Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong; or a place is outside of `shape`, outside of jit.
+        ValueError: a place is outside of `shape`, outside of jit.
 
     Example:
         >>> place_segments(jnp.array([1.0, -1.0]), jnp.array([[1, 0], [0, 1]]), (2, 2)).tolist()
@@ -88,8 +86,7 @@ def spread_segments(values: Float[Array, "*R S"], segment_ids: Integer[ArrayLike
         float32, 0 at empty places. A row with a segment that `values` has no number for is NaN, under jit.
 
     Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong; or a segment has no number, outside of jit.
+        ValueError: a segment has no number, outside of jit.
 
     Example:
         >>> spread_segments(jnp.array([[0.5, -1.0]]), jnp.array([[1, 1, 2, 0]])).tolist()

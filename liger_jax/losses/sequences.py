@@ -46,10 +46,7 @@ def sequence_log_probs(
         has NaN, and so has its gradient, under jit.
 
     Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong, `ld_alpha` is outside [0, 1] or without `shared_tokens`, or `segment_ids` without
-            `num_segments`; and, outside of jit, that the mean of a sequence without a counted token is asked for, or
-            that a row has more segments.
+        ValueError: outside of jit, the mean of a sequence without a counted token is asked for.
 
     Example:
         >>> log_probs = jnp.log(jnp.array([[0.5, 0.5, 0.25], [0.5, 0.125, 1.0]]))
@@ -113,23 +110,16 @@ def wpo_weights(
 
     weight = exp(mean over counted t of log_probs_t − log_sum_of_squares_t), where log_sum_of_squares is log Σ_v p_v². A
     pair weighs the product of its two: give `dpo_loss` `pair_weights = weights_of_chosen * weights_of_rejected`.
+    `segment_ids` and `num_segments` are those of `sequence_log_probs`.
 
     Args:
         log_probs: the tokens' log-probabilities under the policy, any float dtype.
         log_sum_of_squares: log Σ_v p_v² at each token, any float dtype.
         where: bool, which tokens count.
-        segment_ids: integers that count a packed row's segments from 1, and are 0 at empty places, as for
-            `sequence_log_probs`.
-        num_segments: the largest number of segments in a row, a Python int; with `segment_ids` only.
 
     Returns:
         float32, positive: (...), or (..., num_segments) for packed rows. It is 1 for a sequence without a counted
         token, and NaN in a row with more segments, under jit.
-
-    Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong, `segment_ids` come without `num_segments`, or, outside of jit, a row has more
-            segments.
 
     Example:
         >>> p = jnp.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])  # at two positions, where tokens 0 and 1 were sampled

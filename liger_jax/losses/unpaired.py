@@ -58,10 +58,6 @@ def kto_loss(
     Returns:
         A `KTOOutput`.
 
-    Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: shapes differ, a number breaks its law, the type is unknown, or `kl` is missing or not read.
-
     Example:
         >>> log_probs, reference = jnp.array([-10.0, -12.0]), jnp.array([-14.0, -12.0])
         >>> output = kto_loss(log_probs, reference, jnp.array([True, False]), kl=jnp.array([0.5, 1.5]), beta=0.5)
@@ -131,10 +127,6 @@ def running_baseline(
     Returns:
         (baseline, state). The baseline is () float32, the `kl` of `kto_loss`, which clamps it at 0. There is no
         gradient. A batch of which nothing counts leaves the mean as it is, 0 at first.
-
-    Raises:
-        TypeError: a dtype is wrong, or `decay` is no Python number.
-        ValueError: a shape is wrong, or `decay` is outside [0, 1].
 
     Example:
         >>> baseline, state = running_baseline(jnp.array([1.0, 3.0]), decay=0.5)

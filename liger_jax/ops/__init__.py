@@ -1,4 +1,14 @@
-"""Differentiable ops: each a public function with a `custom_vjp` and a kernel chosen by platform."""
+"""Differentiable ops: each a public function whose kernel is chosen by platform.
+
+They take arrays of JAX and NumPy and Flax's variables, and each result has the dtype that its function names. All raise
+a `TypeError` where a dtype or the type of an option is wrong, and a `ValueError` where shapes or dtypes do not fit each
+other, a number is out of its range, or a name is unknown. The message names argument, value, rule and cure. What else a
+function raises is in its own "Raises".
+
+`implementation` is None for the platform's default, or a name that the function lists. ":interpret" after the name of
+a Pallas kernel runs it in the Pallas interpreter, on any platform. Of a tuple of names, the first one that can run is
+taken, with a warning for each before it. A name alone that cannot run here is a `ValueError` that says why.
+"""
 
 from liger_jax.ops.attention import Segments as Segments
 from liger_jax.ops.attention import causal_attention as causal_attention

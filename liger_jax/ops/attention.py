@@ -103,17 +103,14 @@ def causal_attention(
         q_offset: the position of the first query in the row of keys, where q is a part of the row; from 0 to T − Tq.
             The running program may compute it: out of range, everything is NaN. `None` for a query beside each key.
         sequence_axis: the mesh axis that splits the rows; `None` for whole rows.
-        implementation: None for the platform's default, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs
-            from Ampere on: no segments, softcap or sinks), "mosaic_gpu" (Hopper), "triton" (Ampere and newer), "splash"
-            (TPUs), the last three's ":interpret" forms, or a tuple of these to try in order.
+        implementation: None to choose, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs from Ampere on: no
+            segments, softcap or sinks), "mosaic_gpu" (Hopper), "triton" (Ampere and newer) or "splash" (TPUs).
 
     Returns:
         (B, Tq, Q, H) in q.dtype. Under jit a row in which an id is negative or a 0 stands before another id is NaN.
 
     Raises:
-        TypeError: `q`, `k`, `v` or `sinks` is not floating point, or an option is no Python number.
-        ValueError: shapes or dtypes do not fit, `window`, `softcap` or `q_offset` is out of range, `implementation` is
-            unknown, or the named one cannot run here; and, outside of jit, such a row.
+        ValueError: outside of jit, a row has such ids.
 
     Example:
         >>> import jax.numpy as jnp

@@ -110,9 +110,6 @@ def block_quantized(
     Returns:
         Codes and scales: 0.53 bytes a value for nf4 in blocks of 64, and 1.03 for int8.
 
-    Raises:
-        ValueError: the kind is unknown, or the blocks do not divide the axis.
-
     Example:
         >>> weight = block_quantized(jnp.linspace(-1, 1, 64)[:, None], "nf4")
         >>> weight.codes.shape, weight.scales.shape, weight.shape

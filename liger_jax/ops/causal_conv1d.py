@@ -39,8 +39,7 @@ def causal_conv1d(
         tokens of the last document, after zeros if it has fewer.
 
     Raises:
-        TypeError: an argument is not floating point, or `segment_ids` no integers.
-        ValueError: a shape does not fit, `segment_ids` do not count documents, or a mesh splits T.
+        ValueError: `segment_ids` do not count documents, or a mesh splits T.
 
     Example:
         >>> import jax.numpy as jnp

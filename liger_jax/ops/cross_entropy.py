@@ -127,16 +127,14 @@ def cross_entropy(
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `logits` and `class_weights` are equal shards of
             the vocabulary, while labels and the tokens' other arrays are the same on all. Labels count from the first
             shard's first entry. With `check_vma=False` nothing tells whether this holds.
-        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
-            forms, or a tuple of these to try in order.
+        implementation: None to choose, or "xla", "triton" or "mosaic_tpu"; see `liger_jax.ops`.
 
     Returns:
         The loss, float32: () for "mean" and "sum", (...) for "none". With `return_metrics`: (loss, metrics).
 
     Raises:
-        TypeError: a dtype is wrong, an option is no Python number, or class_weights are differentiated.
-        ValueError: a shape does not fit, an option is out of range, a concrete label is outside [0, V), or the
-            named implementation cannot run here.
+        TypeError: class_weights are differentiated.
+        ValueError: a concrete label is outside [0, V).
 
     Example:
         >>> import jax.numpy as jnp

@@ -34,10 +34,6 @@ def decode_attention(
     numbers of the slots' tokens among their row's, ascending, −1 where there is none. Nothing of the cache is copied,
     and no more of it is read than is written, up to a block of slots. There are no derivatives. For a query in a slot
     without a token the numbers are finite and mean nothing.
-
-    >>> q, cache = jnp.ones((1, 2, 8)), jnp.ones((3, 1, 4, 1, 8))
-    >>> decode_attention(q, cache, cache, jnp.array([[0, 1, -1, -1]]), jnp.int32(0), jnp.int32(2)).shape
-    (1, 2, 8)
     """
     first = None if window is None else _first_seen(positions, filled, window)
     arrays: Any = q, keys, values, positions, layer, filled, first, sinks

@@ -51,10 +51,6 @@ def dyt(
     Returns:
         (..., D) in x.dtype.
 
-    Raises:
-        TypeError: an array is not floating point.
-        ValueError: a shape does not fit, or `implementation` is unknown.
-
     Example:
         >>> import jax.numpy as jnp
         >>> dyt(jnp.array([[0.0, 2.0]]), jnp.array(0.5), jnp.array([1.0, 2.0])).tolist()

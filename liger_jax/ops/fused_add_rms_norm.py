@@ -54,26 +54,14 @@ def fused_add_rms_norm(
     s is rounded to residual.dtype and normalised as rounded. s, `scale` and on NVIDIA GPUs two numbers a row are kept
     for the backward pass. x and residual have the same gradient: the sum of those by both outputs, made in float32. A
     layer's first norm has nothing to add: with `residual=None` s is x. On TPUs the default is XLA, because the kernel
-    is not measured there.
+    is not measured there. Other arguments are those of `rms_norm`.
 
     Args:
         x: (..., D), any float dtype: the output of the sublayer before.
         residual: (..., D), any float dtype: the residual stream, to which x is added; None if x is the stream itself.
-        scale: (D,), any float dtype, or None for no scale.
-        eps: added to the mean square, a finite Python number ≥ 0.
-        offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
-        casting_mode: where y is rounded to x.dtype. "llama": before the scale; "gemma": once, at the end; "none": from
-            the reciprocal root on, everything in x.dtype.
-        implementation: None for the platform's default, or "xla", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu", their
-            ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         y, (..., D) in x.dtype, and s, the new residual stream, (..., D) in residual.dtype; without a residual, s is x.
-
-    Raises:
-        TypeError: an array is not floating point, `eps` or `offset` no Python number.
-        ValueError: a shape does not fit, `casting_mode` or `implementation` is unknown, or the named
-            implementation cannot run here.
 
     Example:
         >>> import jax.numpy as jnp

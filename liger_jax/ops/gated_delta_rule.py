@@ -59,8 +59,7 @@ def gated_delta_rule(
         end of its document, and the gradients of that document NaN. Other documents are not affected.
 
     Raises:
-        TypeError: an argument is not floating point, `segment_ids` no integers, or `scale` no Python number.
-        ValueError: a shape does not fit, `segment_ids` do not count documents, or a mesh splits T, D or E.
+        ValueError: `segment_ids` do not count documents, or a mesh splits T, D or E.
 
     Example:
         >>> import jax.numpy as jnp

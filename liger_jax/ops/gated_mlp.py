@@ -170,16 +170,13 @@ def gated_mlp(
             op then has no product to make again. Leave this False if the policy of a `jax.checkpoint` keeps products.
             On Hopper up is no plain product; such a policy keeps it by its `checkpoint_name`, "up_projection".
         precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: for what is between the products: None for the platform's default, or "xla", "triton",
-            "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
+        implementation: for what is between the products: None to choose, or "xla", "triton" or "mosaic_gpu" (Hopper).
 
     Returns:
         (..., D) in x.dtype.
 
     Raises:
-        TypeError: `x` or a kernel is not floating point.
-        ValueError: shapes or dtypes do not fit, `activation` or `implementation` is unknown, or the named one cannot
-            run here; or a mesh with Explicit axes splits F.
+        ValueError: a mesh with Explicit axes splits F.
 
     Example:
         >>> x, kernel = jnp.ones((2, 3)), jnp.ones((3, 4))

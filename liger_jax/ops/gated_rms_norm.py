@@ -48,10 +48,6 @@ def gated_rms_norm(
     Returns:
         (..., D) in x.dtype.
 
-    Raises:
-        TypeError: an array is not floating point, or `eps` is no Python number.
-        ValueError: a shape does not fit, or `implementation` is unknown.
-
     Example:
         >>> import jax.numpy as jnp
         >>> x, gate = jnp.array([[3.0, 4.0]]), jnp.array([[1.0, -1.0]])

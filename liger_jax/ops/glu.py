@@ -46,16 +46,10 @@ def swiglu(
     Args:
         gate: (..., F), any float dtype; or (..., 2F), gate and up side by side, as Phi-3 makes them.
         up: (..., F), any float dtype; None where `gate` holds it.
-        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
-            these to try in order.
+        implementation: None to choose, or "xla" or "triton"; see `liger_jax.ops`.
 
     Returns:
         (..., F) in up.dtype.
-
-    Raises:
-        TypeError: `gate` or `up` is not floating point.
-        ValueError: their shapes differ, the width of both side by side is odd, `implementation` is unknown, or the
-            named one cannot run here.
 
     Example:
         >>> import jax.numpy as jnp
@@ -88,16 +82,10 @@ def geglu(
         up: (..., F), any float dtype; None where `gate` holds it.
         approximate: a Python bool. True: gelu(x) = x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2, as in Gemma; False:
             x·Φ(x), which Triton has no function for, so XLA runs it.
-        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
-            these to try in order.
+        implementation: None to choose, or "xla" or "triton"; see `liger_jax.ops`.
 
     Returns:
         (..., F) in up.dtype.
-
-    Raises:
-        TypeError: `gate` or `up` is not floating point, or `approximate` is no Python bool.
-        ValueError: their shapes differ, the width of both side by side is odd, `implementation` is unknown, or the
-            named one cannot run here.
 
     Example:
         >>> import jax.numpy as jnp

@@ -62,11 +62,6 @@ def group_norm(
     Returns:
         x's shape and dtype.
 
-    Raises:
-        TypeError: an array is not floating point, or `eps` is no Python number.
-        ValueError: a shape does not fit, `num_groups` does not divide C, or `channel_axis` or `implementation` is
-            unknown.
-
     Example:
         >>> import jax.numpy as jnp
         >>> group_norm(jnp.array([[3.0, 5.0, 1.0, 7.0]]), num_groups=2, eps=0.0).tolist()

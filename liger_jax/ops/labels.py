@@ -12,9 +12,6 @@ def as_labels(labels: Any) -> jax.Array:
     """Labels as signed integers of 32 bits or more: others may hold neither V nor -100, and are compared with both.
 
     `labels`: an array of JAX or NumPy. Arrays that are not of integers pass, since what takes them checks that.
-
-    >>> as_labels(jnp.array([1, 2], jnp.uint8)).dtype
-    dtype('int32')
     """
     labels = jnp.asarray(labels)
     if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) or labels.dtype in (jnp.int8, jnp.int16):

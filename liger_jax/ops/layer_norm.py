@@ -53,18 +53,12 @@ def layer_norm(
 
     Args:
         x: (..., D), any float dtype.
-        scale: (D,), any float dtype, or None for no scale.
-        bias: (D,), any float dtype, or None for no bias.
+        scale: (D,), any float dtype, or None for no scale. So is the bias.
         eps: added to the variance, a finite Python number ≥ 0.
-        implementation: None for the platform's default, or "xla", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu", their
-            ":interpret" forms, or a tuple of these to try in order.
+        implementation: None to choose, or "xla", "triton", "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `liger_jax.ops`.
 
     Returns:
         (..., D) in x.dtype.
-
-    Raises:
-        TypeError: an array is not floating point, or `eps` is no Python number.
-        ValueError: a shape does not fit, `implementation` is unknown, or the named implementation cannot run here.
 
     Example:
         >>> import jax.numpy as jnp

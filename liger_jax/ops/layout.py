@@ -22,11 +22,7 @@ Names = tuple[str, ...]
 
 
 def names(entry: Any) -> Names:
-    """The mesh axes of one or several entries of a spec.
-
-    >>> names(None), names("data"), names(P(("data", "fsdp"), None, "tensor"))
-    ((), ('data',), ('data', 'fsdp', 'tensor'))
-    """
+    """The mesh axes of one or several entries of a spec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(name for each in entry for name in names(each))
@@ -82,20 +78,12 @@ def spec_of(x: jax.Array) -> P:
 
 
 def full_spec(spec: P, ndim: int) -> P:
-    """A spec with an entry for each dimension: one may be shorter than its array has dimensions.
-
-    >>> full_spec(P("data"), 3) == P("data", None, None)
-    True
-    """
+    """A spec with an entry for each dimension: one may be shorter than its array has dimensions."""
     return P(*spec, *[None] * (ndim - len(spec)))
 
 
 def along(spec: P, axes: Collection[str]) -> P:
-    """What some mesh axes do in a spec.
-
-    >>> along(P("tensor", ("data", "fsdp")), ("data", "fsdp")) == P(None, ("data", "fsdp"))
-    True
-    """
+    """What some mesh axes do in a spec."""
     return P(*(tuple(name for name in names(entry) if name in axes) or None for entry in spec))
 
 
@@ -121,9 +109,6 @@ def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -
     """The dtype in which devices send a matrix and its gradient.
 
     Returns the computation's dtype, or the matrix's if that is smaller.
-
-    >>> str(sent_dtype("float32", "bfloat16")), str(sent_dtype("bfloat16", "float32"))
-    ('bfloat16', 'bfloat16')
     """
     return min(jnp.dtype(dtype), jnp.dtype(param_dtype), key=lambda dtype: dtype.itemsize)
 
@@ -144,9 +129,6 @@ def pairs_of_chunks(length: int, devices: int) -> int:
     shorter the chunks, the more devices share it (benchmarks/results/row_division.md).
 
     Returns 2 if that divides the row into chunks of 2,048 positions or more, else 1.
-
-    >>> pairs_of_chunks(131072, 8), pairs_of_chunks(32768, 8)
-    (2, 1)
     """
     return 2 if length % (4 * devices) == 0 and length >= 4 * devices * LEAST_CHUNK else 1
 
@@ -158,19 +140,12 @@ def in_chunks(whole: jax.Array, axis: int, devices: int) -> jax.Array:
     that is long has 4c chunks, and devices get them to and fro, 0, 1, …, 1, 0, 0, 1, …, 1, 0 (`pairs_of_chunks`).
 
     Returns the array with its chunks in this order. One split along `axis` then gives each device its own.
-
-    >>> in_chunks(jnp.arange(8), 0, 2).tolist()
-    [0, 1, 6, 7, 2, 3, 4, 5]
     """
     return _reordered(whole, axis, _order(whole.shape[axis], devices))
 
 
 def from_chunks(chunks: jax.Array, axis: int, devices: int) -> jax.Array:
-    """Rows in their own order: the inverse of `in_chunks`.
-
-    >>> from_chunks(in_chunks(jnp.arange(8), 0, 2), 0, 2).tolist()
-    [0, 1, 2, 3, 4, 5, 6, 7]
-    """
+    """Rows in their own order: the inverse of `in_chunks`."""
     order = _order(chunks.shape[axis], devices)
     return _reordered(chunks, axis, sorted(range(len(order)), key=order.__getitem__))
 

@@ -48,10 +48,6 @@ def poly_norm(
     Returns:
         (..., D) in x.dtype.
 
-    Raises:
-        TypeError: an array is not floating point, or `eps` is no Python number.
-        ValueError: a shape does not fit, or `implementation` is unknown.
-
     Example:
         >>> import jax.numpy as jnp
         >>> poly_norm(jnp.array([[1.0, -1.0]]), jnp.array([1.0, 2.0, 4.0]), jnp.array(0.5), eps=0.0).tolist()

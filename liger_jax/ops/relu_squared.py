@@ -31,10 +31,6 @@ def relu_squared(x: Float[ArrayLike, "..."], *, implementation: Implementation =
     Returns:
         An array like `x`.
 
-    Raises:
-        TypeError: `x` is not floating point.
-        ValueError: `implementation` is unknown.
-
     Example:
         >>> import jax.numpy as jnp
         >>> relu_squared(jnp.array([-1.0, 0.5, 3.0])).tolist()

@@ -62,16 +62,10 @@ def rms_norm(
         offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
         casting_mode: where the result is rounded to x.dtype. "llama": before the scale; "gemma": once, at the
             end; "none": from the reciprocal root on, everything in x.dtype.
-        implementation: None for the platform's default, or "xla", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu", their
-            ":interpret" forms, or a tuple of these to try in order.
+        implementation: None to choose, or "xla", "triton", "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `liger_jax.ops`.
 
     Returns:
         (..., D) in x.dtype.
-
-    Raises:
-        TypeError: `x` or `scale` is not floating point, `eps` or `offset` no Python number.
-        ValueError: a shape does not fit, `casting_mode` or `implementation` is unknown, or the named
-            implementation cannot run here.
 
     Example:
         >>> import jax.numpy as jnp

@@ -91,8 +91,7 @@ def apply_rope(
         q and k, rotated, each in its own shape and dtype.
 
     Raises:
-        TypeError: an argument is not floating point, or `cos` or `sin` is differentiated.
-        ValueError: a shape does not fit, or `layout` or `implementation` is unknown.
+        TypeError: `cos` or `sin` is differentiated.
 
     Example:
         >>> import jax.numpy as jnp
@@ -121,23 +120,12 @@ def apply_mrope(
 
     The first sections[0] pairs of a head turn by the first table, the next sections[1] by the second, the others by
     the third. The backward is the inverse rotation, for which only `cos` and `sin` are kept. XLA is the
-    only implementation.
+    only implementation. Other arguments, and the result, are those of `apply_rope`.
 
     Args:
-        q: (B, T, Q, H), any float dtype.
-        k: (B, T, K, H), any float dtype; K may differ from Q.
         cos: (3, B, T, R) or (3, 1, T, R), any float dtype, as `rope_table` makes it of positions (3, B, T).
         sin: as `cos`.
         sections: three Python ints, R/2 in sum: a config's `mrope_section`.
-        layout: as `apply_rope`'s.
-        implementation: as `apply_rope`'s.
-
-    Returns:
-        q and k, rotated, each in its own shape and dtype.
-
-    Raises:
-        TypeError: an argument is not floating point, or `cos` or `sin` is differentiated.
-        ValueError: a shape or `sections` does not fit, or `layout` or `implementation` is unknown.
 
     Example:
         >>> import jax.numpy as jnp

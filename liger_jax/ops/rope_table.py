@@ -31,9 +31,6 @@ class LinearRope:
     Args:
         factor: how many times longer the context gets, at least 1.
 
-    Raises:
-        ValueError: `factor` is less than 1.
-
     Example:
         >>> LinearRope(factor=2.0)
         LinearRope(factor=2.0)
@@ -60,9 +57,6 @@ class DynamicRope:
         factor: at least 1.
         original_max_position_embeddings: the length in training. Hugging Face takes its config's
             `max_position_embeddings`, so a model is saved with this number under that name.
-
-    Raises:
-        ValueError: a field is less than 1.
 
     Example:
         >>> DynamicRope(factor=2.0, original_max_position_embeddings=2048).factor
@@ -92,9 +86,6 @@ class Llama3Rope:
         low_freq_factor: frequencies with fewer turns than this in the original length are divided.
         high_freq_factor: frequencies with more turns than this are kept; more than `low_freq_factor`.
         original_max_position_embeddings: the length in training.
-
-    Raises:
-        ValueError: a field is out of its range.
 
     Example:
         >>> Llama3Rope(factor=8.0).original_max_position_embeddings
@@ -133,9 +124,6 @@ class YarnRope:
         mscale: in the formula of `attention_factor`; DeepSeek's configs have it. `None` or 0 for none.
         mscale_all_dim: in the formula of `attention_factor`; DeepSeek's configs have it. `None` or 0 for none.
         truncate: whether the ends of the blend are rounded outwards to whole columns.
-
-    Raises:
-        ValueError: a field is out of its range.
 
     Example:
         >>> round(YarnRope(factor=4.0, original_max_position_embeddings=4096).scale, 4)
@@ -191,9 +179,6 @@ class LongRope:
         original_max_position_embeddings: the length in training, at least 2.
         attention_factor: scale of both tables; `None` for √(1 + ln(factor)/ln(original)), or 1 for a factor up to 1.
 
-    Raises:
-        ValueError: the two lists differ in length, or a number is out of its range.
-
     Example:
         >>> LongRope((1.0, 1.0), (1.0, 4.0), factor=32.0, original_max_position_embeddings=4096).scale
         1.1902380714238083
@@ -246,10 +231,6 @@ def rope_table(
 
     Returns:
         Two float32 tables (..., T, R), for `apply_rope` with a batch axis: positions (1, T) or (B, T).
-
-    Raises:
-        TypeError: `theta` is no Python number, or `scaling` is none of the five classes.
-        ValueError: `width` or `theta` is out of its range, or a `LongRope` has not R/2 factors.
 
     Example:
         >>> cos, sin = rope_table(jnp.arange(3)[None], 4)

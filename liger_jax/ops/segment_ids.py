@@ -41,11 +41,7 @@ def ids_of_rows(op: str, ids: Any, shape: tuple[int, ...]) -> Any:
 
 
 def document_numbers(ids: jax.Array) -> jax.Array:
-    """The number of each token's document in its row (B, T), from 0; int32. Padding counts as one more document.
-
-    >>> document_numbers(jnp.array([[1, 1, 2, 0]])).tolist()
-    [[0, 0, 1, 2]]
-    """
+    """The number of each token's document in its row (B, T), from 0; int32. Padding counts as one more document."""
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
     return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
 
@@ -54,8 +50,5 @@ def numbered(ids: jax.Array) -> jax.Array:
     """The factor that refuses rows under jit, where nothing can be raised.
 
     Returns (..., 1) float32: 1, or NaN for a row in which an id is negative or a 0 stands before another id.
-
-    >>> numbered(jnp.array([[1, 1, 0], [0, 0, 1]])).tolist()
-    [[1.0], [nan]]
     """
     return jnp.where(is_numbered(ids), 1.0, jnp.nan).astype(jnp.float32)[..., None]

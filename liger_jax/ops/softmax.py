@@ -63,10 +63,6 @@ def softmax(
     Returns:
         An array like `x`.
 
-    Raises:
-        TypeError: `x` is not floating point, or `where` is not bool.
-        ValueError: `axis` is not among x's, `where` does not broadcast, or `implementation` is unknown.
-
     Example:
         >>> import jax.numpy as jnp
         >>> softmax(jnp.log(jnp.array([1.0, 3.0]))).tolist()
@@ -110,10 +106,6 @@ def sparsemax(
 
     Returns:
         An array like `x`.
-
-    Raises:
-        TypeError: `x` is not floating point.
-        ValueError: `axis` is not among x's, or `implementation` is unknown.
 
     Example:
         >>> import jax.numpy as jnp

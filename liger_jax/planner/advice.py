@@ -224,11 +224,7 @@ def largest_batch(run: Run, correction: int = 0) -> int:
 
 
 def largest(fits: Callable[[int], bool]) -> int:
-    """The largest n ≥ 1 for which a monotone predicate holds, by doubling and bisection; 0 if none.
-
-    >>> largest(lambda n: n * n <= 50)
-    7
-    """
+    """The largest n ≥ 1 for which a monotone predicate holds, by doubling and bisection; 0 if none."""
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high

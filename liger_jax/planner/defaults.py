@@ -15,11 +15,7 @@ def dtype() -> str:
 
 
 def param_dtype(lora: int | None, stored: str) -> str:
-    """The dtype of the weights: float32 where they are trained, and the checkpoint's own beside adapters.
-
-    >>> param_dtype(None, "bfloat16"), param_dtype(16, "bfloat16")
-    ('float32', 'bfloat16')
-    """
+    """The dtype of the weights: float32 where they are trained, and the checkpoint's own beside adapters."""
     return "float32" if lora is None else stored
 
 
@@ -27,8 +23,5 @@ def batch(unit: int) -> int:
     """The sequences of a step.
 
     Returns the least multiple of `unit` that is at least `BATCH`.
-
-    >>> batch(1), batch(3), batch(16)
-    (8, 9, 16)
     """
     return -(-BATCH // unit) * unit

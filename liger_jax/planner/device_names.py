@@ -29,9 +29,6 @@ def known_as(name: str) -> tuple[str, str]:
 
     `name`: such as "h200", "RTX 4090", "a100-80gb:8", "8xh100" or "v5e:8x8". Where the memory is not named, and cards
     of this name differ in it, the one with less is taken.
-
-    >>> known_as("NVIDIA RTX-4090"), known_as("8xA100-80GB"), known_as("4060ti")
-    (('rtx4090', ''), ('a100-80g', '8'), ('rtx4060ti-8g', ''))
     """
     typed, _, size = name.strip().lower().partition(":")
     if (several := re.fullmatch(r"(\d+) ?x ?(?=[a-z\d])(.+)", typed)) and not size:
@@ -51,11 +48,7 @@ def known_as(name: str) -> tuple[str, str]:
 
 
 def others_with_that_name(key: str, name: str) -> list[str]:
-    """The rows that a name could also mean, which differ in memory.
-
-    >>> others_with_that_name("a100-40g", "a100"), others_with_that_name("a100-40g", "a100-40gb")
-    (['a100-80g'], [])
-    """
+    """The rows that a name could also mean, which differ in memory."""
     typed = name.strip().lower().partition(":")[0]
     chip, gigabytes = _chip_and_memory(re.sub(r"^\d+ ?x ?(?=[a-z])", "", typed))
     return [] if gigabytes is not None or typed == key else [row for row in _rows_of(chip) if row != key]
@@ -65,9 +58,6 @@ def memory_in_bytes(text: str) -> int:
     """A device's memory by text.
 
     `text`: such as "24GiB", "24564MiB" or "25.8GB", a billion bytes each; a number alone is GiB.
-
-    >>> memory_in_bytes("24GiB") / 2**30
-    24.0
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([gm]?(?:ib|b)?)", text.strip().lower())
     if match is None or match[2] not in _UNITS:

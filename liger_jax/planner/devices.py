@@ -51,9 +51,6 @@ class Target:
         """The smallest of `FRACTIONS` with which JAX holds a step and `LITTLE` is left, or else the largest.
 
         Returns the fraction. `None` on a TPU, which has no such setting, and where the step does not fit.
-
-        >>> target("t4").fraction_for(12 * GIB), target("t4").fraction_for(8 * GIB)
-        (0.9, 0.75)
         """
         if self.platform == "tpu" or needed > self.capacity_bytes:
             return None
@@ -64,21 +61,13 @@ class Target:
         return next(iter(roomy or holding[-1:]), None)
 
     def limit_for(self, needed: int) -> int:
-        """What a process can have at the fraction that `fraction_for` names.
-
-        >>> round(target("rtx4090").limit_for(20 * GIB) / GIB, 1), round(target("v5e").limit_for(GIB) / GIB, 2)
-        (20.7, 15.75)
-        """
+        """What a process can have at the fraction that `fraction_for` names."""
         fraction = self.fraction_for(needed)
         limit = None if fraction is None else _usable(fraction, self.visible_bytes)
         return self.capacity_bytes if limit is None else min(limit, self.capacity_bytes)
 
     def more(self) -> "Target | None":
-        """The next larger number of the same devices.
-
-        >>> target("h200:8").more().name, target("v5e:2x2").more().name
-        ('h200:16', 'v5e:2x4')
-        """
+        """The next larger number of the same devices."""
         kind, _, size = self.name.partition(":")
         if kind in GPUS or self.given_bytes:
             count = 1 << self.count.bit_length()  # the next power of two
@@ -160,9 +149,6 @@ def pinned_limit(needed: int) -> int | None:
     """What XLA's pool of pinned memory must be allowed for a run.
 
     Returns GiB, a tenth more than needed, because the pool is cut in pieces; `None` where its default is enough.
-
-    >>> pinned_limit(128 * GIB), pinned_limit(8 * GIB)
-    (141, None)
     """
     limit = math.ceil(1.1 * needed / GIB)
     return limit if limit > PINNED_GIB else None

@@ -49,11 +49,7 @@ class Estimate:
 
 
 def moment_bytes(optimizer: str, state_dtype: str) -> float:
-    """Bytes of an optimizer's state for each parameter.
-
-    >>> moment_bytes("adamw8bit", "float32")  # two codes, and two float32 scales for 256 of them
-    2.03125
-    """
+    """Bytes of an optimizer's state for each parameter."""
     return {"adamw": 2.0 * jnp.dtype(state_dtype).itemsize, "adamw8bit": 2 * (1 + 4 / 256), "sgd": 0.0}[optimizer]
 
 
@@ -62,9 +58,6 @@ def logits_bytes(tokens: int, vocab_size: int, bytes_per_logit: int = 8) -> int:
 
     `bytes_per_logit`: 12 for a framework that runs one operation after the other and also holds the softmax; 6 for a
     compiler that holds the gradient in 16 bits.
-
-    >>> round(logits_bytes(4096, 152_064, bytes_per_logit=12) / 2**30, 2)
-    6.96
     """
     return bytes_per_logit * tokens * vocab_size
 

@@ -19,11 +19,7 @@ LEAST_POSITIONS = 2048
 
 
 def mesh_sizes(given: Mapping[str, int] | None, num_devices: int) -> dict[str, int]:
-    """Sizes of all axes of a mesh: `given` by name, or all devices along "fsdp"; an axis that is not named has 1.
-
-    >>> mesh_sizes({"fsdp": 4, "tensor": 2}, 8), mesh_sizes(None, 8)
-    ({'data': 1, 'fsdp': 4, 'tensor': 2}, {'data': 1, 'fsdp': 8})
-    """
+    """Sizes of all axes of a mesh: `given` by name, or all devices along "fsdp"; an axis that is not named has 1."""
     if given is None:
         return {"data": 1, "fsdp": num_devices}
     given = {name: size for name, size in given.items() if size != 1} or given
@@ -46,11 +42,6 @@ def meshes(num_devices: int, seq: int, most_tensor: int = 8) -> list[list[dict[s
     row. Split rows need no less memory than as many whole ones, so the first mesh that divides the batch is the one to
     take. Devices that do not all split parameters copy static memory, and such a mesh is no better than one in which
     they do.
-
-    >>> meshes(4, 512)
-    [[{'data': 1, 'fsdp': 4}], [{'data': 1, 'fsdp': 2, 'tensor': 2}], [{'data': 1, 'fsdp': 1, 'tensor': 4}]]
-    >>> meshes(2, 8192)[0]
-    [{'data': 1, 'fsdp': 2}, {'data': 1, 'fsdp': 1, 'sequence': 2}]
     """
 
     def sizes(most: int, among: int) -> list[int]:

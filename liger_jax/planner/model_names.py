@@ -100,21 +100,13 @@ _KINDS = {
 
 
 def without_quantization(name: str) -> tuple[str, str | None]:
-    """Takes from an id the words that say how its weights are quantised.
-
-    >>> without_quantization("llama-3-8b-instruct-bnb-4bit")
-    ('llama-3-8b-instruct', 'nf4')
-    """
+    """Takes from an id the words that say how its weights are quantised."""
     short = _BITSANDBYTES.sub("", name)
     return short, None if short == name else "nf4"
 
 
 def refusal(name: str, families: Iterable[str]) -> str | None:
-    """Says of what kind a model is that cannot be planned, as far as its name tells.
-
-    >>> refusal("deepseek-v3", ["llama", "qwen2"])
-    'is a mixture of experts of another family, which is not supported. The families here are llama, qwen2.'
-    """
+    """Says of what kind a model is that cannot be planned, as far as its name tells."""
     for kind, pattern in _KINDS.items():
         if (match := re.search(pattern, name)) is not None:
             what = f"{kind}, {match[0]!r}" if kind.startswith("of ") else kind

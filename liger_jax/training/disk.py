@@ -16,21 +16,14 @@ _FULL = ("no space left", "os error 28", "disk quota exceeded", "os error 122") 
 
 
 def check_space(folder: Path, needed_bytes: int, what_for: str) -> None:
-    """Looks for room before a run.
-
-    >>> check_space(Path("."), 1, "a byte")
-    """
+    """Looks for room before a run."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise DiskError(f"The disk of {folder} has {size(free)} left, and {what_for} need {size(needed_bytes)}.")
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk or a quota is full, whichever library raised it.
-
-    >>> is_full(OSError(28, "No space left on device")), is_full(ValueError("no such file"))
-    (True, False)
-    """
+    """Whether an error says that a disk or a quota is full, whichever library raised it."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     text = str(error).lower()
@@ -38,11 +31,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def full(what: str, folder: Path, needed_bytes: int) -> DiskError:
-    """The error for a disk that became full.
-
-    >>> str(full("The result", Path("."), 3 * 2**30)).startswith("The result cannot be written to .: the disk is")
-    True
-    """
+    """The error for a disk that became full."""
     free = shutil.disk_usage(folder).free
     return DiskError(
         f"{what} cannot be written to {folder}: the disk is full. It needs {size(needed_bytes)}, and {size(free)} are "
@@ -55,9 +44,6 @@ def late_writes_untold() -> Iterator[None]:
     """A context for tensorstore, which prints a traceback for each write that ends after one has failed.
 
     The error of the first one is raised and says it all. Others may end after the context, which then goes on.
-
-    >>> with late_writes_untold():
-    ...     pass
     """
     before = sys.unraisablehook
 
@@ -71,20 +57,12 @@ def late_writes_untold() -> Iterator[None]:
 
 
 def num_bytes(tree: Any) -> int:
-    """The size of arrays.
-
-    >>> num_bytes([jax.numpy.ones(3), jax.numpy.ones((), "int8")])
-    13
-    """
+    """The size of arrays."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def size(num_bytes: int) -> str:
-    """A number of bytes in words.
-
-    >>> size(700), size(3 * 2**20), size(5 * 2**31)
-    ('700 bytes', '3.0 MiB', '10.0 GiB')
-    """
+    """A number of bytes in words."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if num_bytes >= 2**power:
             return f"{num_bytes / 2**power:.1f} {unit}"

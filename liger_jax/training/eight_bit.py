@@ -118,21 +118,10 @@ def scale_by_adam_8bit(
     block_size: int | None = None,
     float32_names: Sequence[str] = (),
 ) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` with moments in 8 bits, for chains of one's own: `adamw_8bit` tells the rest.
-
-    Args:
-        b1: the decay of first moments, in [0, 1).
-        b2: the decay of second moments, in [0, 1).
-        eps: is added to √v̂; above 0.
-        block_size: how many numbers share a scale; None for 256.
-        float32_names: a parameter keeps float32 moments if one of these is a part of its path.
+    """`optax.scale_by_adam` with moments in 8 bits, for chains of your own. Its arguments are those of `adamw_8bit`.
 
     Returns:
         The transformation; its updates are float32.
-
-    Raises:
-        ValueError: as from `adamw_8bit`.
-        TypeError: as from `adamw_8bit`.
 
     Example:
         >>> optimizer = optax.chain(scale_by_adam_8bit(b2=0.95), optax.scale(-1e-3))

@@ -102,13 +102,7 @@ class OutOfHostMemoryError(TrainingError):
 
 @contextlib.contextmanager
 def memory_errors(where: str) -> Iterator[None]:
-    """A context for what the device may have too little memory for.
-
-    `where`: the end of the sentence "The device ran out of memory …", with its full stop.
-
-    >>> with memory_errors("while the step was compiled."):
-    ...     pass
-    """
+    """Raises our errors where memory runs out. `where` ends their sentence, with its full stop."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

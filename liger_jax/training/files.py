@@ -10,11 +10,7 @@ from liger_jax.training.errors import FolderError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a small file of a run's own.
-
-    >>> read_json(Path("nowhere.json"))
-    {}
-    """
+    """Reads a small file of a run's own."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -23,13 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Writes a file in one rename.
-
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_json(Path(folder) / "a.json", {"step": 3})
-    ...     read_json(Path(folder) / "a.json")
-    {'step': 3}
-    """
+    """Writes a file in one rename."""
     new = path.with_suffix(".new")
     with new.open("w") as file:
         json.dump(values, file)
@@ -39,11 +29,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes a folder, if there is none.
-
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     check_writable(Path(folder) / "run")
-    """
+    """Makes a folder, if there is none."""
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
             raise FolderError(

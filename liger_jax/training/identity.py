@@ -62,8 +62,6 @@ def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], gro
     """Checks that a run which goes on is the run that began.
 
     `growing`: names of numbers that may have become larger. `None` for such a number means that another one counts.
-
-    >>> check_same(Path("run"), {"rate": 0.1}, {"rate": 0.1, "all of model.safetensors": "2c26"})
     """
     names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
     # Files are read whole only if asked: where one side has not done it, there is nothing to compare.

@@ -232,11 +232,7 @@ class Loop:
 
 
 def memory_in_use() -> int:
-    """The most memory that was in use so far.
-
-    >>> memory_in_use() >= 0
-    True
-    """
+    """The most memory that was in use so far."""
     if stats := jax.local_devices()[0].memory_stats():
         return stats["peak_bytes_in_use"]
     try:
@@ -270,9 +266,5 @@ def _in_words(name: str, value: float) -> str:
 
 
 def figure(value: float) -> str:
-    """A figure for a reader: with three decimals, or with three digits where these would say too little.
-
-    >>> [figure(value) for value in (12.0, 0.25, 0.00041234, -5.2e-8, 0.0)]
-    ['12.000', '0.250', '0.000412', '-5.2e-08', '0.000']
-    """
+    """A figure for a reader: with three decimals, or with three digits where these would say too little."""
     return f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.3f}"

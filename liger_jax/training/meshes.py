@@ -109,11 +109,7 @@ class Devices:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The sizes of a mesh's axes.
-
-    >>> parse_mesh("fsdp=2,tensor=4")
-    {'data': 1, 'fsdp': 2, 'expert': 1, 'sequence': 1, 'tensor': 4}
-    """
+    """The sizes of a mesh's axes."""
     named: dict[str, int] = {}
     for item in text.split(","):
         name, _, size = (word.strip() for word in item.partition("="))
@@ -131,32 +127,18 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def layout_of(sizes: Mapping[str, int]) -> Layout:
-    """Which axes of such a mesh split what.
-
-    >>> layout_of(parse_mesh("fsdp=2,tensor=4")).tensor
-    'tensor'
-    """
+    """Which axes of such a mesh split what."""
     others = {name: name for name in ("tensor", "sequence", "expert") if sizes.get(name, 1) > 1}
     return Layout(batch=BATCH_AXES, fsdp="fsdp", **others)
 
 
 def shards_of_batch(sizes: Mapping[str, int]) -> int:
-    """Into how many shards such a mesh splits a batch.
-
-    >>> shards_of_batch(parse_mesh("data=2,expert=4,tensor=8"))
-    8
-    """
+    """Into how many shards such a mesh splits a batch."""
     return math.prod(sizes.get(name, 1) for name in layout_of(sizes).batch)
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
-    """The mesh of the first devices.
-
-    Returns the mesh, with Auto axes. The devices of a tensor axis stand side by side.
-
-    >>> mesh_of(parse_mesh("fsdp=1"), jax.devices()).size
-    1
-    """
+    """The mesh of the first devices, with Auto axes. The devices of a tensor axis are neighbours."""
     shape = tuple(sizes[name] for name in AXES)
     first = devices[: math.prod(shape)]
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=first)

@@ -31,9 +31,6 @@ def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
     Returns:
         A function of the step, from 0.
 
-    Raises:
-        ValueError: a number is out of its range.
-
     Example:
         >>> [round(float(cosine_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
         [0.33, 1.0, 0.56, 0.1]
@@ -47,17 +44,7 @@ def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
 def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.0) -> Schedule:
     """A straight line up to the peak, and a straight line down from it over the steps that are left.
 
-    Args:
-        peak: the highest rate, a finite number, at least 0.
-        steps: how many steps the whole run has, at least 1.
-        warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
-        end: the rate after the last step, as a share of the peak.
-
-    Returns:
-        A function of the step, from 0.
-
-    Raises:
-        ValueError: a number is out of its range.
+    Arguments and result are those of `cosine_schedule_with_warmup`.
 
     Example:
         >>> [round(float(linear_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 50, 99)]
@@ -71,16 +58,7 @@ def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
 def constant_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03) -> Schedule:
     """A straight line up to the peak, which then stays.
 
-    Args:
-        peak: the highest rate, a finite number, at least 0.
-        steps: how many steps the whole run has, at least 1.
-        warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
-
-    Returns:
-        A function of the step, from 0.
-
-    Raises:
-        ValueError: a number is out of its range.
+    Arguments and result are those of `cosine_schedule_with_warmup`.
 
     Example:
         >>> [round(float(constant_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 2, 99)]
@@ -133,7 +111,7 @@ def adamw(
 
     Raises:
         ValueError: `mask` and `decays_all=False`, or `mu_dtype` and `state_dtype`, are given together; `state_dtype`
-            is neither float32 nor bfloat16; or `learning_rate` or `max_norm` is out of its range.
+            is neither float32 nor bfloat16; or a number is out of its range.
         TypeError: `b1` or `b2` is an array of 16 bits.
 
     Example:
@@ -175,21 +153,15 @@ def sgd(
     """`optax.sgd`, and what a training run of a language model puts around it.
 
     Without the last two options it is `optax.sgd`, with the same parameters, defaults and updates. With `seed`, it
-    computes in float32 and rounds parameters in bfloat16 as `stochastic_rounding` does.
+    computes in float32 and rounds parameters in bfloat16 as `stochastic_rounding` does. Other arguments are `adamw`'s.
 
     Args:
-        learning_rate: a finite number, at least 0, or a schedule.
         momentum: the share of the momentum that a step keeps; `None` for no momentum, and no state.
         nesterov: whether the momentum is Nesterov's.
         accumulator_dtype: dtype in which the momentum is held; `None` for the parameter's.
-        max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
-        seed: of the random bits that round parameters in bfloat16; `None` rounds them to the nearest number.
 
     Returns:
         The transformation. With `seed` it needs `params`, and its updates are float32.
-
-    Raises:
-        ValueError: `learning_rate` or `max_norm` is out of its range.
 
     Example:
         >>> params = {"kernel": jnp.ones((2, 2))}
@@ -214,14 +186,12 @@ def optimizer_named(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer that commands know by its name, with clipped gradients, for parameters in float32 and in bfloat16.
 
+    The options are those of `adamw`; "sgd" has neither `b2` nor `weight_decay`.
+
     Args:
         name: "adamw"; "adamw8bit", which is `adamw_8bit` with what `adamw` has around it; or "sgd".
         learning_rate: a finite number, at least 0, or a schedule.
-        b2: the share of the second moment that a step keeps; "sgd" has none.
-        weight_decay: the share of each weight that a step of rate 1 takes away, but in "sgd".
-        max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
         state_dtype: dtype in which the moments of "adamw" are held; `None` for float32.
-        seed: of the random bits that round parameters in bfloat16.
 
     Returns:
         The transformation. Its updates are float32, and it needs `params`.

@@ -33,8 +33,8 @@ def pack(
 
     Raises:
         TypeError: a document's tokens are no integers.
-        ValueError: `length` is less than 1, a document is no sequence, its labels are of another length, or there is
-            no token.
+        ValueError: `length` is less than 1, a document is no sequence, its labels are of another length, or there is no
+            token.
 
     Example:
         >>> batch = pack([[5, 6, 7], [8, 9], [10]], length=4)
@@ -82,9 +82,7 @@ def pack_pairs(
         int32 (pairs, 2): row and segment, both counted from 0, so that segment s has the id s + 1.
 
     Raises:
-        TypeError: tokens are no integers.
-        ValueError: `length` is less than 1 or than a pair, a response has no token, labels are of another length, or
-            there are no pairs.
+        ValueError: a pair is longer than a row, a response has no token, or there are no pairs.
 
     Example:
         >>> batch, chosen, rejected = pack_pairs([[5, 6], [7, 8]], [[5, 9, 9], [7, 3]], length=5)
@@ -125,9 +123,7 @@ def pack_completions(
         advantages with them.
 
     Raises:
-        TypeError: tokens are no integers.
-        ValueError: `length` is less than 1 or than a group, a completion has no token, labels are of another length, or
-            there are no completions.
+        ValueError: a group is longer than a row, a completion has no token, or there are no completions.
 
     Example:
         >>> batch, places = pack_completions([[[5, 6], [5, 7]], [[8, 9, 9]]], length=4)
@@ -152,23 +148,13 @@ def pad(
 ) -> Mapping[str, np.ndarray]:
     """Gives each document its own rows for `model(**batch)`, filled up at their ends.
 
-    A document that is longer than a row is cut into rows of `length` tokens and a rest.
-
-    Args:
-        documents: token ids, a sequence of integers for each document. Empty ones are passed over.
-        length: tokens in a row, at least 1.
-        labels: for each document as many labels, unshifted, -100 where a token is not scored; `None` for the tokens.
-        pad_id: the token id at places that no document fills.
+    A document that is longer than a row is cut into rows of `length` tokens and a rest. Arguments and errors are those
+    of `pack`.
 
     Returns:
         The model's arguments, int32 arrays of (rows, length): `input_ids`; `labels`, which are -100 at empty places;
         and `token_mask`, 1 at tokens and 0 at empty places. Attention is causal, so that no token sees the places
         after it, and the routers of a mixture of experts do not count them.
-
-    Raises:
-        TypeError: a document's tokens are no integers.
-        ValueError: `length` is less than 1, a document is no sequence, its labels are of another length, or there is
-            no token.
 
     Example:
         >>> batch = pad([[5, 6, 7], [8, 9]], length=4)
@@ -288,12 +274,7 @@ def columns(in_segments: bool) -> tuple[str, ...]:
 
 
 class FirstFit:
-    """Rows of `length` tokens that pieces go into: each into the first row with room, or if not `packed` into its own.
-
-    >>> place = FirstFit(4)
-    >>> [place(size) for size in (3, 2, 1)]
-    [(0, 0), (1, 0), (0, 3)]
-    """
+    """Rows of `length` tokens for pieces: each goes into the first row with room, or if not `packed` into its own."""
 
     def __init__(self, length: int, packed: bool = True):
         self._length, self._packed, self._opened = length, packed, 0

@@ -82,20 +82,12 @@ def begin(place: str) -> None:
 
 
 def are_several() -> bool:
-    """Whether `begin` has joined several processes. JAX's devices are not looked for.
-
-    >>> are_several()
-    False
-    """
+    """Whether `begin` has joined several processes. JAX's devices are not looked for."""
     return bool(_watching)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and speaks.
-
-    >>> is_first()
-    True
-    """
+    """Whether this process is the one that writes files and speaks."""
     return jax.process_index() == 0
 
 
@@ -107,10 +99,7 @@ def wait() -> None:
 
 
 def check_same(what: str, values: Mapping[str, Any]) -> None:
-    """Checks that all processes have the same values, such as options: other ones would train something else, unseen.
-
-    >>> check_same("options", {"steps": 3})
-    """
+    """Checks that all processes have the same values, such as options: others would train something else, unseen."""
     if jax.process_count() == 1:
         return
     answers = _of_all(dict(values))
@@ -127,10 +116,7 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
 
 
 def check_shared(folder: Path) -> None:
-    """Checks that all processes see one folder: separate ones of one name would wait for each other's files.
-
-    >>> check_shared(Path("."))
-    """
+    """Checks that all processes see one folder: separate ones of one name would wait for each other's files."""
     if jax.process_count() == 1:
         return
     marker = tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder) if is_first() else None
@@ -158,11 +144,7 @@ def _of_all(value: Any) -> dict[int, Any]:
 
 
 def by_first(work: Callable[[], Any]) -> None:
-    """Lets the first process do something, for which the others wait.
-
-    >>> by_first(lambda: print("written"))
-    written
-    """
+    """Lets the first process do something, for which the others wait."""
     if is_first():
         work()
     wait()
@@ -170,11 +152,7 @@ def by_first(work: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def first_before_others() -> Iterator[None]:
-    """A context that the first process leaves before the others enter it, such as for files that it makes for them.
-
-    >>> with first_before_others():
-    ...     pass
-    """
+    """A context that the first process leaves before the others enter it, such as for files that it makes for them."""
     if not is_first():
         wait()
     yield
@@ -184,12 +162,7 @@ def first_before_others() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_first_speaks() -> Iterator[None]:
-    """A context in which the other processes print nothing but errors.
-
-    >>> with only_first_speaks():
-    ...     print("one line")
-    one line
-    """
+    """A context in which the other processes print nothing but errors."""
     if is_first():
         yield
         return
@@ -198,11 +171,7 @@ def only_first_speaks() -> Iterator[None]:
 
 
 def most(number: int) -> int:
-    """The largest of the numbers that all processes have.
-
-    >>> most(3)
-    3
-    """
+    """The largest of the numbers that all processes have."""
     if jax.process_count() == 1:
         return number
     from jax.experimental import multihost_utils
@@ -211,11 +180,7 @@ def most(number: int) -> int:
 
 
 def agreed(received: list[int]) -> list[int]:
-    """What any process has received all of them have, such as a signal.
-
-    >>> agreed([15])
-    [15]
-    """
+    """What any process has received all of them have, such as a signal."""
     number = most(received[0] if received else 0)
     if number and not received:
         received.append(number)
@@ -227,9 +192,6 @@ def end(code: int, in_order: bool = True) -> int:
 
     `code`: the exit code. After an error the others are informed, and the process ends here. `in_order`: whether 0 and
     the codes of signals are those of all processes. Else such a code is an error, too.
-
-    >>> end(0)
-    0
     """
     if not are_several():
         return code
@@ -261,13 +223,7 @@ def leave(code: int) -> NoReturn:
 
 
 def lost() -> str:
-    """Why this process cannot go on, once an error of JAX may come from another one's death.
-
-    Returns a sentence; empty if all others live, for which it is waited.
-
-    >>> lost()
-    ''
-    """
+    """Waits for the reason why this process cannot go on, a sentence; empty if all others live."""
     if jax.process_count() > 1:
         begun = time.monotonic()
         while time.monotonic() - begun < SILENT_SECONDS + 5:

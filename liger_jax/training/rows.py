@@ -52,20 +52,12 @@ def hold_out(items: Sequence[Item], share: float, seed: int) -> tuple[list[Item]
 
 
 def num_rows(rows: Rows) -> int:
-    """Counts rows.
-
-    >>> num_rows({"input_ids": np.ones((3, 8), np.int32)})
-    3
-    """
+    """Counts rows."""
     return len(rows["input_ids"])
 
 
 def num_tokens(batch: Any) -> int:
-    """Counts tokens without padding. Where nothing tells padding, a row's tokens are those up to its last label.
-
-    >>> num_tokens({"input_ids": np.ones((1, 4)), "labels": np.array([[-100, 5, 6, -100]])})
-    3
-    """
+    """Counts tokens without padding. Where nothing tells padding, a row's tokens are those up to its last label."""
     if not isinstance(batch, Mapping):
         return batch.size
     name = next((name for name in MASKS if name in batch), "labels")
@@ -159,11 +151,7 @@ def batches(
 
 
 def num_mixed(mixture: Mixture) -> int:
-    """Counts the rows of an epoch.
-
-    >>> num_mixed([(10, 2.0), (5, 0.5)])
-    22
-    """
+    """Counts the rows of an epoch."""
     return sum(_visits(number, weight) for number, weight in mixture)
 
 

@@ -29,9 +29,6 @@ def ending_now(end: Callable[[int], None], said: str) -> Iterator[None]:
     callback, and waits for calls in C++. Outside of the main thread, whose handlers Python calls, nothing changes.
 
     `end`: ends the process with an exit code. It is called in a thread.
-
-    >>> with ending_now(os._exit, "stopped"):
-    ...     pass
     """
 
     def handle(number):
@@ -54,11 +51,6 @@ def listed() -> Iterator[list[int]]:
 
     A second one raises `KeyboardInterrupt`, or within `ending_now` ends the process. A SIGHUP that is ignored, as under
     `nohup`, stays so. Outside of the main thread nothing is listed.
-
-    >>> with listed() as numbers:
-    ...     signal.raise_signal(signal.SIGTERM)
-    >>> numbers == [signal.SIGTERM]
-    True
     """
     numbers: list[int] = []
     first: list[float] = []

@@ -16,11 +16,7 @@ _UNFINISHED = re.compile(r"\d+(\.earlier)?(\.orbax-checkpoint-tmp.*|\.dropped)",
 
 
 def number_of(path: Path) -> int | None:
-    """The step of a folder by its name.
-
-    >>> number_of(Path("12")), number_of(Path("12.earlier")), number_of(Path("012"))
-    (12, 12, None)
-    """
+    """The step of a folder by its name."""
     match = re.fullmatch(r"(0|[1-9]\d*)(\.earlier)?", path.name, re.ASCII)
     return None if match is None else int(match[1])
 
@@ -30,9 +26,6 @@ def is_checkpoint(path: Path) -> bool:
 
     Returns `False` for a link, and for a folder with a step's name that holds other things. An empty one counts as a
     step.
-
-    >>> is_checkpoint(Path("nowhere"))
-    False
     """
     if number_of(path) is None or path.is_symlink() or not path.is_dir():
         return False
@@ -41,21 +34,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def all_of(folder: Path) -> list[Path]:
-    """The folders of all steps, in the order of their numbers.
-
-    >>> all_of(Path("nowhere"))
-    []
-    """
+    """The folders of all steps, in the order of their numbers."""
     paths = filter(is_checkpoint, folder.iterdir()) if folder.is_dir() else []
     return sorted(paths, key=lambda path: (number_of(path) or 0, path.name))
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run has saved checkpoints into a folder.
-
-    >>> holds_a_run(Path("nowhere"))
-    False
-    """
+    """Whether a run has saved checkpoints into a folder."""
     return any(any(path.iterdir()) for path in all_of(folder))
 
 

@@ -12,12 +12,7 @@ import jax
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """A context that prints what is done in it, and then the seconds that it took.
-
-    >>> with telling("counting"):
-    ...     pass
-    counting … 0.0 s
-    """
+    """A context that prints what is done in it, and then the seconds that it took."""
     start = time.perf_counter()
     print(what, "…", end="", flush=True)
     try:
@@ -28,20 +23,12 @@ def telling(what: str) -> Iterator[None]:
 
 
 def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Begins a call in its own thread.
-
-    >>> beside(sum, [1, 2]).result()
-    3
-    """
+    """Begins a call in its own thread."""
     return _noted(ThreadPoolExecutor(1, function.__name__).submit(function, *args, **kwargs))
 
 
 def is_busy() -> bool:
-    """Whether a call of `beside` or a compilation still goes on, for which Python would wait at its end.
-
-    >>> is_busy()
-    False
-    """
+    """Whether a call of `beside` or a compilation still goes on, for which Python would wait at its end."""
     return any(not each.done() for each in _futures)
 
 
@@ -58,10 +45,6 @@ class Compiling:
 
     XLA tries several kernels for each product there, alone on the GPU, and remembers the best one. An evaluation has
     the step's forward, so that two programs side by side would try the same.
-
-    >>> program = Compiling().start(jax.jit(lambda x: x + 1), 1.0)
-    >>> program.result()(1.0).item()
-    2.0
     """
 
     def __init__(self):

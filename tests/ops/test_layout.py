@@ -9,7 +9,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops import layout
-from liger_jax.ops.linear.split_head import head_split
+from liger_jax.ops.labels import as_labels
+from liger_jax.ops.linear.split_head import HeadSplit, head_split
+from liger_jax.ops.segment_ids import document_numbers, numbered
 
 
 @pytest.fixture
@@ -49,3 +51,30 @@ def test_a_head_whose_mesh_axes_have_one_device_is_not_split():
     assert head_split(P(), sizes) is None
     split = head_split(P("data", "fsdp"), sizes)
     assert split is not None and split.shards == (1, 4) and split.spec == P("data", "fsdp")
+
+
+def test_specs_are_read_by_their_mesh_axes():
+    assert layout.names(None) == () and layout.names("data") == ("data",)
+    assert layout.names(P(("data", "fsdp"), None, "tensor")) == ("data", "fsdp", "tensor")
+    assert layout.full_spec(P("data"), 3) == P("data", None, None)
+    assert layout.along(P("tensor", ("data", "fsdp")), ("data", "fsdp")) == P(None, ("data", "fsdp"))
+    assert head_split(P(("data", "fsdp")), {"data": 2, "fsdp": 4}) == HeadSplit((("data", "fsdp"), ()), (8, 1))
+
+
+def test_a_matrix_is_sent_in_the_smaller_dtype():
+    for dtypes in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        assert layout.sent_dtype(*dtypes) == jnp.bfloat16
+
+
+def test_each_device_has_an_early_and_a_late_chunk():
+    order = layout.in_chunks(jnp.arange(8), 0, 2)
+    assert order.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert layout.from_chunks(order, 0, 2).tolist() == list(range(8))
+    assert [layout.pairs_of_chunks(length, 8) for length in (131072, 32768)] == [2, 1]
+
+
+def test_ids_of_rows_are_numbers_of_documents_or_nan():
+    assert document_numbers(jnp.array([[1, 1, 2, 0]])).tolist() == [[0, 0, 1, 2]]
+    factors = numbered(jnp.array([[1, 1, 0], [0, 0, 1]])).ravel()
+    assert factors[0] == 1 and jnp.isnan(factors[1])
+    assert as_labels(jnp.array([1, 2], jnp.uint8)).dtype == jnp.int32

@@ -4,8 +4,9 @@ import pytest
 
 from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner import target
-from liger_jax.planner.device_names import memory_in_bytes
-from liger_jax.planner.devices import CONTEXT_BYTES, _unseen
+from liger_jax.planner.device_names import known_as, memory_in_bytes, others_with_that_name
+from liger_jax.planner.devices import CONTEXT_BYTES, _unseen, pinned_limit
+from liger_jax.planner.model_names import refusal, without_quantization
 
 TYPED = {
     "rtx4090": "rtx4090", "RTX 4090": "rtx4090", "4090": "rtx4090", "NVIDIA GeForce RTX 4090": "rtx4090",
@@ -70,3 +71,24 @@ def test_no_card_hides_more_than_is_taken_off_a_memory_by_number():
 
 def test_small_memory_has_no_negative_capacity():
     assert [target(f"gpu:{count}", "2GiB").capacity_bytes >= 0 for count in (1, 8)] == [True, True]
+
+
+def test_a_name_without_its_memory_means_the_smaller_card():
+    keys = [known_as(name) for name in ("NVIDIA RTX-4090", "8xA100-80GB", "4060ti")]
+    assert keys == [("rtx4090", ""), ("a100-80g", "8"), ("rtx4060ti-8g", "")]
+    assert others_with_that_name("a100-40g", "a100") == ["a100-80g"]
+    assert others_with_that_name("a100-40g", "a100-40gb") == []
+
+
+def test_what_a_process_may_have_and_the_next_larger_number():
+    assert [target("t4").fraction_for(size * GIB) for size in (12, 8)] == [0.9, 0.75]
+    assert target("rtx4090").limit_for(20 * GIB) / GIB == pytest.approx(20.7, abs=0.05)
+    assert target("v5e").limit_for(GIB) / GIB == pytest.approx(15.75, abs=0.005)
+    assert [target(name).more().name for name in ("h200:8", "v5e:2x2")] == ["h200:16", "v5e:2x4"]
+    assert [pinned_limit(size * GIB) for size in (128, 8)] == [141, None]
+
+
+def test_a_models_name_says_how_it_is_quantised_and_of_what_kind_it_is():
+    assert without_quantization("llama-3-8b-instruct-bnb-4bit") == ("llama-3-8b-instruct", "nf4")
+    families = ["llama", "qwen2"]
+    assert refusal("deepseek-v3", families).startswith("is a mixture of experts of another family")

@@ -2,9 +2,10 @@
 
 import pytest
 
-from liger_jax.planner import plan
-from liger_jax.planner.estimate import DYNAMIC, STATIC, estimate
-from liger_jax.planner.mesh import meshes
+from liger_jax.planner import defaults, plan
+from liger_jax.planner.advice import largest
+from liger_jax.planner.estimate import DYNAMIC, STATIC, estimate, logits_bytes, moment_bytes
+from liger_jax.planner.mesh import mesh_sizes, meshes
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.searching import runs_on_meshes
 
@@ -138,3 +139,18 @@ def test_advice_keeps_the_sequence_axis():
     long = dict(model="llama-3.1-8b", batch=1, seq=131072, device="a100-40g:8", mesh=dict(sequence=8), remat="none")
     found = plan(**long).changes_to_fit()
     assert found and all(change.run.sequence == 8 and change.run.positions == 16384 for change in found)
+
+
+def test_sizes_of_axes_and_meshes_worth_a_try():
+    assert mesh_sizes({"fsdp": 4, "tensor": 2}, 8) == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert mesh_sizes(None, 8) == {"data": 1, "fsdp": 8}
+    assert meshes(4, 512) == [[{"data": 1, "fsdp": n} | ({"tensor": 4 // n} if n < 4 else {})] for n in (4, 2, 1)]
+    assert meshes(2, 8192)[0] == [{"data": 1, "fsdp": 2}, {"data": 1, "fsdp": 1, "sequence": 2}]
+
+
+def test_defaults_and_bytes_of_a_run():
+    assert defaults.param_dtype(None, "bfloat16") == "float32" and defaults.param_dtype(16, "bfloat16") == "bfloat16"
+    assert [defaults.batch(unit) for unit in (1, 3, 16)] == [8, 9, 16]
+    assert moment_bytes("adamw8bit", "float32") == 2.03125  # two codes, and two float32 scales for 256 of them
+    assert logits_bytes(4096, 152_064, bytes_per_logit=12) / 2**30 == pytest.approx(6.96, abs=0.005)
+    assert largest(lambda n: n * n <= 50) == 7

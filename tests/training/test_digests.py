@@ -88,3 +88,10 @@ def test_one_part_of_what_is_held_out_is_scored_at_a_time():
     sums = jax.jit(lambda params, frozen, x: jnp.stack([jnp.sin(x).sum(), 1.0, 1.0]))
     score = scoring(one_at_a_time(sums), None, lambda totals: {"count": totals[1]})
     assert score(None, [sharded(i) for i in range(6)]) == {"count": 6.0}
+
+
+def test_digests_of_json_and_bytes_follow_from_what_they_hold():
+    assert digests.of_json({"a": [1.0], "b": None}) == digests.of_json({"b": None, "a": [1.0]})
+    assert digests.of_json({"a": [1.0]}) != digests.of_json({"a": [1.5]})
+    assert digests.of_bytes(b"{", b"}")[:12] == "44136fa355b3"
+    assert digests.of_leaves({"a": jnp.ones(3)}) == {"['a']": "float32(3,) 0d450a2a19390caf"}

@@ -182,9 +182,6 @@ def experts_at_once(shape: tuple[int, ...], dtype: Any) -> int:
     """How many quantised experts are dense at the same time.
 
     Returns the largest divisor of E whose weights fit in `DENSE_BYTES`; at least 1.
-
-    >>> experts_at_once((128, 2048, 1536), jnp.bfloat16)
-    32
     """
     count, of_one = shape[0], shape[1] * shape[2] * jnp.dtype(dtype).itemsize
     return max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_one <= DENSE_BYTES))

@@ -33,11 +33,7 @@ class Exchange(NamedTuple):
 
 
 def room_for(tokens: int, per_token: int, own_experts: int) -> int:
-    """The most rows that a device has for the experts of another, where the experts of a token differ.
-
-    >>> room_for(1024, 8, 4), room_for(1024, 8, 64)
-    (4096, 8192)
-    """
+    """The most rows that a device has for the experts of another, where the experts of a token differ."""
     return tokens * min(per_token, own_experts)
 
 

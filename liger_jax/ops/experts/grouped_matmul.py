@@ -95,17 +95,14 @@ def grouped_matmul(
         group_sizes: (E,), integers of at least 0 whose sum is at most M. Where they are not, everything is NaN, or a
             ValueError where their values are known.
         transpose_w: whether `w` is (E, N, K), so that y[m] = x[m] · wᵀ.
-        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper, for 16 bits and widths that
-            are multiples of 64), "mosaic_tpu" (for float32 and bfloat16), the last two with ":interpret", or a tuple of
-            these to try in order.
+        implementation: None to choose, or "xla", "mosaic_gpu" (Hopper, for 16 bits and widths that are multiples of 64)
+            or "mosaic_tpu" (for float32 and bfloat16); see `liger_jax.ops`.
 
     Returns:
         (M, N) in x.dtype.
 
     Raises:
-        TypeError: `x` or `w` is not floating point, or `group_sizes` is not of integers.
-        ValueError: shapes, dtypes or sizes do not fit, an array is sharded over a mesh with Explicit axes,
-            `implementation` is unknown, or the named one cannot run here.
+        ValueError: an array is sharded over a mesh with Explicit axes.
 
     Example:
         >>> x, w = jnp.ones((4, 2)), jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])

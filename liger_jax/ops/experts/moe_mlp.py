@@ -166,9 +166,7 @@ def moe_mlp(
         (N, D) in x.dtype.
 
     Raises:
-        TypeError: an array is not floating point, or `experts` is not of integers.
-        ValueError: shapes or dtypes do not fit, k is more than E, `activation` or `implementation` is unknown, an array
-            is sharded over a mesh with Explicit axes, or the named implementation cannot run here.
+        ValueError: an array is sharded over a mesh with Explicit axes.
 
     Example:
         >>> x, gate_up, down = jnp.ones((1, 2)), jnp.ones((3, 2, 8)), jnp.ones((3, 4, 2))

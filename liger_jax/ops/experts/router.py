@@ -59,10 +59,6 @@ def softmax_top_k(logits: Float[ArrayLike, "*batch E"], k: int, *, normalized: b
         Weights and experts. A token with a NaN or an infinity among its logits has weights of NaN and experts −1; a
         logit of −inf is an expert that is never chosen before others.
 
-    Raises:
-        TypeError: `logits` is not floating point.
-        ValueError: there are fewer than k experts.
-
     Example:
         >>> routing = softmax_top_k(jnp.log(jnp.array([0.5, 0.2, 0.3])), 2, normalized=False)
         >>> routing.experts.tolist(), routing.weights.round(3).tolist()
@@ -78,16 +74,7 @@ def softmax_top_k(logits: Float[ArrayLike, "*batch E"], k: int, *, normalized: b
 def top_k_softmax(logits: Float[ArrayLike, "*batch E"], k: int) -> Routing:
     """The k largest logits, and the softmax over these: gpt-oss's router, whose bias is in the logits.
 
-    Args:
-        logits: (..., E), any float dtype. The softmax is float32.
-        k: experts of a token, from 1 to E.
-
-    Returns:
-        Weights and experts, as `softmax_top_k` gives them.
-
-    Raises:
-        TypeError: `logits` is not floating point.
-        ValueError: there are fewer than k experts.
+    Arguments and result are those of `softmax_top_k`.
 
     Example:
         >>> top_k_softmax(jnp.log(jnp.array([6.0, 1.0, 2.0])), 2).weights.tolist()
@@ -117,10 +104,6 @@ def router_sums(
 
     Returns:
         Sums over all tokens: (E,), (E,), () and (). `chosen` and `count` have no gradient.
-
-    Raises:
-        TypeError: `logits` is not floating point.
-        ValueError: shapes do not fit.
 
     Example:
         >>> router_sums(jnp.zeros((3, 2)), jnp.array([[0], [0], [1]])).chosen.tolist()

@@ -38,23 +38,17 @@ def plan_fused_linear_cross_entropy(
     Nothing is compiled or allocated. The op makes the same plan from the same arguments; `mode`, `chunk_size`,
     `memory_budget_bytes` and `implementation` given to the op override it.
 
+    Arguments that are not listed here are those of the op.
+
     Args:
         n: tokens.
         d: width of the hidden states.
         v: entries of the vocabulary.
         dtype: dtype of the hidden states.
         weight_dtype: dtype of the weight; None for `dtype`.
-        weight_layout: "vd" or "dv".
         weight_is_split: whether the devices that split the tokens have shards of the weight, as under FSDP. Mode "lean"
             gathers it in slices, and "fast" gathers all of it.
-        reduction: "mean", "sum" or "none".
         differentiated: which of "hidden" and "weight" get gradients.
-        logit_scale: as the op takes it.
-        logit_softcap: as the op takes it.
-        mode: "auto", "fast" or "lean".
-        chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
-        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
-        implementation: as the op takes it.
         device: a `jax.Device`, or a `jax.sharding.AbstractDevice` that need not be there; None for the default one.
         device_memory_bytes: the device's memory; None for no bound. Without a budget, "auto" takes an eighth of it at
             most, or what "lean" needs if that is more.
@@ -64,9 +58,7 @@ def plan_fused_linear_cross_entropy(
         gradients.
 
     Raises:
-        TypeError: `logit_scale` or `logit_softcap` is no Python number.
-        ValueError: a size, a number or a name is out of range, the budget is too small, or an implementation cannot
-            run this.
+        ValueError: the budget is too small, or an implementation cannot run this.
 
     Example:
         >>> from jax.sharding import AbstractDevice

@@ -110,18 +110,16 @@ def fused_linear_cross_entropy(
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
         precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "triton", "mosaic_tpu",
-            the last three's ":interpret" forms, or a tuple of these to try in order.
+        implementation: None to choose, or "xla", "mosaic_gpu" (Hopper), "triton" or "mosaic_tpu"; see `liger_jax.ops`.
 
     Returns:
         The loss, float32: () for "mean" and "sum", (...) for "none". With `return_metrics`: (loss, metrics).
 
     Raises:
-        TypeError: a dtype is wrong, an option is no Python number, class_weights are differentiated, or forward mode
-            reaches a mode or an implementation that has gradients only.
-        ValueError: a shape does not fit, an option is out of range, a concrete label is outside [0, V), the
-            budget is too small, or mode or implementation cannot run here; and, when compiled for several devices
-            outside of `jax.shard_map`, that the compiler would gather the tokens.
+        TypeError: class_weights are differentiated, or forward mode reaches a mode or an implementation that has
+            gradients only.
+        ValueError: a concrete label is outside [0, V), or the budget is too small; or the compiler would gather the
+            tokens, where several devices compute outside of `jax.shard_map`.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -66,7 +66,8 @@ def fused_linear_distillation(
     | "cosine" | 1 − cos(z_student, z_teacher), of the logits, which a temperature does not change |
 
     There is no factor of temperature². The cross-entropy has temperature 1. The teacher has no gradient; models may
-    differ in width and dtype, and share the vocabulary.
+    differ in width and dtype, and share the vocabulary. Arguments that are not listed here are those of
+    `fused_linear_cross_entropy`, each model's own after `student_` and `teacher_`.
 
     Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens: three products of the student and
     one of the teacher. It needs a scalar loss. Mode "lean" makes the logits once more in the backward, in slices of the
@@ -86,35 +87,19 @@ def fused_linear_distillation(
         labels: (...), integers in [0, V), or `ignore_index` where a token does not count. Any other label makes its
             token's loss and gradient NaN under jit, if there is a `hard_weight`.
         hard_weight: in [0, 1], a Python number; above 0 it needs labels.
-        ignore_index: the label of tokens that do not count; None for no such label.
-        student_bias: (V,) float, or None.
-        student_weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
-        student_logit_scale: a finite Python number.
-        student_logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
-        teacher_bias: (V,) float, or None.
-        teacher_weight_layout: "vd" or "dv".
-        teacher_logit_scale: a finite Python number.
-        teacher_logit_softcap: s > 0, a finite Python number, or None.
         reduction: "mean" over the tokens that count, "sum", or "none".
         denominator: what replaces the number of tokens in a mean, so that micro-batches add up to one batch.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which both heads are shards of the vocabulary, while
             hidden states, labels and `where` are the same on all; needs mode "lean". With `check_vma=False` nothing
             tells whether they are.
-        mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk; None to choose.
-        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
-        precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "mosaic_gpu:interpret", or a
-            tuple of these to try in order.
+        implementation: None to choose, or "xla" or "mosaic_gpu" (Hopper); see `liger_jax.ops`.
 
     Returns:
         The loss, float32: () for "mean" and "sum", (...) for "none". The mean of no token is 0.
 
     Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: a shape does not fit, the vocabularies differ in size, an option is out of range, or the budget is
-            too small; and, when compiled for several devices outside of `jax.shard_map`, that the compiler would gather
-            the tokens.
+        ValueError: as from `fused_linear_cross_entropy`, or the vocabularies differ in size.
 
     Example:
         >>> import jax.numpy as jnp

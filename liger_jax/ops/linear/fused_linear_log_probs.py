@@ -82,43 +82,28 @@ def fused_linear_log_probs(
     Statistics are made first, and slices of the vocabulary are made again for the gradients. That takes 4 products of
     2·N·D·V operations, and the weight's gradient is written once: it is never summed in less than float32. Gradient
     work is done only for what is differentiated. The entropy costs no product. On one device, the same program gives
-    the same bits every time. Meshes are as for `fused_linear_cross_entropy`.
+    the same bits every time. Meshes, and the arguments that are not listed here, are those of
+    `fused_linear_cross_entropy`.
 
     `selected_token_ids` asks for log p of the same K tokens in every row, too, such as "yes" and "no" for a grader. It
     costs products with K rows of the head, whose gradients are added to those rows of the weight's.
 
     Args:
-        hidden: (..., D), any float dtype.
-        weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
         labels: (...), integers in [0, V), or `ignore_index`. Any other label makes its token's log-probability and
             the gradients NaN under jit.
         selected_token_ids: (K,), integers in [0, V), the same for all tokens; None for none. An id may occur twice. Any
             other id makes its log-probabilities and the gradients NaN under jit.
-        bias: (V,) float, or None.
-        weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
         where: (...) bool, which tokens count; None for all. Others get 0 and a gradient of exactly 0.
-        ignore_index: the label of tokens that do not count; None for no such label.
         temperature: by which logits are divided, a finite Python number > 0.
-        logit_scale: a finite Python number.
-        logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
         entropy: whether to make `entropy` and `log_sum_of_squares`, too.
         metrics: whether to make `max_logit` and `predicted_tokens`.
-        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
-            while hidden, labels and `where` are the same on all. With `check_vma=False` nothing tells whether they are.
         chunk_size: vocabulary entries in a slice; None to choose.
-        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
-        precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "triton", "mosaic_tpu",
-            the last three's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         `TokenLogProbs`, whose arrays have the labels' shape, and K as an axis after it in `selected_log_probs`.
 
     Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: a shape does not fit, an option is out of range, a concrete label or id is outside [0, V), the
-            budget is too small, or an implementation cannot run here; and, when compiled for several devices outside
-            of `jax.shard_map`, that the compiler would gather the tokens.
+        ValueError: as from `fused_linear_cross_entropy`; or a concrete id is outside [0, V).
 
     Example:
         >>> import jax, jax.numpy as jnp

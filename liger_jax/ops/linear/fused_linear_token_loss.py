@@ -80,43 +80,23 @@ def fused_linear_token_loss(
     The modes mean what they mean in `fused_linear_cross_entropy`. "fast" makes a chunk's logits, ℓ, the derivative of
     `loss_fn` and the gradients at once: 3 products of 2·N·D·V operations. "lean" makes the logits twice: 4 products.
     Hopper's kernels make no entropies in mode "fast", so that "auto" is lean there with `entropy=True`.
+    Arguments that are not listed here are those of `fused_linear_cross_entropy`, too; `vocab_axis` needs mode "lean".
 
     Args:
         loss_fn: takes scalars: ℓ, perhaps H, both float32, and one of each of `per_token`; returns a scalar.
-        hidden: (..., D), any float dtype.
-        weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
         labels: (...), integers in [0, V), or `ignore_index`. Any other label makes the loss and its token's gradients
             NaN under jit.
         per_token: a tuple of arrays that broadcast to (...), such as old log-probabilities, advantages and weights.
             What stands at tokens that do not count has no effect, and gradient 0.
         denominator: a number or a () array, for all devices and micro-batches together; it is not summed here.
         entropy: whether `loss_fn` takes the entropy.
-        bias: (V,) float, or None.
-        weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
-        where: (...) bool, which tokens count; None for all.
-        ignore_index: the label of tokens that do not count; None for no such label.
         temperature: by which logits are divided, a finite Python number > 0.
-        logit_scale: a finite Python number.
-        logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
-        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
-            while the tokens' arrays are the same on all; needs mode "lean". With `check_vma=False` nothing tells
-            whether they are.
-        mode: "auto", "fast" or "lean".
-        chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
-        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
-        precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "triton", "mosaic_tpu",
-            the last three's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         (loss, `TokenLosses`): a () float32, and the tokens' parts of it, for `has_aux=True`.
 
     Raises:
-        TypeError: a dtype is wrong, an option is no Python number, or per_token is no tuple.
-        ValueError: a shape does not fit, `loss_fn` does not return one float for one token, an option is out of range,
-            a concrete label is outside [0, V), the budget is too small, or mode or implementation cannot run here;
-            and, when compiled for several devices outside of `jax.shard_map`, that the compiler would gather the
-            tokens.
+        ValueError: as from `fused_linear_cross_entropy`, or `loss_fn` does not return one float for one token.
 
     Example:
         >>> import jax, jax.numpy as jnp

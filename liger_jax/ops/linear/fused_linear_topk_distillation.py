@@ -58,44 +58,21 @@ def fused_linear_topk_distillation(
     all tokens that are not stored: the divergence of distributions over K + 1 events. It adds nothing where all V are
     stored. There is no factor of temperature², and the cross-entropy has temperature 1. What is stored has no gradient.
 
-    The modes are those of `fused_linear_distillation`: three products or four, and no product for the teacher.
+    The modes, and the arguments that are not listed here, are those of `fused_linear_distillation` for its student:
+    three products or four, and no product for the teacher.
 
     Args:
-        hidden: (..., D), any float dtype.
-        weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
         token_ids: (..., K), integers in [0, V), all different within a token. Any other ids make the token's loss and
             gradient NaN.
         log_probs: (..., K), the teacher's log-probabilities of these at the same temperature, any float dtype. −inf
             says that a place is not used, whatever its id.
         tail: "ignore" or "bucket".
-        temperature: > 0, a Python number.
-        where: (...) bool, which tokens count; None for all.
-        labels: (...), integers in [0, V), or `ignore_index` where a token does not count. Any other label makes its
-            token's loss and gradient NaN under jit, if there is a `hard_weight`.
-        hard_weight: in [0, 1], a Python number; above 0 it needs labels.
-        ignore_index: the label of tokens that do not count; None for no such label.
-        bias: (V,) float, or None.
-        weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
-        logit_scale: a finite Python number.
-        logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
-        reduction: "mean" over the tokens that count, "sum", or "none".
-        denominator: what replaces the number of tokens in a mean, so that micro-batches add up to one batch.
-        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
-            while all else is the same on all; needs mode "lean". With `check_vma=False` nothing tells whether it is.
-        mode: "auto", "fast" or "lean".
-        chunk_size: tokens in a chunk; None to choose.
-        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
-        precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "mosaic_gpu:interpret", or a
-            tuple of these to try in order.
 
     Returns:
         The loss, float32: () for "mean" and "sum", (...) for "none". The mean of no token is 0.
 
     Raises:
-        TypeError: a dtype is wrong, or an option is no Python number.
-        ValueError: a shape does not fit, an option is out of range, or the budget is too small; and, when compiled for
-            several devices outside of `jax.shard_map`, that the compiler would gather the tokens.
+        ValueError: as from `fused_linear_cross_entropy`.
 
     Example:
         >>> hidden, weight = jnp.eye(1, 4), jnp.zeros((4, 4))

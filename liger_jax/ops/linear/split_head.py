@@ -44,11 +44,7 @@ class SplitHead:
 
 
 def head_split(spec: P, sizes: Mapping[str, int]) -> HeadSplit | None:
-    """The split of a head that is sharded as a spec says.
-
-    >>> head_split(P(("data", "fsdp")), {"data": 2, "fsdp": 4})
-    HeadSplit(axes=(('data', 'fsdp'), ()), shards=(8, 1))
-    """
+    """The split of a head that is sharded as a spec says."""
     first, second = (names(entry) for entry in full_spec(spec, 2))
     shards = [math.prod(sizes[name] for name in axes) for axes in (first, second)]
     return HeadSplit((first, second), (shards[0], shards[1])) if max(shards) > 1 else None
