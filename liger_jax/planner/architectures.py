@@ -229,11 +229,7 @@ class Architecture:
 
     @functools.cached_property
     def parameters(self) -> list[tuple[ParameterInfo, Any]]:
-        """What every parameter is, and its type.
-
-        The layers are taken as of one type, since other types have equal parameters: one stack then holds all layers,
-        and is made at once.
-        """
+        """All parameters and types. One stack holds all layers, since those of other types have equal parameters."""
         config, count = self.config, self.config.num_hidden_layers
         of_one_type = dict(layer_types=("full_attention",) * count, no_rope_layers=(1,) * count)
         fields = {field.name for field in dataclasses.fields(config)}

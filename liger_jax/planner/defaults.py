@@ -20,8 +20,5 @@ def param_dtype(lora: int | None, stored: str) -> str:
 
 
 def batch(unit: int) -> int:
-    """The sequences of a step.
-
-    Returns the least multiple of `unit` that is at least `BATCH`.
-    """
+    """The sequences of a step: the least multiple of `unit` that is at least `BATCH`."""
     return -(-BATCH // unit) * unit

@@ -55,10 +55,7 @@ def others_with_that_name(key: str, name: str) -> list[str]:
 
 
 def memory_in_bytes(text: str) -> int:
-    """A device's memory by text.
-
-    `text`: such as "24GiB", "24564MiB" or "25.8GB", a billion bytes each; a number alone is GiB.
-    """
+    """Reads "24GiB", "24564MiB" or "25.8GB" (a billion bytes each); a number alone is GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([gm]?(?:ib|b)?)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"memory={text!r} must be a number of GiB, GB or MiB, such as '24GiB'.")

@@ -132,10 +132,7 @@ def target(name: str | None = None, memory: str | None = None) -> Target:
 
 
 def here() -> Target | None:
-    """The device that JAX finds here: its first one, with the memory that JAX's allocator may take of it.
-
-    A CPU has the memory of its machine.
-    """
+    """The device that JAX finds here, with the memory that JAX may take: for a CPU its machine's."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else machine_memory()
     if not limit:
