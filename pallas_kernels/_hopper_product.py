@@ -166,7 +166,7 @@ def _read(name: str, ref: Any) -> Any:
 
 
 class _Block(NamedTuple):
-    """A block's part of the product: its tiles, and where they are read and staged."""
+    """A block's share of the product: its tiles, and where they are read and staged."""
 
     scheduler: _TileScheduler
     contract: tuple[int, int]
@@ -223,7 +223,7 @@ class _Block(NamedTuple):
         jax.lax.fori_loop(0, scheduler.steps, copy_step, None)
 
     def _finish_tile(self, i: Any, warpgroup: Any) -> None:
-        """The product and the epilogue of a warpgroup's part of the block's i-th tile."""
+        """The product and the epilogue of a warpgroup's share of the block's i-th tile."""
         tiles, (row_tile, column_tile) = self.scheduler.tiles, self.scheduler.place(i)
         row = row_tile * ROWS + (0 if tiles.in_turn else warpgroup * tiles.rows)
         column = column_tile * tiles.columns
@@ -238,7 +238,7 @@ class _Block(NamedTuple):
         self.epilogue.finish(tile, list(self.refs), self.scratch)
 
     def _multiply_tile(self, i: Any, warpgroup: Any) -> jax.Array:
-        """A warpgroup's part of the block's i-th tile (rows, columns), float32."""
+        """A warpgroup's share of the block's i-th tile (rows, columns), float32."""
         scheduler, ring, (a_axis, b_axis) = self.scheduler, self.ring, self.contract
         rows = scheduler.tiles.rows
         own_rows = slice(None) if scheduler.tiles.in_turn else pl.ds(warpgroup * rows, rows)

@@ -43,7 +43,7 @@ class Tiles:
 
 
 class Tile(NamedTuple):
-    """One warpgroup's part of the product, as the epilogue gets it."""
+    """One warpgroup's tile of the product, as the epilogue gets it."""
 
     values: Any  # (rows, columns) float32
     row: Any  # the row of its first element
@@ -77,7 +77,7 @@ class Epilogue:
     product, when the tile has no values, to fetch what `finish` needs. `refs` are references to `matrices`, and then to
     the outputs or to `in_place` (see `launch`), in which elements past an end are not written.
 
-    A tile brings its parts of the row vectors (rows,) and of the column vectors (columns of b,), and two numbers that
+    A tile brings its pieces of the row vectors (rows,) and of the column vectors (columns of b,), and two numbers that
     change nothing in the product, each (1,) int32 or None: `place`, a multiple of 64, and `flag`.
     """
 

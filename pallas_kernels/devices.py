@@ -51,7 +51,7 @@ class TPU:
     bandwidth: float  # bytes a second that a core reads from the memory
     vmem_bytes: int  # VMEM of a core
     cores: int = 1  # of a device. With two, the compiler splits an operation over them.
-    devices_per_chip: int = 1  # cores of a chip that are devices of their own
+    devices_per_chip: int = 1  # cores of a chip that are separate devices
     chip_config: str = "default"  # libtpu's name of the configuration in which JAX runs a chip
 
 
@@ -158,7 +158,7 @@ TPUS = {
 }
 # fmt: on
 
-# What the beginnings of names tell of GPUs that have no row. (7, 5) stands for all that is older than Ampere. "RTX 20"
+# What the beginnings of names say of GPUs that have no row. (7, 5) stands for all that is older than Ampere. "RTX 20"
 # is not here, since the RTX 2000 Ada is newer, nor is "RTX 50", since the RTX 5000 Ada is older.
 _CAPABILITY_OF_OTHERS: dict[Capability, tuple[str, ...]] = {
     (7, 5): (
@@ -191,7 +191,7 @@ def _stands_in(name: str, device_kind: str) -> bool:
 def capability_of(device_kind: str) -> Capability:
     """The compute capability of a GPU that cannot be asked, because it is absent.
 
-    Returns the capability, as far as the name tells it. A name that nobody knows is taken for Ampere.
+    Returns the capability, as far as the name says it. A name that nobody knows is taken for Ampere.
     """
     if (gpu := gpu_named(device_kind)) is not None:
         return gpu.capability

@@ -44,7 +44,7 @@ def is_symbolic(size: Any) -> bool:
 def least_size(size: Any) -> int:
     """The dimension, or the least that a symbolic one can be: what is planned for it must serve every size.
 
-    JAX tells the bounds of a symbolic dimension by comparisons only.
+    JAX reports the bounds of a symbolic dimension by comparisons only.
     """
     if not is_symbolic(size):
         return size

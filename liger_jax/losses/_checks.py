@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from liger_jax.ops import checks
+from liger_jax.ops.checks import check_number as check_python_numbers
 
 # exp of more than this is near float32's end, 3.4e38 = exp(88.7); with it a ratio times an advantage stays finite.
 EXPONENT_LIMIT = 80.0
@@ -22,16 +23,6 @@ def check_number(op: str, name: str, value: Any, holds: bool, law: str) -> None:
     """Raises a ValueError that states `law` unless it `holds`."""
     if not holds:
         raise ValueError(f"{op}: {name}={value!r} must be {law}.")
-
-
-def check_python_numbers(op: str, **numbers: Any) -> None:
-    """Raises a TypeError for the first option that is not a Python number; its law could not be checked under jit."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(
-                f"{op}: {name} is a {type(value).__name__}, but must be a Python number; pass float({name}) from "
-                "outside of jit."
-            )
 
 
 def check_positive(op: str, **numbers: Any) -> None:
@@ -82,13 +73,17 @@ def as_sequences(op: str, **arrays: Any) -> list[Any]:
     return results
 
 
-def as_mask(op: str, name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
+def as_mask(op: str, name: str, mask: Any, shape: tuple[int, ...], rule: str = "one entry for each token") -> jax.Array:
     """A bool mask of `shape`, or an error."""
     mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_:
-        raise TypeError(f"{op}: {name} has dtype {mask.dtype}, but must be bool; pass {name} != 0.")
-    checks.check_shape(op, name, mask, shape, "one entry for each token")
+    checks.check_bool(op, name, mask)
+    checks.check_shape(op, name, mask, shape, rule)
     return mask
+
+
+def as_where(op: str, where: Any, shape: tuple[int, ...]) -> jax.Array:
+    """The argument `where` as a mask; None is true everywhere."""
+    return jnp.ones(shape, bool) if where is None else as_mask(op, "where", where, shape)
 
 
 def check_counts(op: str, name: str, counts: jax.Array, cure: str) -> None:

@@ -37,7 +37,6 @@ def softmax_cross_entropy_with_integer_labels(
         The loss of each example: the shape of `labels`, logits.dtype.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> logits = jnp.array([[1.0, 3.0], [2.0, 2.0]])
         >>> softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, 1])).tolist()
         [2.1269, 0.6931]
@@ -72,8 +71,7 @@ def _class_axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
 
 def _over_some_classes(z: jax.Array, labels: jax.Array, where: jax.Array) -> jax.Array:
     """The loss with lse over some classes, in plain XLA. As in optax, a label may be one of the other classes."""
-    if where.dtype != jnp.bool_:
-        raise TypeError(f"{_OP}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
+    checks.check_bool(_OP, "where", where)
     z = z.astype(jnp.float32)
     in_range = (labels >= 0) & (labels < z.shape[-1])
     target = jnp.take_along_axis(z, jnp.where(in_range, labels, 0)[..., None], axis=-1)[..., 0]

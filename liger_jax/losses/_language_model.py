@@ -35,7 +35,7 @@ def causal_lm_loss(
 
     loss = mean over scored t of −log softmax(hidden[..., t, :]·headᵀ)[labels[..., t + 1]]
 
-    Inside `jax.shard_map` each device must have whole rows, which nothing can check: a part of a row would lose the
+    Inside `jax.shard_map` each device must have whole rows, which nothing can check: a shard of a row would lose the
     label of its last position. Where rows are split, take `shifted_labels` of whole rows outside of it, and
     `fused_linear_cross_entropy` inside.
 

@@ -193,11 +193,11 @@ def _log_ratio_of_reference(log_probs: jax.Array, reference: jax.Array) -> jax.A
 
 
 def vespo_log_ratio(log_ratio: jax.Array) -> jax.Array:
-    """A token's part of its sequence's log-weight, bounded as TRL's."""
+    """A token's term in its sequence's log-weight, bounded as TRL's."""
     return jnp.clip(log_ratio, -20.0, 20.0)
 
 
 def vespo_log_importance(importance: jax.Array) -> jax.Array:
-    """The part of an importance ratio in the log-weight; 0 where it is not finite, and bounded as TRL's."""
+    """An importance ratio's term in the log-weight; 0 where it is not finite, and bounded as TRL's."""
     usable = jnp.where(jnp.isfinite(importance), importance, 1.0)
     return jnp.log(jnp.clip(usable, 1e-8, math.exp(20.0)))

@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from liger_jax.losses import _checks
-from liger_jax.ops.checks import ArrayLike, check_choice
+from liger_jax.ops.checks import ArrayLike, broadcast_mask, check_choice
 
 REDUCTIONS = ("mean", "sum", "none")
 _IMPOSSIBLE = -1e30  # a log-probability whose exponential is 0, and finite
@@ -267,13 +266,7 @@ def _elementwise(op: str, arrays: dict[str, Any], where: Any) -> tuple[list[jax.
     inputs = list(jnp.broadcast_arrays(*_checks.as_float32(op, **arrays)))  # JAX 0.12 has a tuple
     if where is None:
         return inputs, None, dtype
-    shape = inputs[0].shape
-    where = jnp.asarray(where)
-    if where.dtype != jnp.bool_:
-        raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
-    if np.broadcast_shapes(where.shape, shape) != shape:
-        raise ValueError(f"{op}: where has shape {where.shape}, which does not broadcast to {shape}; add its axes.")
-    where = jnp.broadcast_to(where, shape)
+    where = broadcast_mask(op, where, inputs[0].shape)
     return [jnp.where(where, x, 0.0) for x in inputs], where, dtype
 
 

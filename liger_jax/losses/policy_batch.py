@@ -131,7 +131,7 @@ def group_advantages(
             f"{op}: rewards has shape {rewards.shape}, but the last axis must hold a group of at least two samples of "
             "one prompt; reshape them to (prompts, samples)."
         )
-    where = jnp.ones(rewards.shape, bool) if where is None else _checks.as_mask(op, "where", where, rewards.shape)
+    where = _checks.as_where(op, where, rewards.shape)
 
     def total(x):
         return jnp.sum(jnp.where(where, x, 0.0), axis=-1, keepdims=True)
@@ -191,7 +191,7 @@ def reinforce_advantages(
             f"{op}: rewards has shape {rewards.shape}, but must hold a batch of at least two samples, and "
             "of each prompt two with group_baseline=True."
         )
-    where = jnp.ones(rewards.shape, bool) if where is None else _checks.as_mask(op, "where", where, rewards.shape)
+    where = _checks.as_where(op, where, rewards.shape)
     if group_baseline:
         rewards = group_advantages(rewards, "dr_grpo", where=where)
     batch = group_advantages(rewards.reshape(-1), "grpo", where=where.reshape(-1))
@@ -264,8 +264,5 @@ def mask_truncated(
     mask = _checks.as_mask(op, "mask", mask, mask.shape)
     sequences = sequences_of(op, segment_ids, num_segments, mask.shape)
     shape = mask.shape[:1] if sequences.ids is None else (mask.shape[0], sequences.count)
-    truncated = jnp.asarray(truncated)
-    if truncated.dtype != jnp.bool_:
-        raise TypeError(f"{op}: truncated has dtype {truncated.dtype}, but must be bool; pass truncated != 0.")
-    check_shape(op, "truncated", truncated, shape, "one entry for each sequence")
+    truncated = _checks.as_mask(op, "truncated", truncated, shape, "one entry for each sequence")
     return mask & ~sequences.spread(truncated.reshape(shape[0], -1))

@@ -107,7 +107,7 @@ def dpo_loss(
             with "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero" and "apo_down".
         f_alpha: α; for "alpha_divergence" only. At 1 it is the reverse KL.
         discopop_tau: > 0; for "discopop" only.
-        sft_tokens_per_pair: what "sft" divides by, where the pairs are a part of a batch: the mean of all its
+        sft_tokens_per_pair: what "sft" divides by, where the pairs are a micro-batch: the mean of the whole batch's
             `chosen_tokens`. None takes the mean of those given.
 
     Returns:
@@ -150,7 +150,7 @@ def dpo_loss(
         raise ValueError(f"{op}: reference_chosen and reference_rejected belong together; pass both, or neither.")
     if pair_weights is not None and set(types) & set(_dpo_formulas.SORTING_TYPES):
         raise ValueError(
-            f"{op}: pair_weights go with no type of {_dpo_formulas.SORTING_TYPES}, which sort the batch and so part "
+            f"{op}: pair_weights go with no type of {_dpo_formulas.SORTING_TYPES}, which sort the batch and so split "
             f"the pairs; leave them out of loss_type={loss_type!r}."
         )
     tokens = _token_counts(op, types, chosen.shape, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)

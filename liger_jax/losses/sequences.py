@@ -65,7 +65,7 @@ def sequence_log_probs(
     """
     op = "sequence_log_probs"
     (log_probs,) = _checks.as_float32(op, log_probs=log_probs)
-    where = jnp.ones(log_probs.shape, bool) if where is None else _checks.as_mask(op, "where", where, log_probs.shape)
+    where = _checks.as_where(op, where, log_probs.shape)
     sequences = sequences_of(op, segment_ids, num_segments, log_probs.shape)
     if (ld_alpha is None) != (shared_tokens is None):
         raise ValueError(f"{op}: ld_alpha and shared_tokens belong together; pass both, or neither.")

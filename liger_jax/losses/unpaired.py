@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks
-from liger_jax.ops.checks import check_choice, check_shape
+from liger_jax.ops.checks import check_choice
 
 KTO_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -80,10 +80,7 @@ def kto_loss(
     log_probs, reference_log_probs = _checks.as_sequences(
         op, log_probs=log_probs, reference_log_probs=reference_log_probs
     )
-    desirable = jnp.asarray(desirable)
-    if desirable.dtype != jnp.bool_:
-        raise TypeError(f"{op}: desirable has dtype {desirable.dtype}, but must be bool; pass desirable != 0.")
-    check_shape(op, "desirable", desirable, log_probs.shape, "one entry for each response")
+    desirable = _checks.as_mask(op, "desirable", desirable, log_probs.shape, "one entry for each response")
     (kl,) = _checks.as_float32(op, kl=0.0 if kl is None else kl)
     baseline = jax.lax.stop_gradient(jnp.maximum(jnp.mean(kl), 0.0))
     log_ratios = log_probs - reference_log_probs
@@ -95,7 +92,7 @@ def kto_loss(
 
 @tree_dataclass
 class RunningBaseline:
-    """The state of `running_baseline`: a part of what a training loop keeps and saves.
+    """The state of `running_baseline`: it belongs to what a training loop keeps and saves.
 
     Attributes:
         mean: () float32, the mean of what came in.
@@ -144,7 +141,7 @@ def running_baseline(
     _checks.check_python_numbers(op, decay=decay)
     _checks.check_number(op, "decay", decay, 0 <= decay <= 1, "in [0, 1]; 0.0 keeps nothing of earlier batches")
     (log_ratios,) = jax.lax.stop_gradient(_checks.as_float32(op, log_ratios=log_ratios))
-    where = jnp.ones(log_ratios.shape, bool) if where is None else _checks.as_mask(op, "where", where, log_ratios.shape)
+    where = _checks.as_where(op, where, log_ratios.shape)
     zero = jnp.zeros((), jnp.float32)
     mean, weight = (zero, zero) if state is None else jax.lax.stop_gradient((state.mean, state.weight))
     weight = decay * weight + jnp.sum(where).astype(jnp.float32)

@@ -57,7 +57,7 @@ def _jvp(primals, tangents, *, num_residuals, **params):
             return _run(*merged, *arrays, **params)
 
         terms.append(jax.jvp(of_residuals, [residuals[i] for i in moving], [tangents[i] for i in moving])[1])
-    return results, [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
+    return results, [sum(rest, first) for first, *rest in zip(*terms, strict=True)]
 
 
 def _transpose(cotangents, *arrays, transpose, num_residuals, **_):

@@ -1,16 +1,37 @@
-"""Which implementations run a normalisation: one its forward, and one its backward, which also makes sums over rows."""
+"""A normalisation's derivative, and which implementations run it: one its forward, and one its backward."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 
-from liger_jax.ops.kernels import Choice, Implementation, Kernels
+from liger_jax.ops.kernels import Choice, Implementation, Kernel, Kernels
 from liger_jax.ops.place import Place, place_of
 from liger_jax.pallas_kernels.tiles import least_size
 
 # With 2,048 rows or fewer, each of Hopper's teams has five rows at most. Triton is faster then, below 5,120 columns.
 _FEW_ROWS = 2048
 _LEAST_WIDTH_OF_FEW = 5120
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def normalised(arrays: tuple[jax.Array | None, ...], forward: Kernel, backward: Kernel) -> Any:
+    """y of rows x (N, D), a scale (D,) and perhaps a bias; the backward also makes sums over rows."""
+    return forward.run(*forward.guarded(*arrays))[0]
+
+
+def _forward_rule(arrays, forward, backward):
+    # x̂ is cheaper to make again than to read. A bias is kept for its dtype.
+    y, sums = forward.run(*forward.guarded(*arrays))
+    return y, (*arrays, sums)
+
+
+def _backward_rule(forward, backward, residuals, dy):
+    return (backward.run(*backward.guarded(dy, *residuals)),)
+
+
+normalised.defvjp(_forward_rule, _backward_rule)
 
 
 def choose(

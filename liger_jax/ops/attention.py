@@ -85,7 +85,7 @@ def causal_attention(
     On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike. Inside a
     `jax.shard_map`, `sequence_axis` splits rows: each device has chunks of every row, in the order that
     `liger_jax.ops.layout.in_chunks` makes, and attends to the whole row's keys and values, which are gathered; their
-    gradients are scattered back. Nothing tells whether rows are ordered so: in another order the result is wrong.
+    gradients are scattered back. This is not checked: in another order the result is wrong.
 
     Args:
         q: (B, Tq, Q, H), queries, any float dtype. Tq is T, unless `q_offset` is given.
@@ -100,7 +100,7 @@ def causal_attention(
         scale: factor of the scores; `None` for 1/√H.
         sinks: (Q,) any float dtype, one more score for each head, of a key without a value: it takes weight from the
             keys that a position sees, as gpt-oss has it; `None` for none.
-        q_offset: the position of the first query in the row of keys, where q is a part of the row; from 0 to T − Tq.
+        q_offset: the position of the first query in the row of keys, where there are fewer queries; from 0 to T − Tq.
             The running program may compute it: out of range, everything is NaN. `None` for a query beside each key.
         sequence_axis: the mesh axis that splits the rows; `None` for whole rows.
         implementation: None to choose, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs from Ampere on: no
@@ -113,7 +113,6 @@ def causal_attention(
         ValueError: outside of jit, a row has such ids.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> values = jnp.array([[1.0], [3.0], [5.0]]).reshape(1, 3, 1, 1)
         >>> causal_attention(jnp.zeros_like(values), values, values).ravel().tolist()
         [1.0, 2.0, 3.0]
@@ -268,7 +267,7 @@ def _check(q, k, v, segment_ids, window, softcap, scale, *, is_part):
         )
     length = k.shape[1] if is_part else q.shape[1]
     like_q = (q.shape[0], length, k.shape[2], q.shape[3])
-    checks.check_shape(_OP, "k", k, like_q, "it is (B, T, K, H), with q's B, T and H; a part of a row needs q_offset")
+    checks.check_shape(_OP, "k", k, like_q, "it is (B, T, K, H), with q's B, T and H; fewer queries need q_offset")
     checks.check_shape(_OP, "v", v, like_q, "it is (B, T, K, H), as k is")
     checks.check_shape(_OP, "segment_ids", segment_ids, like_q[:2], "one id for each position of k")
     for name, x in dict(k=k, v=v).items():

@@ -36,7 +36,7 @@ class BlockQuantized:
     """A weight as codes and scales, which stands where its array stood: `astype` makes the array again.
 
     Layers call `astype` where they use a weight, so that a model holds one dense layer at a time. Codes and scales have
-    the weight's rank. `w[i]` takes a part along the leading axes, which hold no blocks.
+    the weight's rank. `w[i]` indexes the leading axes, which hold no blocks.
 
     Attributes:
         codes: uint8, two to a byte along the blocks' axis, the even one in the low bits; or int8.

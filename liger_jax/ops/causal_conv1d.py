@@ -42,7 +42,6 @@ def causal_conv1d(
         ValueError: `segment_ids` do not count documents, or a mesh splits T.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> y, state = causal_conv1d(jnp.arange(1.0, 5.0).reshape(1, 4, 1), jnp.array([[10.0, 1.0]]))
         >>> y.ravel().tolist(), state.item()
         ([1.0, 12.0, 23.0, 34.0], 4.0)

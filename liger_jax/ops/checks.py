@@ -69,12 +69,27 @@ def check_choice(op: str, name: str, value: Any, choices: tuple[Any, ...]) -> No
         raise ValueError(f"{op}: {name}={value!r} is unknown; pass one of {choices}.")
 
 
+def check_bool(op: str, name: str, mask: jax.Array | None) -> None:
+    """Raises a TypeError unless `mask` is None or bool."""
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise TypeError(f"{op}: {name} has dtype {mask.dtype}, but must be bool; pass {name} != 0.")
+
+
+def broadcast_mask(op: str, where: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A bool mask, broadcast to `shape`, or an error."""
+    where = jnp.asarray(where)
+    check_bool(op, "where", where)
+    if np.broadcast_shapes(where.shape, shape) != shape:
+        raise ValueError(f"{op}: where has shape {where.shape}, which does not broadcast to {shape}; add its axes.")
+    return jnp.broadcast_to(where, shape)
+
+
 def check_number(op: str, **numbers: Any) -> None:
-    """Raises a TypeError for the first option that is not a Python number: kernels are compiled for its value."""
+    """Raises a TypeError for the first option that is not a Python number: programs are compiled for its value."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(
-                f"{op}: {name} is a {type(value).__name__}, but must be a Python number, because the kernel is "
+                f"{op}: {name} is a {type(value).__name__}, but must be a Python number, because the program is "
                 f"compiled for its value; pass float({name}) from outside of jit."
             )
 

@@ -108,7 +108,7 @@ def cross_entropy(
     sum to 0, it is NaN. Only the logits and lse are kept for the backward pass.
 
     With `vocab_axis` the logits are a device's shard of the vocabulary. Each device reduces its own, and what crosses
-    the mesh is a few numbers a token. On a mesh with Explicit axes, logits that one axis splits over V are found so.
+    the mesh is a few numbers a token. On a mesh with Explicit axes, logits may be split over V by one axis.
 
     Args:
         logits: (..., V), any float dtype.
@@ -126,7 +126,7 @@ def cross_entropy(
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `logits` and `class_weights` are equal shards of
             the vocabulary, while labels and the tokens' other arrays are the same on all. Labels count from the first
-            shard's first entry. With `check_vma=False` nothing tells whether this holds.
+            shard's first entry. With `check_vma=False` nothing checks this.
         implementation: None to choose, or "xla", "triton" or "mosaic_tpu"; see `liger_jax.ops`.
 
     Returns:
@@ -137,7 +137,6 @@ def cross_entropy(
         ValueError: a concrete label is outside [0, V).
 
     Example:
-        >>> import jax.numpy as jnp
         >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
         >>> print(cross_entropy(logits, jnp.array([0, -100])).round(4))
         0.2395

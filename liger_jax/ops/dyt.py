@@ -52,7 +52,6 @@ def dyt(
         (..., D) in x.dtype.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> dyt(jnp.array([[0.0, 2.0]]), jnp.array(0.5), jnp.array([1.0, 2.0])).tolist()
         [[0.0, 1.5232]]
 

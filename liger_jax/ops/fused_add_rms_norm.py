@@ -64,7 +64,6 @@ def fused_add_rms_norm(
         y, (..., D) in x.dtype, and s, the new residual stream, (..., D) in residual.dtype; without a residual, s is x.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> y, residual = fused_add_rms_norm(jnp.array([[1.0, 3.0]]), jnp.array([[2.0, 1.0]]), eps=0.0)
         >>> y.tolist(), residual.tolist()
         ([[0.849, 1.131]], [[3.0, 4.0]])

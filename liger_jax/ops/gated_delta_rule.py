@@ -62,7 +62,6 @@ def gated_delta_rule(
         ValueError: `segment_ids` do not count documents, or a mesh splits T, D or E.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> one = jnp.ones((1, 3, 1, 1))
         >>> gate, beta = jnp.log(jnp.full((1, 3, 1), 0.5)), jnp.array([1.0, 0.0, 0.5]).reshape(1, 3, 1)
         >>> out, state = gated_delta_rule(one, one, one, gate, beta)

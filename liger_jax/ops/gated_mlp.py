@@ -67,7 +67,7 @@ def _gated_mlp_vjp(x, gate_kernel, up_kernel, down_kernel, options):
 
 def _forward_rule(*primals_and_options):
     *primals, options = primals_and_options
-    # A residual's shape tells which gradients are wanted. Its place in the tree of residuals must not: JAX 0.10 gives a
+    # A residual's shape says which gradients are wanted. Its place in the tree of residuals must not: JAX 0.10 gives a
     # backward rule the tree that was traced last.
     needs = [jnp.zeros(int(primal.perturbed), jnp.float32) for primal in primals]
     x, *kernels = (primal.value for primal in primals)
@@ -99,8 +99,8 @@ def _gradients_in_halves(needs, x, gate_kernel, up_kernel, down_kernel, dy, opti
     dxs, *kernel_gradients = zip(*halves, strict=True)
     dx = functools.reduce(operator.add, dxs) if needs[0] else None
     joined = [
-        jnp.concatenate(parts, axis) if need else None
-        for parts, axis, need in zip(kernel_gradients, (1, 1, 0), needs[1:], strict=True)
+        jnp.concatenate(both, axis) if need else None
+        for both, axis, need in zip(kernel_gradients, (1, 1, 0), needs[1:], strict=True)
     ]
     return dx, *joined
 

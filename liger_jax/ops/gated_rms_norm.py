@@ -49,7 +49,6 @@ def gated_rms_norm(
         (..., D) in x.dtype.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> x, gate = jnp.array([[3.0, 4.0]]), jnp.array([[1.0, -1.0]])
         >>> gated_rms_norm(x, gate, jnp.array([1.0, 2.0]), eps=0.0).tolist()
         [[0.62, -0.609]]

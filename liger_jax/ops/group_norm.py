@@ -63,7 +63,6 @@ def group_norm(
         x's shape and dtype.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> group_norm(jnp.array([[3.0, 5.0, 1.0, 7.0]]), num_groups=2, eps=0.0).tolist()
         [[-1.0, 1.0, -1.0, 1.0]]
 

@@ -1,9 +1,7 @@
 """Layer normalisation."""
 
 import functools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -18,24 +16,6 @@ _KERNELS = Kernels(_OP, backends(formulas, "xla", "triton", "mosaic_gpu", "mosai
 # Forward and backward; measured, benchmarks/results/row_tiles.md. At 8,192 columns with float32 scales Triton's forward
 # is faster.
 _HOPPER_WIDTHS, _HOPPER_WIDTHS_WITH_FLOAT32_SCALE = (8192, 2304), (9216, 2304)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _layer_norm(x, scale, bias, forward, backward) -> Any:
-    return forward.run(*forward.guarded(x, scale, bias))[0]
-
-
-def _forward_rule(x, scale, bias, forward, backward):
-    # x̂ is cheaper to make again than to read. The bias is kept for its dtype.
-    y, sums = forward.run(*forward.guarded(x, scale, bias))
-    return y, (x, scale, bias, sums)
-
-
-def _backward_rule(forward, backward, residuals, dy):
-    return backward.run(*backward.guarded(dy, *residuals))
-
-
-_layer_norm.defvjp(_forward_rule, _backward_rule)
 
 
 def layer_norm(
@@ -61,7 +41,6 @@ def layer_norm(
         (..., D) in x.dtype.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> layer_norm(jnp.array([[3.0, 5.0]]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
         [[-1.0, 2.0]]
 
@@ -79,5 +58,4 @@ def layer_norm(
     widths = _HOPPER_WIDTHS_WITH_FLOAT32_SCALE if is_float32 else _HOPPER_WIDTHS
     forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, bias, hopper_widths=widths)
     kernels = forward.kernel("forward", eps=float(eps)), backward.kernel("backward", eps=float(eps))
-    y = _layer_norm(*meshes.align_varying(rows, scale, bias), *kernels)
-    return jnp.reshape(y, x.shape)
+    return jnp.reshape(_rows.normalised(meshes.align_varying(rows, scale, bias), *kernels), x.shape)

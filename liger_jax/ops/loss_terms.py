@@ -33,7 +33,7 @@ class LossMetrics:
         predicted_tokens: (...) int32, the first index of the largest logit; −1 where a token does not count.
         max_logit: (...) float32, the largest logit; 0 where a token does not count.
         log_normalizer: (...) float32, log Σ_v exp(z_v); 0 where a token does not count.
-        z_loss: the part of the loss that `z_loss` adds, reduced as the loss is.
+        z_loss: what `z_loss` adds to the loss, reduced as the loss is.
         num_tokens: () float32, the sum of the weights of the tokens that count.
     """
 
@@ -95,7 +95,7 @@ class LossOptions:
         return jax.lax.psum(own, self.token_axes) if self.token_axes else own
 
     def logit_options(self, metrics: bool) -> LogitOptions:
-        """The part of the options that the kernels need."""
+        """The options that the kernels need."""
         softcap = None if self.logit_softcap is None else float(self.logit_softcap)
         return LogitOptions(float(self.logit_scale), softcap, logit_sum=self.label_smoothing > 0, metrics=metrics)
 
@@ -132,8 +132,7 @@ def check_tokens(
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{op}: labels have dtype {labels.dtype}, but must be integers; labels.astype(jnp.int32).")
-    if where is not None and where.dtype != jnp.bool_:
-        raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
+    checks.check_bool(op, "where", where)
     checks.floating(op, token_weights=token_weights, class_weights=class_weights)
     rule = "one entry for each token"
     checks.check_shape(op, "labels", labels, tokens_shape, rule)

@@ -124,13 +124,13 @@ def loss_call(op: str, axes: tuple[str, ...]) -> str:
         f"{tokens_are}, write jax.shard_map(lambda {arrays}: {call}, mesh=mesh, "
         f"in_specs=({specs}), out_specs={out})({arrays}){counted}. P() gathers a {heads[0]} that is split: if another "
         "axis splits its vocabulary, name that axis in its in_spec and as vocab_axis=…, and not among the tokens'."
-        f"{weighted} Under jit nothing tells how arrays are sharded over Auto axes, so arrays that every device has "
+        f"{weighted} Under jit nobody knows how arrays are sharded over Auto axes, so arrays that every device has "
         "whole are refused, too."
     )
 
 
 def axes_of(*arrays: Any) -> tuple[str, ...]:
-    """The axes of several devices of the first mesh that the arrays' types, or the context, tell of; () if none."""
+    """The axes of several devices of the first mesh in the arrays' types, or in the context; () if none."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays if x is not None] + [jax.sharding.get_abstract_mesh()]
     return next(filter(None, map(_long_axes, meshes)), ())
 
@@ -147,7 +147,7 @@ def opaque(inputs: Any, op: str, second_derivatives: str, axes: tuple[str, ...] 
     is a primitive that lowers to nothing. The primitive has no derivative either. An op's differentiation rules call
     it, so only a second differentiation of the op reaches it.
 
-    `axes`: for a loss, the axes of the mesh as `axes_of` tells them, for the message's `loss_call`.
+    `axes`: for a loss, the axes of the mesh as `axes_of` finds them, for the message's `loss_call`.
     """
     names = dict(op=op, second_derivatives=second_derivatives, axes=axes)
     return jax.tree.map(lambda x: _opaque.bind(x, **names), inputs)

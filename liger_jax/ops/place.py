@@ -24,7 +24,7 @@ class Place:
     """Where a computation is meant to run."""
 
     device: AbstractDevice
-    memory_bytes: int | None = None  # of the device; None where nobody asked, or nobody tells
+    memory_bytes: int | None = None  # of the device; None where nobody asked, or it is unknown
     mesh_refusal: str | None = None  # why a mesh lets nothing run that the compiler cannot partition; None if it does
 
     @property
@@ -36,8 +36,8 @@ class Place:
     def capability(self) -> Capability:
         """The compute capability of a GPU; (0, 0) on another platform.
 
-        A GPU of this process tells its own. One that is known by its name alone, for which a program is compiled ahead
-        of time, is looked up.
+        A GPU of this process reports its own. One that is known by its name alone, for which a program is compiled
+        ahead of time, is looked up.
         """
         if self.platform != "gpu":
             return (0, 0)
@@ -60,8 +60,8 @@ def place_of(
 ) -> Place:
     """Where a computation on `inputs` is meant to run.
 
-    `*inputs`: arrays or tracers, which tell the device as `device_of` says; `None` entries are passed over. `beside`:
-    more of them, which do not tell the device, but may be sharded over a mesh. `memory_is_needed`: whether to ask for
+    `*inputs`: arrays or tracers, from which `device_of` finds the device; `None` entries are passed over. `beside`:
+    more of them, which do not decide the device, but may be sharded over a mesh. `memory_is_needed`: whether to ask for
     the device's memory, about which processes may have to talk.
     """
     device = device_of(*inputs)
@@ -115,7 +115,7 @@ def described(device: Any) -> AbstractDevice:
 
 
 def _memory_of(device: AbstractDevice) -> int | None:
-    """The memory of a device in bytes, or None if it is absent or does not tell.
+    """The memory of a device in bytes, or None if it is absent or unknown.
 
     Where several processes run one program, they must plan the same: it is the least that any of them has.
     """
@@ -133,7 +133,7 @@ def _memory_here(kind: str) -> int | None:
 
 @functools.cache
 def _least_memory(kind: str, own: int) -> int:
-    """The least of all processes' memories, which they tell each other once, through JAX's coordination service.
+    """The least of all processes' memories, which they report once, through JAX's coordination service.
 
     It is asked while a program is traced, where no collective of devices can run.
     """
@@ -162,9 +162,9 @@ def _platform(name: str) -> str:
 
 
 def _told_capabilities() -> dict[str, Capability]:
-    """The capabilities that this process's GPUs tell, by their names.
+    """The capabilities that this process's GPUs report, by their names.
 
-    Where JAX was told to use no GPU there is none to ask. To ask would load the plugins of all platforms: a tenth of a
+    Where JAX may use no GPU there is none to ask. To ask would load the plugins of all platforms: a tenth of a
     second, which a plan for devices that are not here would wait for.
     """
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]  # made at run time

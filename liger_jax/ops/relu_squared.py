@@ -32,7 +32,6 @@ def relu_squared(x: Float[ArrayLike, "..."], *, implementation: Implementation =
         An array like `x`.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> relu_squared(jnp.array([-1.0, 0.5, 3.0])).tolist()
         [0.0, 0.25, 9.0]
 

@@ -1,9 +1,7 @@
 """Root-mean-square layer normalisation."""
 
 import functools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -21,24 +19,6 @@ _KERNELS = Kernels(
 )
 _HOPPER_WIDTHS, _H100_WIDTHS = (9216, 2560), (9216, 9216)  # forward and backward; benchmarks/results/row_tiles.md
 CASTING_MODES = ("llama", "gemma", "none")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x, scale, forward, backward) -> Any:
-    return forward.run(*forward.guarded(x, scale))[0]
-
-
-def _forward_rule(x, scale, forward, backward):
-    # x̂ is cheaper to make again than to read.
-    y, sums = forward.run(*forward.guarded(x, scale))
-    return y, (x, scale, sums)
-
-
-def _backward_rule(forward, backward, residuals, dy):
-    return backward.run(*backward.guarded(dy, *residuals))
-
-
-_rms_norm.defvjp(_forward_rule, _backward_rule)
 
 
 def rms_norm(
@@ -68,7 +48,6 @@ def rms_norm(
         (..., D) in x.dtype.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
         [[0.849, 2.263]]
 
@@ -90,4 +69,4 @@ def rms_norm(
     forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, hopper_widths=widths, place=place)
     options = {"eps": float(eps), "offset": float(offset)}
     kernels = forward.kernel("forward", **options, casting_mode=casting_mode), backward.kernel("backward", **options)
-    return jnp.reshape(_rms_norm(*meshes.align_varying(rows, scale), *kernels), x.shape)
+    return jnp.reshape(_rows.normalised(meshes.align_varying(rows, scale), *kernels), x.shape)

@@ -94,7 +94,6 @@ def apply_rope(
         TypeError: `cos` or `sin` is differentiated.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> q = k = jnp.array([1.0, 2.0]).reshape(1, 1, 1, 2)
         >>> quarter_turn = jnp.zeros((1, 1, 2)), jnp.ones((1, 1, 2))
         >>> apply_rope(q, k, *quarter_turn)[0].squeeze().tolist()
@@ -128,7 +127,6 @@ def apply_mrope(
         sections: three Python ints, R/2 in sum: a config's `mrope_section`.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> q = k = jnp.ones((1, 1, 1, 4))
         >>> cos, sin = jnp.zeros((3, 1, 1, 4)), jnp.array([1.0, 2.0, 3.0]).reshape(3, 1, 1, 1) * jnp.ones(4)
         >>> apply_mrope(q, k, cos, sin, sections=(1, 0, 1))[0].squeeze().tolist()

@@ -23,8 +23,8 @@ def check_segment_ids(ids: jax.Array, prefix: str = "", name: str = "segment_ids
         row = values[wrong][0]
         at = int(np.argmax((row[:-1] == 0) & (row[1:] != 0)))
         raise ValueError(
-            f"{prefix}{name} hold a 0 at position {at} and {row[at + 1]} after it, but 0 is padding, which stands "
-            "behind a row's tokens. Number documents from 1, and pass padding on the left as a model's attention_mask."
+            f"{prefix}{name} hold a 0 at position {at} and {row[at + 1]} after it, but 0 is padding, which "
+            "follows a row's tokens. Number documents from 1, and pass padding on the left as a model's attention_mask."
         )
 
 

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from liger_jax.ops import _explicit, checks
@@ -64,7 +63,6 @@ def softmax(
         An array like `x`.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> softmax(jnp.log(jnp.array([1.0, 3.0]))).tolist()
         [0.25, 0.75]
 
@@ -74,7 +72,7 @@ def softmax(
     op = "softmax"
     (x,) = checks.floating(op, x=x)
     if where is not None:
-        where = _as_mask(op, where, x.shape)
+        where = checks.broadcast_mask(op, where, x.shape)
         x = jnp.where(where, x, jnp.asarray(-jnp.inf, x.dtype))
     if isinstance(axis, int):
         y = _along_axis(op, x, axis, implementation)
@@ -108,7 +106,6 @@ def sparsemax(
         An array like `x`.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> sparsemax(jnp.array([1.0, 0.5, -2.0])).tolist()
         [0.75, 0.25, 0.0]
 
@@ -135,12 +132,3 @@ def _check_axis(op: str, x: jax.Array, axis: int) -> None:
     if not -x.ndim <= axis < x.ndim:
         cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
         raise ValueError(f"{op}: axis={axis} is no axis of x, which has shape {x.shape}; {cure}.")
-
-
-def _as_mask(op: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    where = jnp.asarray(where)
-    if where.dtype != jnp.bool_:
-        raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
-    if np.broadcast_shapes(where.shape, shape) != shape:
-        raise ValueError(f"{op}: where has shape {where.shape}, which does not broadcast to {shape}; add its axes.")
-    return jnp.broadcast_to(where, shape)

@@ -184,11 +184,11 @@ def _on(run: Run, devices: Target) -> Run | None:
     """
     groups = devices.count // (run.tensor * run.sequence)
     batch = math.ceil(run.batch / groups) * groups
-    parts = math.gcd(batch // groups, run.micro_batches)
+    micro_batches = math.gcd(batch // groups, run.micro_batches)
     data, others = 1, groups // run.expert
     while others % data == 0:
         mesh = run.mesh | {"data": data, "fsdp": others // data}
-        candidate = dataclasses.replace(run, target=devices, mesh=mesh, batch=batch, micro_batches=parts)
+        candidate = dataclasses.replace(run, target=devices, mesh=mesh, batch=batch, micro_batches=micro_batches)
         try:
             estimate(candidate)
             return candidate

@@ -91,8 +91,8 @@ def _sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None
     return sizes | ({"num_key_value_heads": kv_heads} if kv_heads else {}) | others
 
 
-# A key is the last part of a model's id on Hugging Face, without the words that say how the model was trained
-# (`_untrained`). Models that take images, too, are here with their language part.
+# A key is the last component of a model's id on Hugging Face, without the words that say how the model was trained
+# (`_untrained`). Models that take images, too, are here with their language model.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-7b": _LLAMA | _sizes(4096, 11008, 32, 32),
     "llama-13b": _LLAMA | _sizes(5120, 13824, 40, 40),

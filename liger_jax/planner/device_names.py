@@ -8,7 +8,7 @@ from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
 ANY_GPU = "gpu"  # one of which only its memory is known
 LEAST_MEMORY, MOST_MEMORY = 2 * GIB, 2**50
 _UNITS = {"": GIB, "g": GIB, "gib": GIB, "gb": 10**9, "m": 2**20, "mib": 2**20, "mb": 10**6}
-# Words that a seller's name has, and that tell no cards of the table apart.
+# Words that a seller's name has, and that distinguish no cards of the table.
 _WORDS = (
     "nvidia geforce tesla quadro gpu generation blackwell workstation server edition "
     "sxm sxm2 sxm3 sxm4 sxm5 sxm6 hbm2 hbm2e hbm3 hbm3e pci pcie gddr6 gddr6x gddr7 google tpu"
@@ -101,7 +101,7 @@ def _tpus() -> dict[str, str]:
 
 
 def _unknown(name: str, typed: str, chip: str, rows: list[str]) -> str:
-    by_number = "Or tell its memory in place of it: memory='24GiB'."
+    by_number = "Or give its memory in place of it: memory='24GiB'."
     if _LAPTOP.search(typed):
         return (
             f"device={name!r}: a laptop's card has another chip than the desktop's of its name. Tell its memory "

@@ -23,7 +23,7 @@ FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)
 # 0.61 GiB on an H100 (JAX 0.11.2, CUDA 13, 2026-11-24). Where devices exchange gradients, NCCL has buffers, which are
 # not measured.
 CONTEXT_BYTES, NCCL_BYTES = int(0.7 * GIB), GIB
-# The share of the allocator's memory that is left free, for fragmentation and for what earlier programs left behind. 29
+# The share of the allocator's memory that is left free, for fragmentation and for what earlier programs left. 29
 # steps ran on an H200: some held 2 % more than their compiler had said, none more (benchmarks/results/planner.md).
 RESERVE = 0.02
 NEAR = 0.1  # of the memory: estimates were as far from the compiler, one way or the other
@@ -41,7 +41,7 @@ class Target:
     count: int  # devices
     memory_bytes: int  # the whole memory of each device
     topology: str  # as the compiler's plugin names it
-    visible_bytes: int  # the part of a GPU's memory that CUDA counts; all of a TPU's
+    visible_bytes: int  # what CUDA counts of a GPU's memory; all of a TPU's
     # The memory that a training step may need on each device. On a GPU it is the largest of `FRACTIONS` that leaves the
     # context and NCCL their memory, less `RESERVE`. On a TPU it is all that libtpu lets a program have.
     capacity_bytes: int
@@ -72,7 +72,7 @@ class Target:
         if kind in GPUS or self.given_bytes:
             count = 1 << self.count.bit_length()  # the next power of two
             return _gpus(kind, str(count), self.given_bytes) if count <= MOST_GPUS else None
-        if kind not in TPUS:  # `here` may have found a device that is not in the tables
+        if kind not in TPUS:  # `here` may name a device that is not in the tables
             return None
         if not size:
             return target(f"{kind}:{self.topology}")

@@ -107,7 +107,7 @@ def estimate(run: Run) -> Estimate:
     sums = 4 * sizes.trained if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
     # On several GPUs, from Hopper on, XLA reorders the program to hide communication. Zeros to which gradients are
     # added then exist early: those of all layers, and of the embedding those of the batch's tokens, in float32. A table
-    # over fsdp alone has them whole, too: a tensor axis adds to its parts when the layers are done.
+    # over fsdp alone has them whole, too: a tensor axis adds to its shards when the layers are done.
     # Over a tensor axis alone some versions of JAX make those of the tokens later. The estimate is then too high: 4 %
     # for 8 layers of Llama-3.1-8B, 8 × 2,048 tokens, on two and on four H200 with JAX 0.11.2.
     is_hidden = run.target.count > 1 and run.target.capability >= (9, 0)
@@ -159,7 +159,7 @@ class _Parameters:
                 adapters += _adapters_of(run, info, x.shape)
             if info.stacked:
                 own_layers += share
-                # Devices of a tensor axis, and of an expert axis, multiply with different parts, and gather none.
+                # Devices of a tensor axis, and of an expert axis, multiply with different shards, and gather none.
                 apart = ("tensor",) if info.expert_axis is None else ("tensor", "expert")
                 of_layers = math.prod(x.shape) // math.prod(run.mesh[axis] for axis in axes if axis in apart)
                 if info.kind == "experts" and run.quantize is not None:  # a few are dense at once

@@ -70,7 +70,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "tinyllama-1.1b-intermediate-step-1431k-3t": ("tinyllama-1.1b", dict(torch_dtype="float32")),
 }  # fmt: skip
 
-# What a name says of a model that none of the families here is. The first kind that is found counts.
+# What a name says of a model that none of the families here is. The first kind that fits counts.
 _KINDS = {
     "a mixture of experts of another family": (
         r"mixtral|\d+x\d+(\.\d+)?b|\d+b-a\d+(\.\d+)?b|(?<![a-z])moe(?![a-z])|olmoe|phimoe|gpt-oss|llama-?4|dbrx|grok"
@@ -106,7 +106,7 @@ def without_quantization(name: str) -> tuple[str, str | None]:
 
 
 def refusal(name: str, families: Iterable[str]) -> str | None:
-    """Says of what kind a model is that cannot be planned, as far as its name tells."""
+    """Says of what kind a model is that cannot be planned, as far as its name says."""
     for kind, pattern in _KINDS.items():
         if (match := re.search(pattern, name)) is not None:
             what = f"{kind}, {match[0]!r}" if kind.startswith("of ") else kind

@@ -199,8 +199,8 @@ def plan(
         ImportError: the compiler for these devices is not installed.
 
     Example:
-        >>> found = plan("qwen2-0.5b", batch=8, seq=512, device="t4")
-        >>> found.fits, round(found.totals["fused"] / 2**30, 1)
+        >>> t4 = plan("qwen2-0.5b", batch=8, seq=512, device="t4")
+        >>> t4.fits, round(t4.totals["fused"] / 2**30, 1)
         (True, 7.9)
     """
     if level not in LEVELS:

@@ -43,7 +43,7 @@ def heading(plan: MemoryPlan) -> str:
 
 
 def table(plan: MemoryPlan) -> str:
-    """The parts, the totals, and what is free of a device's memory."""
+    """What takes memory, the totals, and what is free of a device's memory."""
     number = lambda size: f"{size / GIB:10.2f}"
     row = lambda name, sizes: f"{name:<28}" + "".join(number(size) for size in sizes)
     estimates = [plan.estimates[loss] for loss in LOSSES]
@@ -84,7 +84,7 @@ def bars(plan: MemoryPlan) -> str:
 
 
 def _marks(plan: MemoryPlan, loss: str, most: int) -> Iterator[str]:
-    """The marks of a bar. Each part ends at the rounded sum of the parts so far, so rounding errors do not add up."""
+    """The marks of a bar. Each bar ends at the rounded sum so far, so rounding errors do not add up."""
     done = 0
     for name in STATIC + DYNAMIC:
         before, done = done, done + plan.estimates[loss].parts[name]
@@ -123,7 +123,7 @@ def _needed_of(target: Target, needed: int) -> str:
 
 
 def _apart(*sizes: int) -> list[str]:
-    """GiB with one digit, or with two where one digit does not tell the sizes apart."""
+    """GiB with one digit, or with two where one digit does not distinguish the sizes."""
     texts = [f"{size / GIB:.1f}" for size in sizes]
     return texts if len({*texts}) > 1 else [f"{size / GIB:.2f}" for size in sizes]
 
@@ -139,11 +139,11 @@ def text(plan: MemoryPlan, largest_batch: int | None = None, *, details: bool = 
     changes = plan.changes_to_fit()
     is_cured_here = bool(changes) and changes[-1].run.target == plan.run.target
     cure = " ".join(change.name for change in changes) if is_cured_here else ""
-    parts = [verdict(plan, cure), _largest(plan, largest_batch)]
-    parts += [] if plan.fits else _to_fit(plan, changes)
-    parts += [plan.advice, "", f"Planned: {heading(plan)}."]
-    parts += ["", table(plan), "", bars(plan), ""] if details else []
-    return "\n".join(parts)
+    paragraphs = [verdict(plan, cure), _largest(plan, largest_batch)]
+    paragraphs += [] if plan.fits else _to_fit(plan, changes)
+    paragraphs += [plan.advice, "", f"Planned: {heading(plan)}."]
+    paragraphs += ["", table(plan), "", bars(plan), ""] if details else []
+    return "\n".join(paragraphs)
 
 
 def _largest(plan: MemoryPlan, known: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The largest batch or sequence that fits, or the first mesh: the compiler or the estimate is asked until found."""
+"""The largest batch or sequence that fits, or the first mesh: by the compiler or by the estimate."""
 
 import dataclasses
 import os

@@ -50,7 +50,7 @@ class Run:
         dtype: dtype of the computation.
         remat: as the models take it.
         loss: "fused" or "logits".
-        micro_batches: into how many equal parts a step cuts the batch.
+        micro_batches: into how many equal micro-batches a step cuts the batch.
         state_memory: where the optimizer's moments are, "device" or "host".
         packed: rows hold several documents, as `liger_jax.training.pack` makes them.
         lora: the rank of adapters, which alone are trained; `None` to train all parameters.
@@ -100,11 +100,11 @@ class Run:
         self._check_adapters()
         unit = self.batch_unit
         if self.batch % unit:
-            parts = f" in micro_batches={self.micro_batches}" if self.micro_batches > 1 else ""
+            cut = f" in micro_batches={self.micro_batches}" if self.micro_batches > 1 else ""
             groups = "devices" if self.batch_devices == self.target.count else "groups of devices"
             raise ValueError(
                 f"batch={self.batch} is not divided by the {self.batch_devices} {groups} of {self.target.name!r}, "
-                f"which take equal numbers of sequences{parts}. Take batch={max(1, self.batch // unit) * unit}, or "
+                f"which take equal numbers of sequences{cut}. Take batch={max(1, self.batch // unit) * unit}, or "
                 "fewer devices."
             )
         longest = self.model.config.longest_sequence
@@ -183,7 +183,7 @@ class Run:
 
     @property
     def batch_devices(self) -> int:
-        """Into how many parts the devices split a micro-batch."""
+        """Into how many shards the devices split a micro-batch."""
         return self.target.count // (self.tensor * self.sequence)
 
     @property
@@ -196,8 +196,8 @@ class Run:
     @property
     def positions(self) -> int:
         """The positions of one device in a row, padding included."""
-        parts = self.layout.sequence_shards(self.mesh)
-        return self.seq if parts is None else math.ceil(self.seq / parts.multiple) * parts.multiple // parts.size
+        shards = self.layout.sequence_shards(self.mesh)
+        return self.seq if shards is None else math.ceil(self.seq / shards.multiple) * shards.multiple // shards.size
 
     @property
     def tokens(self) -> int:
@@ -307,7 +307,7 @@ def training_step(run: Run, mesh: Mesh, **options: Any) -> tuple[Any, tuple[Any,
 
     step = make_step(graph, optimizer, micro_batches=run.micro_batches, state_on_host=run.state_memory == "host")
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
-    frozen = [jax.tree.map(typed, part, run.layout.shardings(part, mesh)) for part in frozen]
+    frozen = [jax.tree.map(typed, tree, run.layout.shardings(tree, mesh)) for tree in frozen]
     return jitted, (jax.tree.map(typed, state, of_state), _batch(run, mesh), *frozen)
 
 
@@ -315,8 +315,8 @@ def _batch(run: Run, mesh: Mesh) -> Any:
     """The types of a step's tokens, as `Layout.place` puts them on the mesh."""
     tokens: Any = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32)
     batch = dict.fromkeys(ARGUMENTS, tokens) if run.packed else tokens
-    if (parts := run.layout.sequence_shards(run.mesh)) is not None:
-        batch = jax.eval_shape(parts.prepared, batch)
+    if (shards := run.layout.sequence_shards(run.mesh)) is not None:
+        batch = jax.eval_shape(shards.prepared, batch)
 
     def typed(x):
         spec = P(run.layout.batch if x.shape[0] == run.batch else None, run.layout.sequence)

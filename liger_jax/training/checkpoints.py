@@ -238,7 +238,7 @@ class Checkpoints:
 
         Args:
             name: of the result.
-            how: what `finished` will tell of it, as JSON holds it.
+            how: what `finished` will say of it, as JSON holds it.
         """
         write_json(self._folder / _FINISHED, {"step": self.latest_step, "results": self.finished | {name: how}})
 
@@ -349,7 +349,7 @@ def _reason(error: Exception) -> str:
 
 def _orbax() -> Any:
     """The package, which takes most of a second to import, so that a run does it while programs are compiled."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it tells of each step it takes, and of errors that it raises
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it logs each step, and errors that it raises
     try:
         import orbax.checkpoint
     except ModuleNotFoundError as error:

@@ -62,7 +62,7 @@ def _mixed(x):
 
 
 def _words(x):
-    """An array's bits as uint32, each element in words of its own."""
+    """An array's bits as uint32, each element in separate words."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

@@ -80,7 +80,7 @@ def adamw_8bit(
         weight_decay: times parameter and learning rate, as in `optax.adamw`.
         mask: which parameters decay, as in `optax.adamw`.
         block_size: how many numbers share a scale; None for 256. The last block of a row may be shorter.
-        float32_names: a parameter keeps float32 moments if one of these is a part of its path, as with
+        float32_names: a parameter keeps float32 moments if one of these is in its path, as with
             `("embed_tokens",)` a model's embedding.
 
     Returns:
@@ -330,13 +330,12 @@ def _check_names(params, float32_names):
     for name in float32_names if paths else ():
         if name not in known and name not in ("scale", "bias"):  # which are no matrices, named or not
             raise ValueError(
-                f"adamw_8bit: float32_names has {name!r}, which is no part of a parameter's path. Name one of "
-                f"{sorted(known)}."
+                f"adamw_8bit: float32_names has {name!r}, which is in no parameter's path. Name one of {sorted(known)}."
             )
 
 
 def _sharding(x):
-    """How an array is sharded over a mesh, or how its type says it is; None where neither tells."""
+    """How an array is sharded over a mesh, or how its type says it is; None where neither says."""
     sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
     is_known = isinstance(sharding, NamedSharding) and (not isinstance(x, Tracer) or _is_explicit(sharding))
     return sharding if is_known else None

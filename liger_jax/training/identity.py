@@ -40,7 +40,7 @@ def of_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
         names: of safetensors files.
 
     Returns:
-        Digests by name; those of files that cannot be read are left out, which the reader of the weights tells.
+        Digests by name; those of files that cannot be read are left out, which the reader of the weights reports.
     """
     return _each(folder, names, _sample)
 
@@ -106,15 +106,15 @@ def _sample(path: Path) -> str:
         header = file.read(min(length, _MOST_HEADER, size))
         blocks = [f"{size}".encode(), header]
         for first, end in _places(header):
-            for part in range(_PLACES):
-                at = first + max(0, end - first - _BLOCK) * part // (_PLACES - 1)
+            for place in range(_PLACES):
+                at = first + max(0, end - first - _BLOCK) * place // (_PLACES - 1)
                 file.seek(8 + length + at)
                 blocks.append(file.read(min(_BLOCK, max(0, end - at))))
     return digests.of_bytes(*blocks)
 
 
 def _places(header: bytes) -> list[tuple[int, int]]:
-    """Where the tensors begin and end after the header; none if the header is damaged, which the reader will tell."""
+    """Where the tensors begin and end after the header; none if the header is damaged, which the reader will report."""
     try:
         tensors = json.loads(header)
         ranges = [tensors[name]["data_offsets"] for name in tensors if name != "__metadata__"]

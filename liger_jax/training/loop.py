@@ -42,7 +42,7 @@ class Loop:
 
     Attributes:
         step: `step(state, batch) -> (state, loss)`, or `(state, (loss, others))` with scalars by name. `make_step`
-            makes it. A scalar `num_tokens` is how many it has seen, where the batch does not tell.
+            makes it. A scalar `num_tokens` is how many it has seen, where the batch does not say.
         batch_of: a step's batch by the step's number, from 0, whatever ran before.
         steps: how many steps the whole run has.
         checkpoints: where the state is saved, with `eval_loss` as its score; `None` for nowhere.

@@ -232,7 +232,7 @@ def _scored(
 def _packed_bundles(
     op: str, what: str, bundles: list[Bundle], length: int, pad_id: int
 ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
-    """Bundles of segments that no row parts, after checks, and the places of all segments in order."""
+    """Bundles of segments that stay in one row, after checks, and the places of all segments in order."""
     _check_length(op, length)
     if not any(bundles):
         raise ValueError(f"{op}: there is no {what} to pack; pass at least one.")
@@ -246,7 +246,7 @@ def _packed_bundles(
         if sum(sizes) > length:
             raise ValueError(
                 f"{op}: {what} {number} has {sum(sizes)} tokens, but a row has length={length}, and no {what} is "
-                f"parted or cut; shorten its sequences, leave it out, or pass length={sum(sizes)} or more."
+                f"split or cut; shorten its sequences, leave it out, or pass length={sum(sizes)} or more."
             )
     # The largest first, which leaves less empty; places say where each is.
     order = sorted(range(len(bundles)), key=lambda number: -sum(len(tokens) for tokens, _ in bundles[number]))
@@ -322,10 +322,10 @@ class Rows:
     @property
     def segments(self) -> np.ndarray:
         """(pieces, 2) int32: the row of each piece, and its number in the row, both from 0."""
-        found = np.empty((len(self._order), 2), np.int32)
-        found[self._order, 0] = np.repeat(np.arange(self.num_rows), self.counts)
-        found[self._order, 1] = np.arange(len(self._order)) - np.repeat(self._ends - self.counts, self.counts)
-        return found
+        segments = np.empty((len(self._order), 2), np.int32)
+        segments[self._order, 0] = np.repeat(np.arange(self.num_rows), self.counts)
+        segments[self._order, 1] = np.arange(len(self._order)) - np.repeat(self._ends - self.counts, self.counts)
+        return segments
 
     def column(
         self, name: str, rows: np.ndarray, read: Callable[[int], tuple[np.ndarray, np.ndarray]], pad_id: int = 0

@@ -4,8 +4,8 @@ Each process runs the same program on its own devices, and holds its own shard o
 one's: where processes would write the same file, `by_first` lets it write alone. In a single process all of this does
 nothing.
 
-A process that dies would leave the others in a collective that never ends. So each tells JAX's coordination service
-every two seconds that it lives, and a thread ends this process once another one has not reported that for
+A process that dies would leave the others in a collective that never ends. So each reports to JAX's coordination
+service every two seconds that it lives, and a thread ends this process once another one has not reported that for
 `SILENT_SECONDS`. The service lives in process 0. The others reach it through a `Relay`, which says when that process
 dies.
 """
@@ -188,7 +188,7 @@ def agreed(received: list[int]) -> list[int]:
 
 
 def end(code: int, in_order: bool = True) -> int:
-    """Ends this process's part of a run.
+    """Ends this process's share of a run.
 
     `code`: the exit code. After an error the others are informed, and the process ends here. `in_order`: whether 0 and
     the codes of signals are those of all processes. Else such a code is an error, too.

@@ -57,13 +57,13 @@ def num_rows(rows: Rows) -> int:
 
 
 def num_tokens(batch: Any) -> int:
-    """Counts tokens without padding. Where nothing tells padding, a row's tokens are those up to its last label."""
+    """Counts tokens without padding. Where nothing marks padding, a row's tokens are those up to its last label."""
     if not isinstance(batch, Mapping):
         return batch.size
     name = next((name for name in MASKS if name in batch), "labels")
     count = _num_up_to_labels if name == "labels" else lambda mask, xp: xp.count_nonzero(mask)
     values = batch[name]
-    if isinstance(values, jax.Array) and not values.is_fully_addressable:  # other processes have a part of it
+    if isinstance(values, jax.Array) and not values.is_fully_addressable:  # other processes have a shard of it
         return int(jax.jit(count, static_argnums=1)(values, jnp))
     return int(count(np.asarray(values), np))
 
@@ -163,7 +163,7 @@ def parts(rows: Rows, size: int) -> Iterator[Rows]:
         size: rows in a part.
 
     Yields:
-        The parts in their order. Rows that do not tell what is padding get a `token_mask`, 0 in rows that are added.
+        The parts in their order. Rows that do not mark padding get a `token_mask`, 0 in rows that are added.
 
     Example:
         >>> rows = {"input_ids": np.ones((3, 2), np.int32), "labels": np.ones((3, 2), np.int32)}

@@ -112,7 +112,7 @@ def make_step(
 
     Returns:
         `step(state, batch, *frozen) -> (state, loss)` with `state = (params, optimizer.init(params))`. `frozen` are
-        other parts of the model's state, which are not differentiated and not updated:
+        other variables of the model, which are not differentiated and not updated:
         `graph, params, frozen = nnx.split(model, trained, ...)`.
 
     Raises:

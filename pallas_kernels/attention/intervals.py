@@ -22,8 +22,8 @@ _FARTHEST = 2**30  # a window that no row is longer than
 
 def is_numbered(ids: Any) -> Any:
     """Whether rows of ids (..., T) count documents from 1, with padding, 0, after them; (...,) bool."""
-    has_token_behind = (ids[..., :-1] == 0) & (ids[..., 1:] != 0)
-    return ~(ids < 0).any(axis=-1) & ~has_token_behind.any(axis=-1)
+    has_token_after = (ids[..., :-1] == 0) & (ids[..., 1:] != 0)
+    return ~(ids < 0).any(axis=-1) & ~has_token_after.any(axis=-1)
 
 
 class Segments(NamedTuple):

@@ -55,7 +55,7 @@ def _kernel(*refs, has_first, has_sinks, tile, group, width, kv_heads, num_slots
     (rows, columns), split = tile, pl.program_id(1)
     batch, head = jax.lax.div(pl.program_id(0), kv_heads), jax.lax.rem(pl.program_id(0), kv_heads)
     layer, first = layer_ref[0], 0 if first_ref is None else first_ref[batch]
-    filled = jnp.minimum(filled_ref[0], num_slots)  # a cache that is too short is found elsewhere
+    filled = jnp.minimum(filled_ref[0], num_slots)  # a cache that is too short is refused elsewhere
     is_head, is_column = in_bounds(0, rows, group, axis=0), in_bounds(0, columns, width, axis=1)
     q = pltriton.load(q_ref.at[batch, head, :, :], mask=is_head & is_column, other=0.0)
 

@@ -84,10 +84,10 @@ def attend(
 
     whole = q_length // chunk
     step = math.ceil(whole / (1 if is_part else _SPANS))
-    parts = [span(i * chunk, min(step, whole - i)) for i in range(0, whole, step)]
+    chunks = [span(i * chunk, min(step, whole - i)) for i in range(0, whole, step)]
     if q_length % chunk:
         rest = whole * chunk
         keys = num_keys(q_length, q_length - rest)
         first_key = 0 if window is None else jnp.maximum(offset + q_length - keys, 0)
-        parts.append(attend_chunk(grouped[:, rest:], q_ids[:, rest:], offset + rest, first_key, keys))
-    return jnp.concatenate(parts, axis=1).reshape(q.shape)
+        chunks.append(attend_chunk(grouped[:, rest:], q_ids[:, rest:], offset + rest, first_key, keys))
+    return jnp.concatenate(chunks, axis=1).reshape(q.shape)

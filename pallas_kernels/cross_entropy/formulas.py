@@ -233,7 +233,7 @@ def online_update(
 
 
 def over_lanes(lanes: OnlineState) -> OnlineState:
-    """Joins the lanes (N, lanes), which each saw a part of a row's columns, into one state (N, 1)."""
+    """Joins the lanes (N, lanes), which each saw some of a row's columns, into one state (N, 1)."""
     maximum = jnp.max(lanes.maximum, axis=1, keepdims=True)
     shift = shift_of(maximum)
 
@@ -257,7 +257,7 @@ def over_lanes(lanes: OnlineState) -> OnlineState:
 
 
 def first_of_largest(maxima: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """maxima and tokens (parts, N) → the largest of the maxima, and the first token that has it, (N,) both.
+    """maxima and tokens (tiles, N) → the largest of the maxima, and the first token that has it, (N,) both.
 
     A maximum and its token go through one reduction. XLA may compute a maximum twice and round it in two ways: where
     the largest is compared with the maxima afterwards, none of them need be equal to it.
@@ -272,27 +272,27 @@ def first_of_largest(maxima: jax.Array, tokens: jax.Array) -> tuple[jax.Array, j
     return jax.lax.reduce((maxima, tokens), start, larger, (0,))
 
 
-def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:
-    """The statistics of whole rows from the states of the vocabulary's parts in order: each field (parts, N) → (N,)."""
-    maximum = jnp.max(parts.maximum, axis=0)
+def online_merge(states: OnlineState, options: LogitOptions) -> Statistics:
+    """The statistics of whole rows from the states of the vocabulary's tiles in order: each field (tiles, N) → (N,)."""
+    maximum = jnp.max(states.maximum, axis=0)
     shift = shift_of(maximum)
-    exp_sum = jnp.sum(parts.exp_sum * jnp.exp(parts.maximum - shift[None, :]), axis=0)
+    exp_sum = jnp.sum(states.exp_sum * jnp.exp(states.maximum - shift[None, :]), axis=0)
     predicted_token = None
     if options.metrics:
-        first = jnp.argmax(parts.maximum, axis=0)
-        predicted_token = jnp.take_along_axis(parts.predicted_token, first[None, :], axis=0)[0]
+        first = jnp.argmax(states.maximum, axis=0)
+        predicted_token = jnp.take_along_axis(states.predicted_token, first[None, :], axis=0)[0]
     entropy = log_sum_of_squares = None
     if options.entropy:
-        # A part of masked logits has no share, and its own sums may be NaN: they are divided by its exp_sum.
-        is_empty = parts.maximum < LEAST_MAXIMUM
-        sums = _entropy_sums(parts, shift[None, :])
+        # A tile of masked logits has no share, and its own sums may be NaN: they are divided by its exp_sum.
+        is_empty = states.maximum < LEAST_MAXIMUM
+        sums = _entropy_sums(states, shift[None, :])
         weighted_sum, square_sum = (jnp.sum(jnp.where(is_empty, 0.0, x), axis=0) for x in sums)
         entropy = jnp.log(exp_sum) - weighted_sum / exp_sum
         log_sum_of_squares = jnp.log(square_sum) - 2.0 * jnp.log(exp_sum)
     return Statistics(
         log_normalizer=log_normalizer(maximum, exp_sum),
-        target_logit=jnp.sum(parts.target_logit, axis=0),
-        logit_sum=jnp.sum(parts.logit_sum, axis=0) if options.logit_sum else None,
+        target_logit=jnp.sum(states.target_logit, axis=0),
+        logit_sum=jnp.sum(states.logit_sum, axis=0) if options.logit_sum else None,
         max_logit=maximum if options.metrics else None,
         predicted_token=predicted_token,
         entropy=entropy,

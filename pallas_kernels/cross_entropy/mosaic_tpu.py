@@ -83,8 +83,8 @@ def statistics(
         interpret=tpu_interpreter(interpret),
         name="cross_entropy_statistics",
     )(logits, labels[:, None], *weights)
-    parts = jax.tree.unflatten(jax.tree.structure(state), [field.reshape(1, n) for field in fields])
-    return formulas.online_merge(parts, options)
+    states = jax.tree.unflatten(jax.tree.structure(state), [field.reshape(1, n) for field in fields])
+    return formulas.online_merge(states, options)
 
 
 def gradient(logits: jax.Array, *rows: Any, options: LogitOptions, interpret: bool) -> jax.Array:

@@ -41,12 +41,12 @@ class Sizes:
 
     @property
     def weight_sum_bytes(self) -> int:
-        """The weight's gradient as a float32 sum, where it needs one of its own."""
+        """The weight's gradient as a float32 sum, where it needs a separate one."""
         return 4 * self.v * self.d if self.gradients.weight and self.weight_itemsize < 4 else 0
 
     @property
     def hidden_sum_bytes(self) -> int:
-        """The hidden states' gradient as a float32 sum, where it needs one of its own."""
+        """The hidden states' gradient as a float32 sum, where it needs a separate one."""
         return 4 * self.n * self.d if self.gradients.hidden and self.itemsize < 4 else 0
 
 

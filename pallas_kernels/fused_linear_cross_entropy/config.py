@@ -118,7 +118,7 @@ def triton_config(n: int, v: int, d: int, dtype: jax.typing.DTypeLike) -> Triton
 
 
 def triton_vocab_splits(n_tiles: int, v_tiles: int) -> int:
-    """Parts of the vocabulary that run side by side: eight programs for each multiprocessor, or a few more."""
+    """Splits of the vocabulary that run side by side: eight programs for each multiprocessor, or a few more."""
     return max(1, min(v_tiles, 8 * NUM_CORES // max(1, n_tiles)))
 
 
@@ -218,26 +218,26 @@ def tpu_config(
     """Square tiles of 1,024, or of the size that fits.
 
     If d is 4,096 or less, a tile has all of d. Up to 8,192 it has all of d and half of the columns. If d is larger, it
-    has the widest part of d up to 2,048. A tile also has half of the columns if the last tile would be mostly empty.
+    has the widest slice of d up to 2,048. A tile also has half of the columns if the last tile would be mostly empty.
 
-    A tile of r rows with all of d makes r FLOP for each byte that it reads (bf16). A tile with a part of d makes half
+    A tile of r rows with all of d makes r FLOP for each byte that it reads (bf16). A tile with a slice of d makes half
     as many, because hidden is read again for each weight tile. v6e's HBM asks for 561 FLOP a byte, which 1,024 rows
     with all of d give. In 16 MiB there is room for 512 rows.
 
     The memory that is left free has room for five statistics of a tile's rows. More statistics are counted.
     `keeps_maxima` says whether the rows' maxima are written too, in mode "fast". `num_vectors` is the number of vectors
-    among bias and class weights: each spills as much as a product. Maxima and vectors are counted if a tile has a part
+    among bias and class weights: each spills as much as a product. Maxima and vectors are counted if a tile has a slice
     of d. If they were not, v4's 16 MiB would be exceeded by 0.06 MiB (maxima at (8192, 4096, 128256)) and 1.34 MiB (all
     options at (8192, 8192, 128256)). A tile with all of d has room for them: it spills less than is counted.
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
     # The compiler writes out the product of one tile, and float32 at 'highest' six times. Beyond `most` multiplications
     # that takes minutes.
-    blocks, part, most = ((1024, 512, 256, 128), 2048, 2**32) if itemsize <= 2 else ((512, 256, 128), 512, 2**28)
-    parts = [size for size in range(128, min(d - 1, part) + 1, 128) if d % size == 0]
+    blocks, deepest, most = ((1024, 512, 256, 128), 2048, 2**32) if itemsize <= 2 else ((512, 256, 128), 512, 2**28)
+    slices = [size for size in range(128, min(d - 1, deepest) + 1, 128) if d % size == 0]
     for block in blocks:
         whole = [(width, d) for width in (block, block // 2) if block * width * d <= most or d % 128]
-        for width, d_block_size in whole + [(block, size) for size in reversed(parts)]:
+        for width, d_block_size in whole + [(block, size) for size in reversed(slices)]:
             width = width if round_up(v, width) - v <= v // 16 else width // 2
             n_block_size, v_block_size = min(block, round_up(n, 16)), min(max(width, 128), round_up(v, 128))
             tiles = TpuConfig(n_block_size, v_block_size, d_block_size, d_block_size == d and itemsize == 2)
@@ -247,7 +247,7 @@ def tpu_config(
                 needed += maxima + num_vectors * 4 * n_block_size * v_block_size
             if needed <= room:
                 return tiles
-    return TpuConfig(min(128, round_up(n, 16)), 128, min([*parts, d]), keeps_hidden=False)
+    return TpuConfig(min(128, round_up(n, 16)), 128, min([*slices, d]), keeps_hidden=False)
 
 
 def tpu_row_bytes(n: int, num_statistics: int) -> int:

@@ -90,9 +90,9 @@ def take_tokens(inputs: Inputs, terms: Any, start: Any, size: int, own: Any = No
     return inputs._replace(hidden=x, labels=y), masked
 
 
-def put(x: jax.Array, part: jax.Array, start: Any, axis: int = 0) -> jax.Array:
-    """x with `part` at `start` along `axis`; inside a loop, XLA writes it in place."""
-    return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis)
+def put(x: jax.Array, update: jax.Array, start: Any, axis: int = 0) -> jax.Array:
+    """x with `update` at `start` along `axis`; inside a loop, XLA writes it in place."""
+    return jax.lax.dynamic_update_slice_in_dim(x, update.astype(x.dtype), start, axis)
 
 
 def product(
@@ -165,8 +165,8 @@ def lean_gradients(
 
     def body(grads, start, size):
         weight_slice = take(weight, start, size, vocab_dim).astype(hidden.dtype)
-        part = Inputs(hidden, weight_slice, labels - start, take(bias, start, size), take(class_weights, start, size))
-        du = logit_gradients(part, log_normalizer, cotangents, options=options)
+        own = Inputs(hidden, weight_slice, labels - start, take(bias, start, size), take(class_weights, start, size))
+        du = logit_gradients(own, log_normalizer, cotangents, options=options)
         dhidden, dweight, dbias = grads
         if needs.hidden:
             dhidden += product(du, weight_slice, 1, vocab_dim, options)

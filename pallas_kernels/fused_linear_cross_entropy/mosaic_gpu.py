@@ -28,12 +28,12 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_buffers import MEMORY
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import (
     TILE_COLUMNS,
-    Part,
+    Span,
+    bounds_of_spans,
     cut,
     padded,
-    part_of,
-    parts_of,
-    spans,
+    span_of,
+    spans_of,
     takes,
 )
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_statistics import (
@@ -82,21 +82,21 @@ def gradients(
 
     def body(grads, first, size):
         dhidden, dweight, dbias = grads
-        part, start = inputs, jnp.asarray(first, jnp.int32)[None]
+        own, start = inputs, jnp.asarray(first, jnp.int32)[None]
         if not reads_in_place:
-            part, start = part_of(inputs, first, size, options).inputs, jnp.zeros_like(start)
-        du = kernels.logit_gradients(part, lse, cotangents, start, size, options, v if reads_in_place else size)
+            own, start = span_of(inputs, first, size, options).inputs, jnp.zeros_like(start)
+        du = kernels.logit_gradients(own, lse, cotangents, start, size, options, v if reads_in_place else size)
         if needs.hidden and hopper.can_add_in_place(inputs.hidden):
-            dhidden = kernels.add_product(dhidden, du, part, start, options)
+            dhidden = kernels.add_product(dhidden, du, own, start, options)
         elif needs.hidden:
-            weight = formulas.take(part.weight, start[0], size, options.vocab_dim)
+            weight = formulas.take(own.weight, start[0], size, options.vocab_dim)
             dhidden += formulas.product(du[:, :size], weight, 1, options.vocab_dim, options)
         if needs.weight and writes_in_place:
             dweight = kernels.put_product(dweight, du, inputs.hidden, start, options)
         elif needs.weight:
             product = kernels.weight_gradient(du, inputs.hidden, options, dtypes.weight)
-            own = (size, width) if options.vocab_dim == 0 else (width, size)
-            dweight = formulas.put(dweight, product[: own[0], : own[1]], first, options.vocab_dim)
+            rows, columns = (size, width) if options.vocab_dim == 0 else (width, size)
+            dweight = formulas.put(dweight, product[:rows, :columns], first, options.vocab_dim)
         if needs.bias:
             dbias = formulas.put(dbias, jnp.sum(du[:, :size].astype(jnp.float32), axis=0), first)
         return Gradients(dhidden, dweight, dbias)
@@ -146,22 +146,22 @@ def gradients_in_forward(
     def body(carry, start, size):
         stats, (dhidden, dweight, dbias) = carry
         chunk, chunk_terms = formulas.take_tokens(inputs, terms, start, size)
-        parts = parts_of(chunk, options)
+        spans = spans_of(chunk, options)
         chunk_stats, dus = _logit_gradients(
-            parts, options, lambda statistics: row_cotangents(statistics, chunk_terms, constants)
+            spans, options, lambda statistics: row_cotangents(statistics, chunk_terms, constants)
         )
         if needs.weight:
             is_last = jnp.asarray(start + size == total, jnp.int32)
             which = jnp.where(start == 0, kernels.FIRST_CHUNK, is_last * kernels.LAST_CHUNK)[None]  # else 0
-            dweight = [sum_of_weight.added(*each, which) for each in zip(dweight, parts, dus, strict=True)]
+            dweight = [sum_of_weight.added(*each, which) for each in zip(dweight, spans, dus, strict=True)]
         if needs.hidden:
             if not one_chunk:  # dX comes after dW: then the chunk of dX can be where the chunk of X did
                 dus, dweight = jax.lax.optimization_barrier((dus, dweight))
-            dhidden = formulas.put(dhidden, _hidden_gradient(parts, dus, options, dtypes.hidden), start)
+            dhidden = formulas.put(dhidden, _hidden_gradient(spans, dus, options, dtypes.hidden), start)
         if needs.bias:
-            own = [jnp.sum(du[:, : part.size].astype(jnp.float32), axis=0) for part, du in zip(parts, dus, strict=True)]
+            own = [jnp.sum(du[:, : span.size].astype(jnp.float32), axis=0) for span, du in zip(spans, dus, strict=True)]
             dbias += jnp.concatenate(own)
-        stats = jax.tree.map(lambda whole, part: formulas.put(whole, part, start), stats, chunk_stats)
+        stats = jax.tree.map(lambda whole, chunk: formulas.put(whole, chunk, start), stats, chunk_stats)
         return stats, Gradients(dhidden, dweight, dbias)
 
     zeros_of = functools.partial(_zeros_if, inputs.hidden)
@@ -183,34 +183,34 @@ def gradients_in_forward(
 
 
 def _logit_gradients(
-    parts: list[Part], options: LinearOptions, cotangents_of: Callable[[Statistics], Cotangents]
+    spans: list[Span], options: LinearOptions, cotangents_of: Callable[[Statistics], Cotangents]
 ) -> tuple[Statistics, list[jax.Array]]:
-    """The statistics of a chunk of tokens, and du of each part of the vocabulary, where E was."""
+    """The statistics of a chunk of tokens, and du of each span of the vocabulary, where E was."""
     states, kept = [], []
-    for part in parts:
-        state, exponentials = partial_statistics(part, options, keep=True)
+    for span in spans:
+        state, exponentials = partial_statistics(span, options, keep=True)
         states.append(state)
         kept.append(exponentials)
     statistics = merged(states, options)
     cotangents = cotangents_of(statistics)
     lse = formulas.live_normalizer(statistics.log_normalizer, cotangents)
     dus = [
-        kernels.make_logit_gradients(part, e, state.maximum, lse, cotangents, options)
-        for part, e, state in zip(parts, kept, states, strict=True)
+        kernels.make_logit_gradients(span, e, state.maximum, lse, cotangents, options)
+        for span, e, state in zip(spans, kept, states, strict=True)
     ]
     return statistics, dus
 
 
-def _hidden_gradient(parts: list[Part], dus: list[jax.Array], options: LinearOptions, dtype: Any) -> jax.Array:
-    """du · W of a chunk of tokens, over all parts of the vocabulary."""
+def _hidden_gradient(spans: list[Span], dus: list[jax.Array], options: LinearOptions, dtype: Any) -> jax.Array:
+    """du · W of a chunk of tokens, over all spans of the vocabulary."""
 
-    def of_part(part, du):
-        if part.is_slice:
-            return kernels.hidden_gradient(du, part.inputs.weight, options, dtype)
-        own_dtype = jnp.float32 if part.first else dtype
-        return formulas.product(du, part.inputs.weight, 1, options.vocab_dim, options, own_dtype)
+    def of_span(span, du):
+        if span.is_slice:
+            return kernels.hidden_gradient(du, span.inputs.weight, options, dtype)
+        own_dtype = jnp.float32 if span.first else dtype
+        return formulas.product(du, span.inputs.weight, 1, options.vocab_dim, options, own_dtype)
 
-    dx, *rest = [of_part(part, du) for part, du in zip(parts, dus, strict=True)]
+    dx, *rest = [of_span(span, du) for span, du in zip(spans, dus, strict=True)]
     for more in rest:  # of one tile, in float32
         dx = dx.astype(jnp.float32) + more
     return dx
@@ -226,7 +226,7 @@ def _no_statistics(hidden: jax.Array, options: LinearOptions) -> Statistics:
 
 
 class _WeightSum(NamedTuple):
-    """How dW comes together over chunks of tokens, with a sum for each part of the vocabulary.
+    """How dW comes together over chunks of tokens, with a sum for each span of the vocabulary.
 
     One chunk of all tokens makes dW at once. Several chunks are added up: in float32, or if the weight has 16 bits, in
     three bytes. dW holds the upper two of these.
@@ -244,19 +244,19 @@ class _WeightSum(NamedTuple):
         return cls(one_chunk, in_bytes, dtype, options)
 
     def start(self, inputs: Inputs) -> list[Any]:
-        """What each part's sum is before the first chunk."""
-        like, shapes = inputs.hidden, [part.inputs.weight.shape for part in parts_of(inputs, self.options)]
+        """What each span's sum is before the first chunk."""
+        like, shapes = inputs.hidden, [span.inputs.weight.shape for span in spans_of(inputs, self.options)]
         if self.in_bytes:
             return [(hopper.empty(like, s, self.dtype), hopper.empty(like, s, jnp.uint8)) for s in shapes]
         return [_zeros_if(like, not self.one_chunk, shape, jnp.float32) for shape in shapes]
 
-    def added(self, total: Any, part: Part, du: jax.Array, which: jax.Array) -> Any:
-        """A part's sum with a chunk's duᵀ · X; `which` says whether the chunk is the first or the last."""
-        hidden, options = part.inputs.hidden, self.options
+    def added(self, total: Any, span: Span, du: jax.Array, which: jax.Array) -> Any:
+        """A span's sum with a chunk's duᵀ · X; `which` says whether the chunk is the first or the last."""
+        hidden, options = span.inputs.hidden, self.options
         if self.in_bytes:
             high, low = total
             return kernels.add_to_sum(high, low, du, hidden, which, options)
-        if self.one_chunk and part.is_slice:
+        if self.one_chunk and span.is_slice:
             return kernels.weight_gradient(du, hidden, options, self.dtype)
         if self.one_chunk:
             return formulas.weight_gradient(du, hidden, options, self.dtype)
@@ -265,13 +265,14 @@ class _WeightSum(NamedTuple):
         return total + formulas.weight_gradient(du, hidden, options)
 
     def whole(self, totals: list[Any], shape: tuple[int, ...], after: jax.Array) -> jax.Array:
-        """dW from its parts' sums. From jaxlib 0.11 on, XLA has the first part's product write to its place there."""
+        """dW from its spans' sums. From jaxlib 0.11 on, XLA has the first span's product write to its place there."""
         pieces = [total[0] if self.in_bytes else total for total in totals]
         if len(pieces) == 1:
             return pieces[0]
         vocab_dim = self.options.vocab_dim
         whole, width = hopper.empty_for_slices(after, shape, self.dtype), shape[1 - vocab_dim]
-        for piece, (start, size) in reversed(list(zip(pieces, spans(shape[vocab_dim], self.options), strict=True))):
+        bounds = bounds_of_spans(shape[vocab_dim], self.options)
+        for piece, (start, size) in reversed(list(zip(pieces, bounds, strict=True))):
             piece = piece[:size, :width] if vocab_dim == 0 else piece[:width, :size]
             whole = formulas.put(whole, piece, start, vocab_dim)
         return whole

@@ -31,7 +31,7 @@ def fast(sizes: Sizes, tokens: int) -> Buffers:
     of_parts = 0
     if not takes(v, "fast", sizes.vocab_dim):
         is_copied = copies_slices(sizes.vocab_dim)
-        # A copy of the weight's whole tiles. Their part of dW has its own buffer until it is put in its place.
+        # A copy of the weight's whole tiles. Their share of dW has its own buffer until it is put in its place.
         weight_slice = v * d * sizes.itemsize if is_copied and not sizes.weight_copy_bytes else 0
         # (One chunk's dW needs no such buffer at some sizes of a weight that is cast: XLA writes it to its place.)
         part_of_dw = v * d * sizes.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
@@ -45,7 +45,7 @@ def fast(sizes: Sizes, tokens: int) -> Buffers:
 
 
 def lean(sizes: Sizes, entries: int) -> Buffers:
-    """A slice has du, and copies of its parts of the weight and of dW where the kernels cannot take them in place."""
+    """A slice has du, and copies of its rows of the weight and of dW where the kernels cannot take them in place."""
     of_slice, weight_copy, forward = _slice_bytes(sizes, entries), sizes.weight_copy_bytes, _forward_bytes(sizes)
     if not any(sizes.gradients):
         return Buffers(forward, of_slice)

@@ -18,7 +18,11 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import HeadProducts, Inputs, LinearOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_operands
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import Part, column_vectors, tile_logits
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import (
+    Span,
+    column_vectors,
+    tile_logits,
+)
 from liger_jax.pallas_kernels.tiles import cdiv, out_like, round_up
 
 _LOG2_E = math.log2(math.e)
@@ -221,13 +225,13 @@ def add_to_sum(
 
 
 def make_logit_gradients(
-    part: Part, exponentials: jax.Array, maximum: jax.Array, lse: jax.Array, g: Cotangents, options: LinearOptions
+    span: Span, exponentials: jax.Array, maximum: jax.Array, lse: jax.Array, g: Cotangents, options: LinearOptions
 ) -> jax.Array:
-    """Writes du where E (N, V) is, for a part of the vocabulary.
+    """Writes du where E (N, V) is, for a span of the vocabulary.
 
-    `maximum` (tiles, N) is the maximum of each row in each tile. du is 0 for entries from `part.size` on.
+    `maximum` (tiles, N) is the maximum of each row in each tile. du is 0 for entries from `span.size` on.
     """
-    inputs, cotangents = part.inputs, g
+    inputs, cotangents = span.inputs, g
     (n, v), num_tiles = exponentials.shape, maximum.shape[0]
     columns = config.mosaic_gpu_logit_tiles(inputs.hidden.shape[1], n, v).columns  # as E was written
     has_weights = inputs.class_weights is not None and options.logit.logit_sum
@@ -277,7 +281,7 @@ def make_logit_gradients(
             weights = vectors[-1] if has_weights else None
             g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
             tile = Tile(e, row, column_tile * columns, column_tile, own)
-            du = _from_exponentials(tile, maximum, labels, lse, g, weights, options.logit, part.size)
+            du = _from_exponentials(tile, maximum, labels, lse, g, weights, options.logit, span.size)
             e_stage[own, slot] = du.astype(e_ref.dtype)
             plgpu.commit_smem()
             destination = du_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]

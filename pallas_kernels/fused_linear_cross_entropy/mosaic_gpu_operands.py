@@ -1,4 +1,4 @@
-"""What Hopper's kernels of the fused loss read: inputs in whole tiles, the vocabulary's parts, and a tile's logits."""
+"""What Hopper's kernels of the fused loss read: inputs in whole tiles, spans of the vocabulary, and a tile's logits."""
 
 from typing import Any, NamedTuple
 
@@ -47,8 +47,8 @@ def cut(grads: Gradients, like: Inputs, dtypes: Gradients) -> Gradients:
     return Gradients(*map(cut, grads, (like.hidden, like.weight, like.bias), dtypes))
 
 
-class Part(NamedTuple):
-    """A part of the vocabulary in a size that the kernels take: its first entry, how many count, and the inputs."""
+class Span(NamedTuple):
+    """A span of the vocabulary in a size that the kernels take: its first entry, how many count, and the inputs."""
 
     first: int
     size: int
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 def takes(v: int, mode: str, vocab_dim: int) -> bool:
-    """Whether the kernels take a vocabulary as it is; others they take in parts.
+    """Whether the kernels take a vocabulary as it is; others they take in spans.
 
     Inner axes have to be multiples of 64. In mode "lean" the vocabulary is the inner axis of a weight (D, V) only, and
     a weight (V, D) is moved in tiles of 8 rows.
@@ -70,31 +70,30 @@ def copies_slices(vocab_dim: int) -> bool:
     return vocab_dim != 0 or jax.__version_info__ < (0, 11)
 
 
-def spans(v: int, options: LinearOptions) -> list[tuple[int, int]]:
-    """First entry and size of the vocabulary's parts: one, or its whole tiles and the rest."""
+def bounds_of_spans(v: int, options: LinearOptions) -> list[tuple[int, int]]:
+    """First entry and size of the vocabulary's spans: one, or its whole tiles and the rest."""
     whole = v if takes(v, options.mode, options.vocab_dim) else v // TILE_COLUMNS * TILE_COLUMNS
     return [(start, size) for start, size in ((0, whole), (whole, v - whole)) if size]
 
 
-def parts_of(inputs: Inputs, options: LinearOptions) -> list[Part]:
-    """The vocabulary's parts: what the kernels take is where it was, and the rest is padded.
+def spans_of(inputs: Inputs, options: LinearOptions) -> list[Span]:
+    """The vocabulary's spans: what the kernels take is where it was, and the rest is padded.
 
     From jaxlib 0.11 on, XLA makes no copy of the slice where a kernel or a product reads it.
     """
-    operands = [
-        part_of(inputs, start, size, options) for start, size in spans(inputs.weight.shape[options.vocab_dim], options)
-    ]
+    bounds = bounds_of_spans(inputs.weight.shape[options.vocab_dim], options)
+    operands = [span_of(inputs, start, size, options) for start, size in bounds]
     return [operands[0]._replace(is_slice=len(operands) > 1), *operands[1:]]
 
 
-def part_of(inputs: Inputs, start: Any, size: int, options: LinearOptions) -> Part:
+def span_of(inputs: Inputs, start: Any, size: int, options: LinearOptions) -> Span:
     """The entries from `start` on, with zeros after them up to a multiple of 64; labels count from `start`."""
     entries, width = round_up(size, _PIECE), inputs.hidden.shape[1]
     take = lambda x: None if x is None else extended(formulas.take(x, start, size), entries)
     weight = formulas.take(inputs.weight, start, size, options.vocab_dim)
     weight = extended(weight, *((entries, width) if options.vocab_dim == 0 else (width, entries)))
     bias, class_weights = take(inputs.bias), take(inputs.class_weights)
-    return Part(start, size, Inputs(inputs.hidden, weight, inputs.labels - start, bias, class_weights), False)
+    return Span(start, size, Inputs(inputs.hidden, weight, inputs.labels - start, bias, class_weights), False)
 
 
 def column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:

@@ -13,10 +13,10 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import OnlineState, Statist
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import (
-    Part,
+    Span,
     column_vectors,
     padded,
-    parts_of,
+    spans_of,
     tile_logits,
 )
 from liger_jax.pallas_kernels.tiles import cdiv, out_like
@@ -50,23 +50,23 @@ def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
     n = inputs.hidden.shape[0]
     (inputs,) = padded(inputs, options)
     states = []
-    for part in parts_of(inputs, options):
-        states.append(partial_statistics(part, options, keep=False)[0])
+    for span in spans_of(inputs, options):
+        states.append(partial_statistics(span, options, keep=False)[0])
     return jax.tree.map(lambda x: x[:n], merged(states, options))
 
 
 def merged(states: list[OnlineState], options: LinearOptions) -> Statistics:
-    """Joins the tiles' statistics, from all parts of the vocabulary, into whole rows'."""
+    """Joins the tiles' statistics, from all spans of the vocabulary, into whole rows'."""
     tiles = jax.tree.map(lambda *fields: jnp.concatenate(fields), *states)
     return row_formulas.online_merge(tiles, options.logit)
 
 
-def partial_statistics(part: Part, options: LinearOptions, keep: bool) -> tuple[OnlineState, jax.Array | None]:
-    """The statistics of each tile of a part, (tiles, N); with `keep` also E = exp(z − the tile's maximum).
+def partial_statistics(span: Span, options: LinearOptions, keep: bool) -> tuple[OnlineState, jax.Array | None]:
+    """The statistics of each tile of a span, (tiles, N); with `keep` also E = exp(z − the tile's maximum).
 
-    Only the first `part.size` of the weight's entries count. E is 0 for the others.
+    Only the first `span.size` of the weight's entries count. E is 0 for the others.
     """
-    inputs, vocab_size = part.inputs, part.size
+    inputs, vocab_size = span.inputs, span.size
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
     tiles = config.mosaic_gpu_logit_tiles(d, n, v)
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
@@ -98,7 +98,7 @@ def partial_statistics(part: Part, options: LinearOptions, keep: bool) -> tuple[
     )
     exponentials = fields.pop() if keep else None
     target = None if wanted.target else _target_logits(inputs, options, vocab_size)[None, :]
-    return _state(fields, wanted, target, part.first), exponentials
+    return _state(fields, wanted, target, span.first), exponentials
 
 
 def _tile_statistics(

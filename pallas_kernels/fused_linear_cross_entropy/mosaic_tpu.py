@@ -135,7 +135,7 @@ def gradients_in_forward(
     def body(carry, start, own):
         stats, (dhidden, dweight, dbias) = carry
         chunk_stats, grads = of_chunk(start, own, jnp.float32)
-        stats = jax.tree.map(lambda whole, part: formulas.put(whole, part, start), stats, chunk_stats)
+        stats = jax.tree.map(lambda whole, chunk: formulas.put(whole, chunk, start), stats, chunk_stats)
         return stats, Gradients(
             formulas.put(dhidden, grads.hidden, start) if needs.hidden else None,
             dweight + grads.weight if needs.weight else None,

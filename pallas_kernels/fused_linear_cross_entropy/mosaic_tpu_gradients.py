@@ -20,10 +20,10 @@ def _logit_gradients_kernel(_, hidden_ref, weight_ref, rows_ref, *refs, d, optio
     n_block_size, v_block_size = u_ref.shape
 
     def write(first: int, width: int):
-        part, columns = pl.ds(first, width), shared.columns_of_part(v_block_size, first, width)
-        bias, class_weights = shared.vector_pieces(bias_ref, part), shared.vector_pieces(class_weights_ref, part)
+        strip, columns = pl.ds(first, width), shared.columns_of_strip(v_block_size, first, width)
+        bias, class_weights = shared.vector_pieces(bias_ref, strip), shared.vector_pieces(class_weights_ref, strip)
         for own in shared.row_groups(n_block_size):
-            u = shared.pieces(u_ref[own, part])
+            u = shared.pieces(u_ref[own, strip])
             labels, lse, *g = shared.read_rows(spread_ref, own)
             du = row_formulas.logit_gradient(
                 jnp.where(lse < jnp.inf, u if bias is None else u + bias, 0.0),
@@ -91,12 +91,12 @@ def _make_logit_gradients_kernel(e_ref, maxima_ref, rows_ref, *refs, options, ha
     pl.when(pl.program_id(1) == 0)(functools.partial(shared.spread_rows, rows_ref, spread_ref))
 
     for first, width in shared.parts_of_tile(v_block_size, whole_d):
-        part, columns = pl.ds(first, width), shared.columns_of_part(v_block_size, first, width)
-        class_weights = shared.vector_pieces(class_weights_ref, part)
+        strip, columns = pl.ds(first, width), shared.columns_of_strip(v_block_size, first, width)
+        class_weights = shared.vector_pieces(class_weights_ref, strip)
         lane, lanes = shared.maximum_lane(v_block_size, whole_d, first)
         for own in shared.row_groups(n_block_size):
             labels, lse, *g = shared.read_rows(spread_ref, own)
-            e = shared.pieces(e_ref[own, part]).astype(jnp.float32)
+            e = shared.pieces(e_ref[own, strip]).astype(jnp.float32)
             maximum = jnp.max(jnp.where(lanes == lane, maxima_ref[own, :], -jnp.inf), axis=1, keepdims=True)[None]
             p, log_e = e * jnp.exp(maximum - lse), None
             if options.softcap is not None or options.entropy:

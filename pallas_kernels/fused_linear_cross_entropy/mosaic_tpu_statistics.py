@@ -26,11 +26,11 @@ def _statistics_kernel(hidden_ref, weight_ref, rows_ref, *refs, v, d, options, h
             ref[...] = jnp.broadcast_to(field, ref.shape)
 
     def fold(first: int, width: int):
-        part, columns = pl.ds(first, width), shared.columns_of_part(v_block_size, first, width)
-        bias, class_weights = shared.vector_pieces(bias_ref, part), shared.vector_pieces(class_weights_ref, part)
+        strip, columns = pl.ds(first, width), shared.columns_of_strip(v_block_size, first, width)
+        bias, class_weights = shared.vector_pieces(bias_ref, strip), shared.vector_pieces(class_weights_ref, strip)
         in_vocab = columns < v if v % v_block_size else None
         for own in shared.row_groups(n_block_size):
-            u = shared.pieces(u_ref[own, part])
+            u = shared.pieces(u_ref[own, strip])
             z = row_formulas.transform(u if bias is None else u + bias, options.logit)
             state = row_formulas.online_update(
                 jax.tree.unflatten(structure, [ref[own, :][None] for ref in state_refs]),
@@ -70,8 +70,8 @@ def statistics(
 ) -> tuple[Statistics, jax.Array | None, jax.Array | None]:
     """The statistics of all rows, each (N,), and with `keep` E (N, V) and the rows' maxima that it is relative to.
 
-    E = exp(z − maximum) has hidden's dtype. Each part of a tile has its own maximum, in its own lane. It is
-    taken over all of the row's columns from the first to the end of that part.
+    E = exp(z − maximum) has hidden's dtype. Each strip of a tile has its own maximum, in its own lane. It is
+    taken over all of the row's columns from the first to the end of that strip.
     """
     hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
@@ -101,7 +101,7 @@ def statistics(
         **shared.launch_options(interpret),
         name="fused_linear_cross_entropy_statistics",
     )(hidden, weight.astype(hidden.dtype), rows, *vectors)
-    parts = [part.reshape(1, n) for part in outputs[len(kept) :]]
-    merged = row_formulas.online_merge(jax.tree.unflatten(jax.tree.structure(state), parts), options.logit)
+    states = [x.reshape(1, n) for x in outputs[len(kept) :]]
+    merged = row_formulas.online_merge(jax.tree.unflatten(jax.tree.structure(state), states), options.logit)
     exponentials, maxima = outputs[: len(kept)] or (None, None)
     return merged, exponentials, maxima

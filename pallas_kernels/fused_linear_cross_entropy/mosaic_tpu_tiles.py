@@ -1,8 +1,8 @@
-"""What the TPU kernels of the fused linear cross-entropy share: a tile's parts, rows' numbers, blocks.
+"""What the TPU kernels of the fused linear cross-entropy share: a tile's strips, rows' numbers, blocks.
 
-Spills: only the float32 sums of a part of a tile's columns are left, 1 MiB, for which no core has registers
+Spills: only the float32 sums of a strip of a tile's columns are left, 1 MiB, for which no core has registers
 (benchmarks/results/tpu_schedule.md).
-The numbers of a row are spread over 128 lanes once for each row tile. If they were spread for each part of the columns,
+The numbers of a row are spread over 128 lanes once for each row tile. If they were spread for each strip of columns,
 the unit that moves values between lanes would be busier than the matrix units where the width is small.
 """
 
@@ -31,20 +31,20 @@ ROW_GROUP = 16  # rows whose values are kept in registers while the epilogue goe
 
 
 def parts_of_tile(v_block_size: int, whole_d: bool) -> list[tuple[int, int]]:
-    """First column and width of each part of a tile. A tile with a part of d is one part."""
+    """First column and width of each strip of a tile. A tile with a slice of d is one strip."""
     width = PART if whole_d else v_block_size
     return [(first, min(width, v_block_size - first)) for first in range(0, v_block_size, width)]
 
 
-def _float32(ref, part):
-    return None if ref is None else ref[:, part].astype(jnp.float32)
+def _float32(ref, strip):
+    return None if ref is None else ref[:, strip].astype(jnp.float32)
 
 
 def for_each_part(hidden_ref, weight_ref, x_ref, u_ref, *, d, options: LinearOptions, start_row_tile, epilogue):
-    """Calls epilogue(first column, width) for each part of a tile, once u_ref holds the part's logits.
+    """Calls epilogue(first column, width) for each strip of a tile, once u_ref holds the strip's logits.
 
-    Where a tile has all of d, no branch is between products and epilogues. Then the compiler schedules one part's
-    epilogue among the next part's products: 17.8 million cycles on v6e at (8192, 4096, 128256), and 18.0 in one part.
+    Where a tile has all of d, no branch is between products and epilogues. Then the compiler schedules one strip's
+    epilogue among the next strip's products: 17.8 million cycles on v6e at (8192, 4096, 128256), and 18.0 in one strip.
     """
     d_tile, d_block_size, v_block_size = pl.program_id(2), hidden_ref.shape[1], u_ref.shape[1]
 
@@ -78,8 +78,8 @@ def for_each_part(hidden_ref, weight_ref, x_ref, u_ref, *, d, options: LinearOpt
             epilogue(first, width)
 
 
-def columns_of_part(v_block_size: int, first: int, width: int) -> jax.Array:
-    """The indices of a part's columns, in pieces."""
+def columns_of_strip(v_block_size: int, first: int, width: int) -> jax.Array:
+    """The indices of a strip's columns, in pieces."""
     start = pl.program_id(1) * v_block_size + first
     return pieces(start + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1))
 
@@ -94,9 +94,9 @@ def pieces(x: jax.Array) -> jax.Array:
     return jnp.stack([x[:, start : start + LANES] for start in range(0, x.shape[1], LANES)])
 
 
-def vector_pieces(ref, part):
-    """A part of a vector's ref (1, V) as `pieces` in float32, or None."""
-    return None if ref is None else pieces(_float32(ref, part))
+def vector_pieces(ref, strip):
+    """A strip of a vector's ref (1, V) as `pieces` in float32, or None."""
+    return None if ref is None else pieces(_float32(ref, strip))
 
 
 def write_pieces(ref, own, first: int, pieces: jax.Array) -> None:
@@ -130,16 +130,16 @@ def spread_scratch(n_block_size: int, row_operand: jax.Array):
     return pltpu.VMEM((row_operand.shape[1], n_block_size, LANES), jnp.int32)
 
 
-# --- maxima of a row's parts ------------------------------------------------------------------------------------------
+# --- maxima of a row's strips -----------------------------------------------------------------------------------------
 
 
 def maximum_lanes(v_block_size: int, whole_d: bool) -> int:
-    """How many of 128 lanes a tile's maxima take, one for each of its parts. Several tiles share the 128."""
+    """How many of 128 lanes a tile's maxima take, one for each of its strips. Several tiles share the 128."""
     return next_power_of_2(len(parts_of_tile(v_block_size, whole_d)))
 
 
 def maximum_lane(v_block_size: int, whole_d: bool, first: int) -> tuple[jax.Array, jax.Array]:
-    """The lane of the maxima of the part that begins at column `first`, and the indices of all lanes."""
+    """The lane of the maxima of the strip that begins at column `first`, and the indices of all lanes."""
     index = [start for start, _ in parts_of_tile(v_block_size, whole_d)].index(first)
     lane = jax.lax.rem(pl.program_id(1) * maximum_lanes(v_block_size, whole_d), LANES) + index
     return lane, jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
@@ -176,7 +176,7 @@ def tile_spec(tiles: config.TpuConfig) -> pl.BlockSpec:
 
 
 def maxima_spec(tiles: config.TpuConfig, whole_d: bool) -> pl.BlockSpec:
-    """Blocks of the rows' maxima in each part of the vocabulary; several vocabulary tiles share one."""
+    """Blocks of the rows' maxima in each strip of the vocabulary; several vocabulary tiles share one."""
     tiles_in_block = LANES // maximum_lanes(tiles.v_block_size, whole_d)
     return pl.BlockSpec(
         (tiles.n_block_size, LANES), lambda row_tile, vocab_tile, *_: (row_tile, vocab_tile // tiles_in_block)

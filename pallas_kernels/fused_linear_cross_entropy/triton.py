@@ -1,7 +1,7 @@
 """Fused linear cross-entropy in Pallas-Triton (NVIDIA, Ampere and newer).
 
 Statistics: a tile of logits lives in registers only, as the accumulator of its product. An online log-sum-exp folds it
-into one number a row for each part of the vocabulary, and XLA merges the parts.
+into one number a row for each split of the vocabulary, and XLA merges the splits.
 Gradients: the same product is made again for a slice of the vocabulary, with the softmax's gradient as its epilogue.
 Only du (N, slice) is written, in hidden's dtype. The two products with du are XLA's.
 Lean mode only: gradients in the forward would need a chunk's whole logits.
@@ -116,7 +116,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     n_padded = n_tiles * tiles.n_block_size
     v_padded = splits * tiles_per_split * tiles.v_block_size
     operands, vocab_specs = _vocab_inputs(weight.astype(hidden.dtype), bias, class_weights, v_padded, d_padded, options)
-    # Neighbouring programs take other rows and the same part of the vocabulary, so its tiles stay in L2.
+    # Neighbouring programs take other rows and the same split of the vocabulary, so its tiles stay in L2.
     hidden_spec = pl.BlockSpec((tiles.n_block_size, d_padded), lambda row_tile, _: (row_tile, 0))
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, _: (row_tile, 0))
     part_spec = pl.BlockSpec((1, tiles.n_block_size, 1), lambda row_tile, split: (split, row_tile, 0))
@@ -128,7 +128,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
         n=n, v=v, d=d, tiles=tiles, tiles_per_split=tiles_per_split, options=options, has=tuple(present),
     )  # fmt: skip
     padded_labels = jnp.pad(labels, (0, n_padded - n), constant_values=row_formulas.NO_LABEL)
-    parts = pl.pallas_call(
+    states = pl.pallas_call(
         kernel,
         grid=(n_tiles, splits),
         in_specs=[hidden_spec, row_spec, *vocab_specs],
@@ -138,8 +138,8 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
         interpret=interpret,
         name="fused_linear_cross_entropy_statistics",
     )(hidden, padded_labels[:, None], *operands)
-    parts = jax.tree.unflatten(jax.tree.structure(state), [part[:, :n, 0] for part in parts])
-    return row_formulas.online_merge(parts, options.logit)
+    states = jax.tree.unflatten(jax.tree.structure(state), [x[:, :n, 0] for x in states])
+    return row_formulas.online_merge(states, options.logit)
 
 
 def _logit_gradients_kernel(hidden_ref, labels_ref, *refs, n, v, d, tiles, options, has):

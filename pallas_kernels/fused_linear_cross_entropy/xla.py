@@ -52,8 +52,8 @@ def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
     as_many = _ENTRIES_OF_SYMBOLIC if is_symbolic(n) else max(1, options.chunk_size * v // max(n, 1))
     size = options.chunk_size if options.mode == "lean" else as_many
     state = formulas.over_slices(v, min(size, v), body, start_state, last_waits=True)
-    parts = jax.tree.map(lambda field: field.reshape(1, n), state)
-    return row_formulas.online_merge(parts, options.logit)
+    states = jax.tree.map(lambda field: field.reshape(1, n), state)
+    return row_formulas.online_merge(states, options.logit)
 
 
 def logit_gradients(
@@ -130,7 +130,7 @@ def gradients_in_forward(
             dhidden = put(dhidden, product(du, products_weight, 1, options.vocab_dim, options), start)
         if needs.weight:
             dweight += formulas.weight_gradient(du, x, options)
-        stats = jax.tree.map(lambda whole, part: put(whole, part, start), stats, chunk_stats)
+        stats = jax.tree.map(lambda whole, chunk: put(whole, chunk, start), stats, chunk_stats)
         return stats, Gradients(dhidden, dweight, dbias)
 
     start_carry = (

@@ -94,7 +94,7 @@ def by_tokens(
     def body(carry, first, own):
         rows, (dhidden, dweight, dbias, all_du) = carry
         losses, statistics, x, gradient = chunk(first, own)
-        rows = jax.tree.map(lambda whole, part: put(whole, part, first), rows, (losses, statistics))
+        rows = jax.tree.map(lambda whole, chunk: put(whole, chunk, first), rows, (losses, statistics))
         if any(needs):
             du, entries = gradient()
             if needs.bias:
@@ -166,8 +166,8 @@ def by_vocabulary(
 
     def body(grads, first, size):
         dweight, dbias = grads
-        part = take(student.weight, first, size, vocab_dim).astype(x.dtype)
-        raw = logits(x, part, take(student.bias, first, size), options.student)
+        rows_of_weight = take(student.weight, first, size, vocab_dim).astype(x.dtype)
+        raw = logits(x, rows_of_weight, take(student.bias, first, size), options.student)
         of_teacher = _of_entries(teacher, first, size, scale, options)
         dtype = jnp.float32 if needs.bias else x.dtype
         gradient = gradient_of(raw, of_teacher, labels, statistics, scale, first, options, dtype)
@@ -215,8 +215,8 @@ def _of_entries(teacher: Head | TopK, first: Any, size: int, scale: jax.Array, o
     """
     if isinstance(teacher, TopK):
         return TopK(*(live_rows(field, scale) for field in teacher))
-    part = take(teacher.weight, first, size, options.teacher.vocab_dim).astype(teacher.hidden.dtype)
-    return logits(teacher.hidden, part, take(teacher.bias, first, size), options.teacher)
+    weight = take(teacher.weight, first, size, options.teacher.vocab_dim).astype(teacher.hidden.dtype)
+    return logits(teacher.hidden, weight, take(teacher.bias, first, size), options.teacher)
 
 
 def live_rows(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ class Head(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-    """How products with a head are made, and its logits; the temperature's reciprocal is part of `logit.scale`."""
+    """How products with a head are made, and its logits; `logit.scale` has the temperature's reciprocal as a factor."""
 
     logit: LogitOptions
     weight_layout: str  # "vd" or "dv"

@@ -75,7 +75,7 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
         store_rows(tile, [row_formulas.log_normalizer(maximum, exp_sum)], scratch[:1], refs[:1])
         store_tile(tile, u, scratch[1], refs[1], tile.row, tile.column)
 
-    parts, raw = product(
+    log_sums, raw = product(
         Factors(x, weight, (1, 1 - head.vocab_dim)),
         tiles,
         Epilogue(
@@ -86,7 +86,7 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
         ),
         name="fused_linear_distillation_logits",
     )
-    return raw, jax.nn.logsumexp(parts, axis=0)
+    return raw, jax.nn.logsumexp(log_sums, axis=0)
 
 
 def _start_of_sum(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -54,7 +54,7 @@ def reduced(
 ) -> tuple[jax.Array, Statistics]:
     """Each token's loss (N,), and its statistics, from raw logits (N, V); `normalizers` has theirs where it is known.
 
-    Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
+    Over a split vocabulary the loss is this shard's share, and the statistics are those of all shards.
     """
     axis, raw = options.vocab_axis, raw.astype(jnp.float32)
     z = transform(raw, options.student.logit)

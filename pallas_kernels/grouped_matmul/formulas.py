@@ -14,7 +14,7 @@ from liger_jax.pallas_kernels.tiles import cdiv
 
 
 class Visits(NamedTuple):
-    """Visits in the order of rows, int32. Behind the last one come the last tile and group again, without rows."""
+    """Visits in the order of rows, int32. After the last one come the last tile and group again, without rows."""
 
     tile: jax.Array  # (visits,), the number of the tile
     group: jax.Array  # (visits,)
@@ -57,7 +57,7 @@ class GroupTiles(NamedTuple):
     begin: jax.Array  # (tiles,), the group's first row
     end: jax.Array  # (tiles,), the row after the group's last
     group: jax.Array  # (tiles,)
-    # (E,), how many tiles there are up to each group's end. Behind the last one entries mean nothing.
+    # (E,), how many tiles there are up to each group's end. Entries after the last one mean nothing.
     so_far: jax.Array
     ends: jax.Array  # (E,), the row after each group's last
 
@@ -84,11 +84,12 @@ def tiles(group_sizes: jax.Array, m: int, rows: int, multiple: int) -> GroupTile
     number = jnp.arange(most, dtype=jnp.int32)[:, None]
     is_of = (number >= firsts[None]) & (number < so_far[None])  # (tiles, E)
 
-    def found(values):
+    def of_tile(values):
         return jnp.sum(jnp.where(is_of, values[None], 0), axis=1, dtype=jnp.int32)
 
     groups = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
-    return GroupTiles(found(starts - firsts * rows), found(begins), found(ends), found(groups), so_far, ends)
+    offset, begin, end, group = map(of_tile, (starts - firsts * rows, begins, ends, groups))
+    return GroupTiles(offset, begin, end, group, so_far, ends)
 
 
 def largest_first(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -126,9 +126,9 @@ class _Work(NamedTuple):
 
         values = self.block.multiply(item, self.items.steps(item.number), _TILES.rows, factors, wait)
         values = values + self.fill[0]
-        part = Tile(values, row + above, column, 0, warpgroup)
+        tile = Tile(values, row + above, column, 0, warpgroup)
         out = self.out.at[self.items.groups[place]]
-        store_tile(part, values, self.stage, out, row + above, column)
+        store_tile(tile, values, self.stage, out, row + above, column)
 
 
 def weight_gradient(

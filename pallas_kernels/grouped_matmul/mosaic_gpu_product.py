@@ -105,13 +105,13 @@ def product(
     return y[:m]
 
 
-def _fill(behind: Any, value: Any, m: int, column_tiles: int, columns: int, blocks: int, store: Any) -> None:
-    """Writes the value to rows from `behind` on, in halves of tiles that all consumers of all blocks share."""
+def _fill(first_free: Any, value: Any, m: int, column_tiles: int, columns: int, blocks: int, store: Any) -> None:
+    """Writes the value to rows from `first_free` on, in halves of tiles that all consumers of all blocks share."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _():
-        aligned = jax.lax.div(behind, 8) * 8
+        aligned = jax.lax.div(first_free, 8) * 8
         total = jax.lax.div(m - aligned + ROWS - 1, ROWS) * column_tiles
         values = plgpu.layout_cast(jnp.full((_HALF, columns), value, jnp.float32), hopper.tile_layout())
 
@@ -119,7 +119,7 @@ def _fill(behind: Any, value: Any, m: int, column_tiles: int, columns: int, bloc
             item = jax.lax.axis_index("block") + i * blocks
             row = pl.multiple_of(aligned + jax.lax.div(item, column_tiles) * ROWS, 8) + warpgroup * _HALF
             column = jax.lax.rem(item, column_tiles) * columns
-            first, last = jnp.maximum(behind - row, 0), jnp.minimum(m - row, _HALF)
+            first, last = jnp.maximum(first_free - row, 0), jnp.minimum(m - row, _HALF)
             pl.when(last > first)(lambda: store(values, row, column, warpgroup, first, last))
 
         own = jax.lax.div(total - 1 - jax.lax.axis_index("block") + blocks, blocks)

@@ -45,8 +45,8 @@ def product(
     """x (M, K), w (E, K, N) or (E, N, K) → (M, N) in x.dtype; `fill` () is written after the last group."""
     (m, k), num_groups, n = x.shape, w.shape[0], w.shape[1 if transpose_w else 2]
     rows, columns = _found(config.tpu_product(m, k, n, num_groups, x.dtype.itemsize, vmem_bytes()))
-    behind = m - group_sizes.sum(dtype=jnp.int32, keepdims=True)
-    visits = formulas.visits(jnp.concatenate([group_sizes, behind]), m, rows)
+    rest = m - group_sizes.sum(dtype=jnp.int32, keepdims=True)
+    visits = formulas.visits(jnp.concatenate([group_sizes, rest]), m, rows)
     dot = _dot(x.dtype, precision, (1, 1 if transpose_w else 0))
 
     def kernel(tile_ref, group_ref, begin_ref, end_ref, fill_ref, x_ref, w_ref, out_ref):

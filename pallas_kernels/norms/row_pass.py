@@ -21,7 +21,7 @@ A stage makes terms, element by element; the runner adds them up along the row. 
 row whose last statistic overflowed to infinity, or vanished: their terms are squares of a smaller or a larger multiple
 of the row.
 
-The mathematics of a pass is written once, for any part of a row's elements. A runner calls it for whole arrays (XLA),
+The mathematics of a pass is written once, for any piece of a row. A runner calls it for whole arrays (XLA),
 for pieces of a row in registers (Triton, Mosaic GPU) or for chunks of many rows (TPU). A runner may save the sums of
 the statistics for the backward pass, which then has one stage left.
 """

@@ -685,7 +685,7 @@ def test_a_part_that_leaves_its_row_is_refused_or_nan():
         with pytest.raises(ValueError, match=f"q_offset={wrong} must be from 0 to 2"):
             causal_attention(q, k, k, q_offset=wrong)
         assert jnp.all(jnp.isnan(jax.jit(lambda at: causal_attention(q, k, k, q_offset=at))(wrong)))
-    with pytest.raises(ValueError, match="a part of a row needs q_offset"):
+    with pytest.raises(ValueError, match="fewer queries need q_offset"):
         causal_attention(q, k, k)
     with pytest.raises(TypeError, match="must be one integer"):
         causal_attention(q, k, k, q_offset=jnp.zeros(1, jnp.int32))

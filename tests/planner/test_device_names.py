@@ -32,7 +32,7 @@ def test_a_device_is_known_by_the_names_that_people_type(typed):
         "h100-40gb": r"this card has 80 GiB \(h100\). For another memory pass memory=",
         "rtx409": "is unknown. Did you mean 'rtx4090'",
         "rtx6000": "is unknown. Did you mean .*'rtx-6000-ada'",
-        "mi300x": "is unknown. GPUs: h100.*tell its memory",
+        "mi300x": "is unknown. GPUs: h100.*give its memory",
         "v5e-8": "named by the topology of their chips, such as 'v5e:2x2'",
         "gpu": "say how much memory it has",
         "": "is unknown",

@@ -1,6 +1,6 @@
 """Rows of tokens on the way to their experts' devices along a mesh axis, and back. Inside `jax.shard_map`.
 
-Every device sorts its rows by expert, so that those for one device are side by side. The devices first tell each other
+Every device sorts its rows by expert, so that those for one device are side by side. The devices first report
 how many rows they have for each expert; then each sends its rows. A device has a buffer with room for all rows that
 each other one may have for it: no row is dropped, whatever the routers choose. The gradients of rows go the same ways
 in the other direction.

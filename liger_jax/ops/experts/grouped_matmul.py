@@ -46,7 +46,7 @@ def _grouped_matmul_vjp(x, w, group_sizes, fill, transpose_w, products):
 
 def _forward_rule(x, w, group_sizes, fill, transpose_w, products):
     y = products.forward.run(*guarded(_OP, x.value, w.value, group_sizes.value, fill.value))
-    # A residual's shape tells which gradients are wanted, as in `gated_mlp`.
+    # A residual's shape says which gradients are wanted, as in `gated_mlp`.
     needs = [jnp.zeros(int(primal.perturbed), jnp.float32) for primal in (x, w)]
     kept_x = x.value if w.perturbed else jnp.zeros((0, *x.value.shape[1:]), x.value.dtype)
     return y, (needs, kept_x, w.value, group_sizes.value, fill.value)

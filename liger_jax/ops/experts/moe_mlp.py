@@ -73,7 +73,7 @@ def _moe_mlp_vjp(x, weights, gate_up, down, gate_up_bias, down_bias, experts, op
 
 def _forward_rule(*primals_and_options):
     *primals, options = primals_and_options
-    # A residual's shape tells which gradients are wanted, as in `gated_mlp`.
+    # A residual's shape says which gradients are wanted, as in `gated_mlp`.
     needs = [jnp.zeros(int(p is not None and p.perturbed), jnp.float32) for p in primals[:6]]
     values = [None if primal is None else primal.value for primal in primals]
     y, order, both = _forward(guarded(_OP, *values), options)

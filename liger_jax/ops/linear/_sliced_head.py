@@ -104,8 +104,8 @@ class _Slices:
         # The label of another slice must match no column of this one, and no column of padding after them.
         missing = jnp.where(labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL)
         column = jnp.where(is_here, owner * size + place, missing)
-        part = take(weight, start, size, self.vocab_dim).astype(self.dtype)
-        return Inputs(hidden, gathered(part, self.split.spec), column, *(
+        own = take(weight, start, size, self.vocab_dim).astype(self.dtype)
+        return Inputs(hidden, gathered(own, self.split.spec), column, *(
             None if x is None else take(x.reshape(self.shards, -1), start, size, 1).reshape(-1)
             for x in (bias, class_weights)
         ))  # fmt: skip

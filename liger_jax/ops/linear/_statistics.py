@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import meshes
+from liger_jax.ops import _vocab_shards, meshes
 from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops.kernels import Kernel
 from liger_jax.ops.linear import _sliced_head
@@ -173,3 +173,13 @@ def _statistics(hidden, weight, bias, class_weights, labels, problem, options) -
 
 # Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
 linear_statistics = jax.jit(_statistics, static_argnums=(5, 6), inline=True)
+
+
+def statistics_of_tokens(
+    *arrays: Any, counts: jax.Array, problem: Problem, options: LinearOptions, vocab_axis: str | None
+) -> Statistics:
+    """`linear_statistics` of these arrays over the whole vocabulary, with 0 for tokens that do not count."""
+    statistics = row_formulas.where(counts, linear_statistics(*meshes.align_varying(*arrays), problem, options))
+    if vocab_axis is None:
+        return statistics
+    return row_formulas.where(counts, _vocab_shards.merged_over(statistics, vocab_axis, problem.v))

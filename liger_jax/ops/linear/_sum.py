@@ -108,16 +108,17 @@ def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
     of_head = tangents[:3]
     needs = Needs(*(x is not None and not is_zero(x) for x in of_head))
     loss, statistics, grads = _undivided(arrays, needs, problem, options, row_loss)
-    parts = [row_loss.copies * _product(grad, x) for grad, x, need in zip(grads, of_head, needs, strict=True) if need]
+    needed = zip(grads, of_head, needs, strict=True)
+    summands = [row_loss.copies * _product(grad, x) for grad, x, need in needed if need]
     if not all(map(is_zero, jax.tree.leaves((tangents[3], tangents[5])))):
 
         def loss_of(terms, constants):
             return jnp.sum(row_loss.losses(statistics, terms, constants))
 
         primals = arrays[3], arrays[5]
-        parts.append(jax.jvp(loss_of, primals, jax.tree.map(_as_tangent, primals, (tangents[3], tangents[5])))[1])
+        summands.append(jax.jvp(loss_of, primals, jax.tree.map(_as_tangent, primals, (tangents[3], tangents[5])))[1])
     no_tangents = jax.tree.map(_no_tangent, statistics)  # they are metrics
-    return (loss, statistics), (functools.reduce(jnp.add, parts, _no_tangent(loss)), no_tangents)
+    return (loss, statistics), (functools.reduce(jnp.add, summands, _no_tangent(loss)), no_tangents)
 
 
 # When JAX divides a program into what is known and what is linear, it takes constants out of loops: a chunk's logits in

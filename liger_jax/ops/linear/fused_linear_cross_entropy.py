@@ -12,7 +12,7 @@ from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.layout import are_seen
 from liger_jax.ops.linear._shards import shards_of
-from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
+from liger_jax.ops.linear._statistics import problem_on_device, statistics_of_tokens
 from liger_jax.ops.linear._sum import RowLoss, linear_sum
 from liger_jax.ops.linear.plan import choose_mode
 from liger_jax.ops.linear.problem import OP
@@ -105,7 +105,7 @@ def fused_linear_cross_entropy(
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
             of the vocabulary, while hidden, labels and token arguments are the same on all. With `check_vma=False`
-            nothing tells whether arrays are shards: a head that is whole then gives a wrong loss.
+            this is not checked: a head that is whole then gives a wrong loss.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
@@ -226,10 +226,9 @@ def _local(
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
         loss = options.sum(loss)  # of other devices, too
     else:
-        h, w, b, c, y = meshes.align_varying(hidden, weight, bias, class_weights, kernel_labels)
-        statistics = formulas.where(terms.counts, linear_statistics(h, w, b, c, y, problem, linear_options))
-        if vocab_axis is not None:
-            statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
+        arrays = hidden, weight, bias, class_weights, kernel_labels
+        static = dict(problem=problem, options=linear_options, vocab_axis=vocab_axis)
+        statistics = statistics_of_tokens(*arrays, counts=terms.counts, **static)
         losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
         loss = loss_terms.reduced(losses, options, tokens_shape)
     return (loss, loss_terms.metrics(statistics, terms, options, tokens_shape)) if return_metrics else loss

@@ -90,8 +90,8 @@ def fused_linear_distillation(
         reduction: "mean" over the tokens that count, "sum", or "none".
         denominator: what replaces the number of tokens in a mean, so that micro-batches add up to one batch.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which both heads are shards of the vocabulary, while
-            hidden states, labels and `where` are the same on all; needs mode "lean". With `check_vma=False` nothing
-            tells whether they are.
+            hidden states, labels and `where` are the same on all; needs mode "lean". With `check_vma=False` this is
+            not checked.
         chunk_size: tokens in a chunk; None to choose.
         implementation: None to choose, or "xla" or "mosaic_gpu" (Hopper); see `liger_jax.ops`.
 

@@ -16,7 +16,7 @@ from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.labels import as_labels
 from liger_jax.ops.layout import are_seen
 from liger_jax.ops.linear._shards import shards_of
-from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
+from liger_jax.ops.linear._statistics import problem_on_device, statistics_of_tokens
 from liger_jax.ops.linear.selected_tokens import as_selected, logits_of_selected
 from liger_jax.ops.linear.split_head import SplitHead, taken_apart
 from liger_jax.pallas_kernels.cross_entropy import formulas
@@ -106,10 +106,9 @@ def fused_linear_log_probs(
         ValueError: as from `fused_linear_cross_entropy`; or a concrete id is outside [0, V).
 
     Example:
-        >>> import jax, jax.numpy as jnp
         >>> hidden, weight = jnp.eye(2, 4), jnp.ones((8, 4))
-        >>> found = fused_linear_log_probs(hidden, weight, jnp.array([3, 5]), entropy=True)
-        >>> print(found.log_probs.round(4), found.entropy.round(4))
+        >>> tokens = fused_linear_log_probs(hidden, weight, jnp.array([3, 5]), entropy=True)
+        >>> print(tokens.log_probs.round(4), tokens.entropy.round(4))
         [-2.0794 -2.0794] [2.0794 2.0794]
 
     References:
@@ -169,10 +168,8 @@ def _local(
     selected_logits = None
     if selected is not None:
         w, selected_logits = logits_of_selected(h, w, b, selected, terms.counts, linear, vocab_axis, split)
-    statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
-    if vocab_axis is not None:
-        statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
-        statistics = formulas.where(terms.counts, statistics)
+    static = dict(problem=problem, options=linear, vocab_axis=vocab_axis)
+    statistics = statistics_of_tokens(h, w, b, None, y, counts=terms.counts, **static)
     return token_log_probs(statistics, terms, shape, selected_logits)
 
 

@@ -17,7 +17,7 @@ from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.layout import are_seen
 from liger_jax.ops.linear._shards import shards_of
-from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
+from liger_jax.ops.linear._statistics import problem_on_device, statistics_of_tokens
 from liger_jax.ops.linear._sum import RowLoss, linear_sum
 from liger_jax.ops.linear.plan import choose_mode
 from liger_jax.ops.linear.split_head import SplitHead, taken_apart, whole_weight
@@ -30,7 +30,7 @@ OP = "fused_linear_token_loss"
 
 @tree_dataclass
 class TokenLosses:
-    """The parts of a token loss, without gradient; `...` is the labels' shape. A token that does not count has 0.
+    """The terms of a token loss, without gradient; `...` is the labels' shape. A token that does not count has 0.
 
     Attributes:
         losses: (...) float32, what `loss_fn` returned.
@@ -93,13 +93,12 @@ def fused_linear_token_loss(
         temperature: by which logits are divided, a finite Python number > 0.
 
     Returns:
-        (loss, `TokenLosses`): a () float32, and the tokens' parts of it, for `has_aux=True`.
+        (loss, `TokenLosses`): a () float32, and the tokens' terms of it, for `has_aux=True`.
 
     Raises:
         ValueError: as from `fused_linear_cross_entropy`, or `loss_fn` does not return one float for one token.
 
     Example:
-        >>> import jax, jax.numpy as jnp
         >>> hidden, weight, labels = jnp.eye(2, 4), jnp.ones((8, 4)), jnp.array([3, 5])
         >>> weighted = lambda log_prob, advantage: -advantage * log_prob
         >>> loss, tokens = fused_linear_token_loss(
@@ -179,7 +178,7 @@ def broadcast_to_tokens(op: str, arrays: tuple[jax.Array, ...], shape: tuple[int
 def hoisted(
     op: str,
     loss_fn: Callable[..., Any],
-    num_found: int,
+    num_numbers: int,
     per_token: tuple[jax.Array, ...],
     varying: frozenset[Any] = frozenset(),
 ) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
@@ -187,7 +186,7 @@ def hoisted(
 
     `jax.closure_convert` would leave integers where they are.
     """
-    dtypes = [jnp.float32] * num_found + [x.dtype for x in per_token]
+    dtypes = [jnp.float32] * num_numbers + [x.dtype for x in per_token]
     traced = _traced(loss_fn, dtypes, varying)
     of_closed_over = meshes.varying_axes(*traced.consts)
     if not of_closed_over <= varying:  # then every token's numbers vary as these values do
@@ -199,7 +198,7 @@ def hoisted(
             "arrays that have a number for each token as per_token."
         )
     # The function must not hold `traced`: its constants may be tracers or large arrays, and JAX may keep the function.
-    jaxpr, num_arguments = traced.jaxpr, num_found + len(per_token)
+    jaxpr, num_arguments = traced.jaxpr, num_numbers + len(per_token)
 
     def function(*arguments):
         own, closed_over = arguments[:num_arguments], arguments[num_arguments:]
@@ -213,8 +212,8 @@ def _traced(loss_fn: Callable[..., Any], dtypes: list[Any], varying: frozenset[A
     here = jax.sharding.get_abstract_mesh()
     # The constants that `loss_fn` makes are cast to vary as its arguments do, for which JAX must know the mesh. An op
     # on Explicit axes runs it on a device's shard of the mesh, and so it must be on no mesh there.
-    is_part = bool(here.manual_axes) and AxisType.Explicit not in here.axis_types
-    with jax.sharding.use_abstract_mesh(here if is_part else jax.sharding.AbstractMesh((), ())):
+    is_shard = bool(here.manual_axes) and AxisType.Explicit not in here.axis_types
+    with jax.sharding.use_abstract_mesh(here if is_shard else jax.sharding.AbstractMesh((), ())):
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
         if varying:  # inside shard_map, where the types of scalars say so
             scalars = [meshes.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
@@ -231,7 +230,7 @@ class _TokenLoss:
         self.function, self.entropy = function, entropy
         self.row_loss = RowLoss(self._losses, self._cotangents, is_shared=False)
 
-    def found(self, statistics: Statistics) -> tuple[Any, ...]:
+    def numbers(self, statistics: Statistics) -> tuple[Any, ...]:
         """The function's first arguments: log-probabilities, and entropies if it takes them."""
         log_probs = statistics.target_logit - statistics.log_normalizer
         return (log_probs, statistics.entropy) if self.entropy else (log_probs,)
@@ -256,11 +255,11 @@ class _TokenLoss:
         return jnp.where(counts, factor * losses, 0.0)
 
     def _losses(self, statistics: Statistics, terms: Any, constants: Any) -> jax.Array:
-        return self.unscaled(self.found(statistics), terms, constants) / constants[0]
+        return self.unscaled(self.numbers(statistics), terms, constants) / constants[0]
 
     def _cotangents(self, statistics: Statistics, terms: Any, constants: Any) -> Cotangents:
         total = lambda numbers: jnp.sum(self.unscaled(numbers, terms, constants) / constants[0])
-        g, *of_entropy = jax.grad(total)(self.found(statistics))
+        g, *of_entropy = jax.grad(total)(self.numbers(statistics))
         cotangents = Cotangents(log_normalizer=-g, target_logit=g, logit_sum=None)
         if self.entropy:
             assert statistics.entropy is not None  # the kernel was asked for it
@@ -318,11 +317,8 @@ def _local(
             h, w, b, of_rows, None, constants, y, problem=problem, options=linear, row_loss=token_loss.row_loss
         )
     else:
-        h, w, b, y = meshes.align_varying(hidden, weight, bias, kernel_labels)
-        statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
-        if vocab_axis is not None:
-            statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
-            statistics = formulas.where(terms.counts, statistics)
+        arrays, static = (hidden, weight, bias, None, kernel_labels), dict(options=linear, vocab_axis=vocab_axis)
+        statistics = statistics_of_tokens(*arrays, counts=terms.counts, problem=problem, **static)
         fields = [*statistics, factor, *per_token]
         fields = meshes.align_varying(*fields, *constants)[: len(fields)]
         statistics, (factor, *per_token) = Statistics(*fields[: len(statistics)]), fields[len(statistics) :]
@@ -330,7 +326,7 @@ def _local(
         loss = jnp.sum(token_loss.row_loss.losses(statistics, of_rows, constants))
     loss = jax.lax.psum(loss, options.token_axes) if options.token_axes else loss
 
-    numbers, of_rows, constants = jax.lax.stop_gradient((token_loss.found(statistics), of_rows, constants))
+    numbers, of_rows, constants = jax.lax.stop_gradient((token_loss.numbers(statistics), of_rows, constants))
     losses = token_loss.unscaled(numbers, of_rows, constants)
     log_probs, *entropies = (jnp.where(terms.counts, x, 0.0).reshape(shape) for x in numbers)
     log_probs = terms.coefficients.target.reshape(shape) * log_probs

@@ -1,6 +1,6 @@
 """How a linear loss is computed in the memory that there is: its mode, its chunk and its bytes.
 
-A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V). It holds only a part of the logits at a
+A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V). It holds only some of the logits at a
 time. It has two modes:
 
     "fast"  goes over chunks of tokens. It makes the gradients together with the loss, with 3 products of 2·N·D·V
@@ -52,7 +52,7 @@ class Plan:
     mode: str  # "fast" or "lean"
     chunk_size: int  # tokens in a chunk ("fast"), vocabulary entries in a slice ("lean")
     extra_bytes: int  # what the compiled loss and its gradients need beside inputs and gradients
-    # What of it grows with the slice, in mode "lean": the logits of the slice and their gradient, and the slice's part
+    # What of it grows with the slice, in mode "lean": the logits of the slice and their gradient, and the slice's rows
     # of the weight and of its gradient. The rest is dX's float32 sum, the statistics and a weight's copy in another
     # dtype. In mode "fast", what grows with the chunk.
     slice_bytes: int
@@ -76,7 +76,7 @@ def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
     hard = problem.hard_budget_bytes
     if problem.mode == "auto":
         # Fewer gradients may need more memory, because the weight's copy can be where its gradient will be. Then the
-        # chunk that was found for all gradients serves, unless all of them exceed the hard budget, too.
+        # chunk of the plan for all gradients serves, unless all of them exceed the hard budget, too.
         whole = _plan_of_all_gradients(problem)
         if hard is None or whole.extra_bytes <= hard:
             return _plan_of_size(asked, mode, whole.chunk_size)
@@ -164,11 +164,11 @@ def _sizes(problem: Problem, mode: str, least_tokens: int) -> list[int]:
     preferred = min(_preferred_tokens(problem) if mode == "fast" else memory.preferred_entries(problem.sizes), total)
     if mode == "fast" and memory.chunk_cost is not None:  # the last chunk may be shorter than the others
         return list(_by_cost(memory.chunk_cost, problem.n, problem.d, preferred, least))
-    part = largest_part(total, preferred, least, lambda size: _fits(problem, _plan_of_size(problem, mode, size)))
+    share = largest_share(total, preferred, least, lambda size: _fits(problem, _plan_of_size(problem, mode, size)))
     if mode == "lean":
-        return [preferred, part]  # the last slice may be shorter
+        return [preferred, share]  # the last slice may be shorter
     # A longer chunk may need less memory, as where an engine pads no weight for it. Bisection can miss that.
-    return [part, *(size for i in range(5) if (size := preferred >> i) > part)]
+    return [share, *(size for i in range(5) if (size := preferred >> i) > share)]
 
 
 def _preferred_tokens(problem: Problem) -> int:
@@ -184,17 +184,17 @@ def _by_cost(cost: Callable[[int, int, int], float], n: int, d: int, most: int, 
     return tuple(sorted(chunks, key=lambda tokens: (cost(n, d, tokens), tokens)))
 
 
-def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], bool]) -> int:
-    """The largest of equal parts of `total` that fits, in whole tiles and up to the preferred size; or the least one.
+def largest_share(total: int, preferred: int, least: int, fits: Callable[[int], bool]) -> int:
+    """The largest equal share of `total` that fits, in whole tiles and up to the preferred size; or the least one.
 
-    More bytes are needed for a larger part, so that bisection over the number of parts finds it.
+    More bytes are needed for a larger share, so that bisection over the number of shares finds it.
     """
 
-    def size_of(parts: int) -> int:
-        return max(least, min(total, round_up(cdiv(total, parts), min(_TILE, least))))
+    def size_of(shares: int) -> int:
+        return max(least, min(total, round_up(cdiv(total, shares), min(_TILE, least))))
 
     numbers = range(cdiv(total, preferred), total + 1)
-    index = bisect.bisect_left(numbers, True, key=lambda parts: fits(size_of(parts)))
+    index = bisect.bisect_left(numbers, True, key=lambda shares: fits(size_of(shares)))
     return size_of(numbers[min(index, len(numbers) - 1)])
 
 

@@ -73,9 +73,9 @@ def quantized_log_probs(
     starts = jnp.arange(slices, dtype=jnp.int32) * size
     full = head[: (slices - 1) * size]
     stacked = jax.tree.map(lambda leaf: leaf.reshape(slices - 1, size, *leaf.shape[1:]), full)
-    statistics = jax.lax.map(lambda part: statistics_of(*part, x), (stacked, starts[:-1]))
+    statistics = jax.lax.map(lambda of_slice: statistics_of(*of_slice, x), (stacked, starts[:-1]))
     last = statistics_of(head[(slices - 1) * size :], starts[-1], x)
-    statistics = jax.tree.map(lambda parts, part: jnp.concatenate([parts, part[None]]), statistics, last)
+    statistics = jax.tree.map(lambda slices, last: jnp.concatenate([slices, last[None]]), statistics, last)
     merge = functools.partial(_vocab_shards.merged_over, axis=_SLICES, shard_size=size)
     merged = jax.tree.map(lambda leaf: leaf[0], jax.vmap(merge, axis_name=_SLICES)(statistics))
     if vocab_axis is not None:
