@@ -21,6 +21,7 @@ with needed_packages(__name__):
     from examples import distill
     from examples._lib import numbers, report, tiny
     from liger_jax import commands
+    from liger_jax.user_errors import UserError
 
 END = distill.VOCAB  # the token that ends a text; those before it are numbers
 SEQUENCES = 80
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         asked = [*models, f"--data={data}", f"--out={folder}", f"--steps={steps}", *options]
         print("liger-jax distill", *asked, OPTIONS, flush=True)
         if commands.main(["distill", *asked, *OPTIONS.split()]):
-            raise commands.UserError("liger-jax distill has not come to its end.")
+            raise UserError("liger-jax distill has not come to its end.")
         with (folder / "log.csv").open(newline="") as file:
             scored = [row for row in csv.DictReader(file) if row["eval_loss"]]
         log[way] = [float(row["eval_divergence"]) for row in scored]

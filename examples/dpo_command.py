@@ -20,6 +20,7 @@ with needed_packages(__name__):
     from examples import dpo
     from examples._lib import numbers, report, tiny
     from liger_jax import commands
+    from liger_jax.user_errors import UserError
 
 END = dpo.VOCAB  # the token that ends a text; those before it are numbers
 OPTIONS = "--pack --length 64 --batch 8 --learning-rate 1e-3 --weight-decay 0 --eval-share 0.125 --every 10 --fresh"
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     folders = [f"--model={model}", f"--data={data}", f"--out={out / 'run'}", f"--steps={steps}"]
     print("liger-jax dpo", *folders, OPTIONS, flush=True)
     if commands.main(["dpo", *folders, *OPTIONS.split()]):
-        raise commands.UserError("liger-jax dpo has not come to its end.")
+        raise UserError("liger-jax dpo has not come to its end.")
 
     with (out / "run" / "log.csv").open(newline="") as file:
         table = list(csv.DictReader(file))

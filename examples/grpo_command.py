@@ -27,6 +27,7 @@ with needed_packages(__name__):
     from examples._lib import report
     from liger_jax import commands
     from liger_jax.models import Qwen2Config, Qwen2ForCausalLM
+    from liger_jax.user_errors import UserError
 
 LETTERS = "abcd"
 OPTIONS = (
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     reward = "--reward=examples.grpo_command:named_letter"
     paths = [f"--model={folder / 'letters'}", f"--data={folder / 'prompts.jsonl'}", f"--out={folder}"]
     if commands.main(["grpo", *paths, reward, f"--steps={flags.steps}", *OPTIONS]):
-        raise commands.UserError("The run has not come to its end.")
+        raise UserError("The run has not come to its end.")
     with (folder / "log.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     rewards, spreads = ([float(row[name]) for row in rows] for name in ("reward", "reward_std"))

@@ -35,11 +35,12 @@ with needed_packages(__name__):
 
     from examples._lib import memory, report, text
     from examples._lib.configuration import Training, add_flags, from_flags, with_loss
-    from liger_jax.commands import training_errors, user_errors, writable_folder
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
     from liger_jax.planner.compilers import memory_of
+    from liger_jax.trainers.errors import training_errors, writable_folder
     from liger_jax.training import Checkpoints, Loop, language_model_loss, make_step, meshes, optimizer_named
     from liger_jax.training.waiting import Compiling, telling
+    from liger_jax.user_errors import user_errors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -218,16 +218,16 @@ FULL = {
     # The loss under two axes that split the parameters is in models/parallel/test_sequence_parallel.py.
     "models/parallel/test_layout.py": r"test_an_axis_that.*Auto|test_parameters_that_two_axes",
     # Commands and the rest: what differs between cases is shown by faster tests of the same part.
-    "commands/test_chat.py": r"test_two_thousand.*(added|tilde)",
-    "commands/test_finetune.py": r"test_rows_that_fill.*True|test_perplexity.*True",
+    "chat/test_template.py": r"test_two_thousand.*(added|tilde)",
+    "trainers/test_finetune.py": r"test_rows_that_fill.*True|test_perplexity.*True",
     "commands/test_generate.py": r"test_a_text_goes_on.*likeliest",
-    "commands/test_grpo.py": r"test_the_update_of_packed.*corrected",
-    # A run that goes on from its newest checkpoint is in commands/test_finetune.py.
-    "commands/test_runs.py": r"test_a_run_that_is_killed",
-    "commands/test_dpo.py": r"test_the_losses_of_micro.*orpo|test_the_loss_of_packed.*\[(?!sigmoid|orpo)",
+    "trainers/test_grpo.py": r"test_the_update_of_packed.*corrected",
+    # A run that goes on from its newest checkpoint is in trainers/test_finetune.py.
+    "trainers/test_runs.py": r"test_a_run_that_is_killed",
+    "trainers/test_dpo.py": r"test_the_losses_of_micro.*orpo|test_the_loss_of_packed.*\[(?!sigmoid|orpo)",
     # A run that changes its mesh: examples/test_integrations.py and training/test_adamw_8bit.py.
-    "commands/test_finetune_mesh.py": r"test_adapters_of_a_run_that_changes",
-    # The trainer's own claims: a kill is in commands/test_runs.py, the loss's memory in models/test_causal_lm.py,
+    "trainers/test_finetune_mesh.py": r"test_adapters_of_a_run_that_changes",
+    # The trainer's own claims: a kill is in trainers/test_runs.py, the loss's memory in models/test_causal_lm.py,
     # kernels in models/test_convergence.py and micro-batches in models/test_training.py.
     "examples/test_train_llama.py": r"test_a_killed_run|test_the_fused_loss_takes|test_without_kernels",
     "training/test_adamw_8bit.py": r"test_a_run_goes_on_exactly.*bfloat16",
@@ -240,7 +240,7 @@ FULL = {
         test_a_program.*(qdora|rounded|generate)|test_kernels_of_devices.*L4|test_kernels_of_devices.*H200
         |test_programs_run""",
     "test_fuzz.py": r"test_a_fault.*NaN",
-    "commands/test_finetune_adapters.py": r"test_options_of_new",
+    "trainers/test_finetune_adapters.py": r"test_options_of_new",
     "packaging/test_import.py": r"test_what_only.*plan",
 }
 

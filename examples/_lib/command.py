@@ -35,7 +35,8 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after a `UserError`. The error's sentence is printed.
     """
-    from liger_jax.commands import UserError, compiled_programs_kept  # `needed_packages` comes before
+    from liger_jax.commands import compiled_programs_kept
+    from liger_jax.user_errors import UserError  # `needed_packages` comes before
 
     arguments = sys.argv[1:] if argv is None else argv
     try:
@@ -80,7 +81,8 @@ def all_flags(parser: argparse.ArgumentParser, argv: list[str] | None, steps: in
     Raises:
         UserError: there is no step to take, or nothing can be written to the folder.
     """
-    from liger_jax.commands import UserError, writable_folder
+    from liger_jax.trainers.errors import writable_folder
+    from liger_jax.user_errors import UserError
 
     parser.add_argument("--steps", type=int, default=steps, help="training steps (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder for the picture (default: %(default)s)")

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from liger_jax.commands import UserError
 from liger_jax.models import KernelOptions
 from liger_jax.models.core.remat import Remat
+from liger_jax.user_errors import UserError
 
 REMATS = get_args(Remat)
 OPTIMIZERS = ("adamw", "adamw8bit")

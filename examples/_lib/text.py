@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from liger_jax.commands import UserError, read_texts
+from liger_jax.data.files import read_texts
 from liger_jax.training import pack, share_of_padding
+from liger_jax.user_errors import UserError
 
 PIECE = 8192  # characters; the text is cut into pieces of these, and one in twenty is never trained on
 HELD_OUT_EVERY = 20

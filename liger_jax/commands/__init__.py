@@ -8,11 +8,6 @@ import sys
 from liger_jax._install import version
 from liger_jax.commands import _warnings, chat, data, distill, doctor, dpo, finetune, generate, grpo, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
-from liger_jax.commands._errors import UserError as UserError
-from liger_jax.commands._errors import training_errors as training_errors
-from liger_jax.commands._errors import user_errors as user_errors
-from liger_jax.commands._errors import writable_folder as writable_folder
-from liger_jax.commands._files import read_texts as read_texts
 from liger_jax.commands._parser import Parser
 from liger_jax.training import processes, waiting
 from liger_jax.training.listening import OutputError, output_needed
@@ -73,6 +68,7 @@ def _parsers() -> tuple[Parser, list[Parser]]:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             alternatives=getattr(command, "ALTERNATIVES", ()),
             sums=getattr(command, "SUMS", None),
+            known=option_names,
         )
         command.add_arguments(subparser)
         add = subparser.add_argument

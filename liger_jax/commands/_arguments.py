@@ -1,13 +1,16 @@
 """The command line's arguments that training commands share: an option for each field of `Settings`."""
 
 import argparse
+import dataclasses
 
-from liger_jax.commands._row_formats import FORMATS
-from liger_jax.commands._settings import DTYPES, LOGS, OPTIMIZERS, SAVE_DTYPES, SCHEDULES, Settings
+from liger_jax.data.formats import FORMATS
 from liger_jax.models.core.stretched import ROPE_SCALINGS
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.step import REMATS
+from liger_jax.trainers.options import DTYPES, LOGS, OPTIMIZERS, SAVE_DTYPES, SCHEDULES, Settings
+
+ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file
 
 
 def add_data_arguments(command: argparse.ArgumentParser) -> None:
@@ -117,3 +120,9 @@ def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Set
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
     add("--risk-memory", action="store_true", help="begin even if the run does not fit by the planner's estimate")
     add("--verify", action="store_true", help="read all weights to know that the model is still the run's")
+
+
+def settings_of(args: argparse.Namespace, settings_type: type[Settings] = Settings) -> Settings:
+    """The settings of a run."""
+    fields = {field.name for field in dataclasses.fields(settings_type) if field.init}
+    return settings_type(**{k: v for k, v in vars(args).items() if k in fields and v is not None})

@@ -1,4 +1,4 @@
-"""A file of options in TOML, which every command reads, and which a run writes.
+"""A file of options in TOML, which every command reads.
 
 learning_rate = 1e-4
 lora = 16
@@ -11,13 +11,14 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._other_words import in_other_words, meant
+from liger_jax.trainers.options_file import OF_A_RUN
+from liger_jax.user_errors import UserError
 
-OF_A_RUN = "# The options of the run in this folder, for --config"  # the beginning of a file that a run writes
 _COMMAND = re.compile(re.escape(OF_A_RUN) + r" of liger-jax (\w+)\.")
 _NO_OPTIONS = ("help", "config")
 # Options of one name that mean different things, and the commands that agree on what each means.
@@ -31,15 +32,11 @@ MEANINGS: Any = {
 _KINDS: Any = {int: "a whole number", float: "a number"}
 
 
-def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+def read(path: str, command: str, actions: Mapping[str, argparse.Action], of_all: Collection[str]) -> dict[str, Any]:
     """Reads a file of options: values by name, as parsing the command line would give them. Options that only other
     commands have, or that mean something else in the command whose run has written the file, are left out, and a line
-    says so.
+    says so. `of_all` are the names of all commands' options.
     """
-    from liger_jax.commands import option_names
-    from liger_jax.commands._other_words import in_other_words
-    from liger_jax.commands._parser import meant
-
     known = {name: action for name, action in actions.items() if name not in _NO_OPTIONS}
     name_of = {_name(option): name for name, action in known.items() for option in action.option_strings}
     name_of |= {name: name for name in known}
@@ -55,7 +52,7 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
             different.append(key)
         elif name in known:
             values[name] = _value(f"--config {path}: {key}", known[name], value)
-        elif name in option_names():
+        elif name in of_all:
             others.append(key)
         else:
             options = [f"--{each.replace('_', '-')}" for each in known]
@@ -69,25 +66,8 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
     return values
 
 
-def write(path: Path, options: Mapping[str, Any], first: str) -> None:
-    """Writes a file of options in one rename. Options that are `None` are left out."""
-    lines = [first, *(f"{name} = {_toml(value)}" for name, value in options.items() if value is not None)]
-    new = path.with_name(f".{path.name}.new")  # a process that is killed leaves the old file or the new one
-    new.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
-    new.replace(path)
-
-
 def _name(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
-
-
-def heading(command: str) -> str:
-    """The first line of the file that a run of a command writes.
-
-    >>> heading("dpo")
-    '# The options of the run in this folder, for --config of liger-jax dpo.'
-    """
-    return f"{OF_A_RUN} of liger-jax {command}."
 
 
 def _text(path: str) -> str:
@@ -139,13 +119,3 @@ def _one(where: str, action: argparse.Action, value: Any) -> Any:
     if action.choices is not None and converted not in action.choices:
         raise UserError(f"{shown} must be one of {', '.join(map(str, action.choices))}.")
     return converted
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, str):  # a JSON string is one of TOML, but for one character that TOML wants escaped
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Sequence):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value)

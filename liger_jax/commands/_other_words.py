@@ -1,7 +1,63 @@
-"""What options of other trainers are here where no option has their meaning, or one has another measure."""
+"""What options of other trainers are here: their names, and what is to be said where no option has their meaning."""
 
-from collections.abc import Container
+import difflib
+from collections.abc import Container, Iterable
 
+# What other trainers call our options. Each names those that may be meant, of which a command has one or none.
+_ELSEWHERE = {
+    "--lr": ("--learning-rate",),
+    "--max-steps": ("--steps",),
+    "--num-steps": ("--steps",),
+    "--num-train-epochs": ("--epochs",),
+    "--num-epochs": ("--epochs",),
+    "--batch-size": ("--batch",),
+    "--bs": ("--batch",),
+    "--gradient-accumulation-steps": ("--micro-batches",),
+    "--grad-accum": ("--micro-batches",),
+    "--max-length": ("--length", "--seq", "--max-new-tokens"),
+    "--max-seq-length": ("--length", "--seq"),
+    "--seq-len": ("--length", "--seq"),
+    "--seq-length": ("--length", "--seq"),
+    "--cutoff-len": ("--length",),
+    "--max-tokens": ("--max-new-tokens",),
+    "--model-name-or-path": ("--model",),
+    "--base-model": ("--model",),
+    "--dataset": ("--data",),
+    "--dataset-name": ("--data",),
+    "--train-file": ("--data",),
+    "--text-column": ("--column",),
+    "--dataset-text-field": ("--column",),
+    "--packing": ("--pack",),
+    "--output": ("--out",),
+    "--output-dir": ("--out",),
+    "--rank": ("--lora",),
+    "--lora-r": ("--lora",),
+    "--lora-rank": ("--lora",),
+    "--use-peft": ("--lora",),
+    "--load-in-4bit": ("--quantize",),
+    "--load-in-8bit": ("--quantize",),
+    "--gradient-checkpointing": ("--remat",),
+    "--scheduler": ("--schedule",),
+    "--lr-scheduler": ("--schedule",),
+    "--lr-scheduler-type": ("--schedule",),
+    "--warmup-ratio": ("--warmup",),
+    "--warmup-steps": ("--warmup",),
+    "--wd": ("--weight-decay",),
+    "--max-grad-norm": ("--clip",),
+    "--grad-clip": ("--clip",),
+    "--save-total-limit": ("--keep",),
+    "--save-steps": ("--every",),
+    "--eval-steps": ("--every",),
+    "--early-stopping": ("--patience",),
+    "--early-stopping-patience": ("--patience",),
+    "--target-modules": ("--lora-targets",),
+    "--lora-target-modules": ("--lora-targets",),
+    "--r": ("--lora",),
+    "--optim": ("--optimizer",),
+    "--report-to": ("--log",),
+    "--overwrite-output-dir": ("--fresh",),
+    "--accelerator": ("--device",),
+}
 _DPO = "--cpo-alpha"  # an option that its command alone has
 _REFERENCE = "The reference is the model as the run finds it, and needs no option"
 # By the options' names: an option of the commands that are meant, and what is to be said.
@@ -77,6 +133,20 @@ _VALUES_OF = {
     ("--loss", "logits"): "plan's --loss says whether a step's logits are held, and none of dpo's losses changes its "
     "answer: leave it out, and count both answers of a pair in --length"
 }
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """A question that names what was meant.
+
+    >>> meant("--modle", ["--model", "--data"]), meant("--lr", ["--learning-rate"]), meant("--bs", ["--out"])
+    (' Did you mean --model?', ' Did you mean --learning-rate?', '')
+    """
+    known = list(known)
+    spelled = name.replace("_", "-").lower()
+    near = [spelled] if spelled in known else [each for each in _ELSEWHERE.get(spelled, ()) if each in known]
+    near = near or [each for each in known if each.startswith(spelled) and len(spelled) > 3]
+    near = near or difflib.get_close_matches(spelled, known, n=1, cutoff=0.7)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def in_other_words(name: str, known: Container[str]) -> str:

@@ -4,74 +4,18 @@ A switch such as --pack has a second form, --no-pack, by which the command line 
 """
 
 import argparse
-import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from liger_jax.commands import _config
-from liger_jax.commands._errors import UserError
-from liger_jax.commands._other_words import in_other_words, value_in_other_words, value_of_another_command
+from liger_jax.commands._other_words import in_other_words, meant, value_in_other_words, value_of_another_command
+from liger_jax.user_errors import UserError
 
 # Options whose values name files and folders, or ids beside them.
 PATHS = ("model", "base", "teacher", "data", "files", "eval_data", "out", "file", "picture", "config")
-# What other trainers call our options. Each names those that may be meant, of which a command has one or none.
-_ELSEWHERE = {
-    "--lr": ("--learning-rate",),
-    "--max-steps": ("--steps",),
-    "--num-steps": ("--steps",),
-    "--num-train-epochs": ("--epochs",),
-    "--num-epochs": ("--epochs",),
-    "--batch-size": ("--batch",),
-    "--bs": ("--batch",),
-    "--gradient-accumulation-steps": ("--micro-batches",),
-    "--grad-accum": ("--micro-batches",),
-    "--max-length": ("--length", "--seq", "--max-new-tokens"),
-    "--max-seq-length": ("--length", "--seq"),
-    "--seq-len": ("--length", "--seq"),
-    "--seq-length": ("--length", "--seq"),
-    "--cutoff-len": ("--length",),
-    "--max-tokens": ("--max-new-tokens",),
-    "--model-name-or-path": ("--model",),
-    "--base-model": ("--model",),
-    "--dataset": ("--data",),
-    "--dataset-name": ("--data",),
-    "--train-file": ("--data",),
-    "--text-column": ("--column",),
-    "--dataset-text-field": ("--column",),
-    "--packing": ("--pack",),
-    "--output": ("--out",),
-    "--output-dir": ("--out",),
-    "--rank": ("--lora",),
-    "--lora-r": ("--lora",),
-    "--lora-rank": ("--lora",),
-    "--use-peft": ("--lora",),
-    "--load-in-4bit": ("--quantize",),
-    "--load-in-8bit": ("--quantize",),
-    "--gradient-checkpointing": ("--remat",),
-    "--scheduler": ("--schedule",),
-    "--lr-scheduler": ("--schedule",),
-    "--lr-scheduler-type": ("--schedule",),
-    "--warmup-ratio": ("--warmup",),
-    "--warmup-steps": ("--warmup",),
-    "--wd": ("--weight-decay",),
-    "--max-grad-norm": ("--clip",),
-    "--grad-clip": ("--clip",),
-    "--save-total-limit": ("--keep",),
-    "--save-steps": ("--every",),
-    "--eval-steps": ("--every",),
-    "--early-stopping": ("--patience",),
-    "--early-stopping-patience": ("--patience",),
-    "--target-modules": ("--lora-targets",),
-    "--lora-target-modules": ("--lora-targets",),
-    "--r": ("--lora",),
-    "--optim": ("--optimizer",),
-    "--report-to": ("--log",),
-    "--overwrite-output-dir": ("--fresh",),
-    "--accelerator": ("--device",),
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,11 +24,19 @@ class Parser(argparse.ArgumentParser):
     `alternatives`: names of options of which a run takes one: one on the command line overrules the other in a file.
     `sums`: names of options with those whose sum they are by default: such a sum in a file goes if one of them is on
     the command line.
+    `known`: returns the names of all commands' options, which a file may have.
     """
 
-    def __init__(self, *args: Any, alternatives: Sequence[Sequence[str]] = (), sums: Any = None, **options: Any):
+    def __init__(
+        self,
+        *args: Any,
+        alternatives: Sequence[Sequence[str]] = (),
+        sums: Any = None,
+        known: Callable[[], Collection[str]] = frozenset,
+        **options: Any,
+    ):
         super().__init__(*args, **options, allow_abbrev=False)
-        self.alternatives, self.sums = alternatives, sums or {}
+        self.alternatives, self.sums, self.known = alternatives, sums or {}, known
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         """Adds an argument, as argparse does; a switch gets its second form, and is `None` if neither is given."""
@@ -142,7 +94,8 @@ class Parser(argparse.ArgumentParser):
             return
         _, equals, path = args[places[0]].partition("=")
         path = self._path("--config", path if equals else args[places[0] + 1])
-        values = _config.read(path, self.prog.rpartition(" ")[2], {action.dest: action for action in self._actions})
+        actions = {action.dest: action for action in self._actions}
+        values = _config.read(path, self.prog.rpartition(" ")[2], actions, self.known())
         given = {self._option_string_actions[name].dest for name in map(_name, args) if self._has(name)}
         for names in self.alternatives:
             if given.intersection(names):
@@ -167,20 +120,6 @@ class Parser(argparse.ArgumentParser):
         elif "--help" not in message and not message.endswith("?"):
             message = f"{message.rstrip('.')}. What there is: {self.prog} --help"
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """A question that names what was meant.
-
-    >>> meant("--modle", ["--model", "--data"]), meant("--lr", ["--learning-rate"]), meant("--bs", ["--out"])
-    (' Did you mean --model?', ' Did you mean --learning-rate?', '')
-    """
-    known = list(known)
-    spelled = name.replace("_", "-").lower()
-    near = [spelled] if spelled in known else [each for each in _ELSEWHERE.get(spelled, ()) if each in known]
-    near = near or [each for each in known if each.startswith(spelled) and len(spelled) > 3]
-    near = near or difflib.get_close_matches(spelled, known, n=1, cutoff=0.7)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _name(arg: str) -> str:

@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from liger_jax.commands import _long_rows, _pair_task, _training_rows
-from liger_jax.commands._errors import UserError, counted, in_one_line, of_option, training_errors, user_errors
-from liger_jax.commands._pair_settings import PairSettings
-from liger_jax.commands._settings import Settings
-from liger_jax.commands._tokenizer import Piece, Tokenizer
+from liger_jax.data import training_rows
+from liger_jax.data.tokenizer import Piece, Tokenizer
 from liger_jax.losses import shifted_labels
 from liger_jax.models.hugging_face import source
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.planner.architectures import architecture_of
+from liger_jax.trainers import dpo, long_rows
+from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.errors import training_errors
+from liger_jax.trainers.options import Settings
 from liger_jax.training.rows import Rows
+from liger_jax.user_errors import UserError, counted, in_one_line, of_option, user_errors
 
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 _NEW_LINE = "↵\n"  # a mark that can be scored, and the line's end
@@ -126,21 +128,22 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
         with of_option("--model"):
             checkpoint = source.find(settings.model, weights=False)
         model = architecture_of(checkpoint)
-    kind = _pair_task.of_run(settings).tokenizer if isinstance(settings, PairSettings) else Tokenizer
+    kind = dpo.of_run(settings).tokenizer if isinstance(settings, PairSettings) else Tokenizer
     if shorten:
-        settings, line = _long_rows.within(settings, model)
+        settings, line = long_rows.within(settings, model)
         if line:
             print(line)
-    return settings, _training_rows.tokenizer(checkpoint, _long_rows.stretched_for(settings, model), kind)
+    config = long_rows.stretched_for(settings, model).config
+    return settings, training_rows.tokenizer(checkpoint, config.vocab_size, kind)
 
 
 def _laid(
     settings: Settings, tokenizer: Tokenizer, place: Path, refused: dict[str, UserError] | None
-) -> tuple[_training_rows.TrainingRows | None, int]:
+) -> tuple[training_rows.TrainingRows | None, int]:
     """The rows as a run lays them, `None` if all is refused, and the number of documents. Prints how much there is."""
     train, scored = None, None
-    for flag, sources in _training_rows.sources_of(settings).items():
-        tokens = _training_rows.tokens_of(settings, tokenizer, place, sources, flag, refused, is_kept=False)
+    for flag, sources in training_rows.sources_of(settings).items():
+        tokens = training_rows.tokens_of(settings, tokenizer, place, sources, flag, refused, is_kept=False)
         train, scored = (tokens, None) if train is None else (train, tokens)
     number = sum(each.meta["count"] for each in (train, scored) if each is not None)
     if not train:
@@ -150,12 +153,12 @@ def _laid(
         print(
             f"The data is one {train.kind}, so that nothing can be held out. {settings.command} needs --eval-share 0."
         )
-    data = _training_rows.lay(settings, train, scored)
+    data = training_rows.lay(settings, train, scored)
     print(data.summary, f"scored: {train.num_scored(data.rows.pieces):,} of the tokens to train on", sep="\n")
     return data, number
 
 
-def _show_rows(data: _training_rows.TrainingRows, count: int, tokenizer: Tokenizer) -> None:
+def _show_rows(data: training_rows.TrainingRows, count: int, tokenizer: Tokenizer) -> None:
     mark, how = (coloured, "green") if _has_colours() else (underlined, "underlined")
     print(f"\nThe scored tokens are {how}; {_NEW_LINE[0]} is the end of a line.")
     for kind, rows in (("row", data.rows), ("held-out row", data.held_out_rows)):

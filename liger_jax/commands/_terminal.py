@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _file_rows, _files, _json, _prompt_lines
-from liger_jax.commands._data import Document
-from liger_jax.commands._errors import UserError, in_one_line, is_text
+from liger_jax.chat import strict_json
 from liger_jax.commands._generation import Generation
 from liger_jax.commands._text_generator import TextGenerator
+from liger_jax.data import file_rows, files, formats
+from liger_jax.data.reading import Document
+from liger_jax.user_errors import UserError, in_one_line, is_text
 
 _NEW = "/new"
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -55,7 +56,7 @@ def _prompts(path: Path) -> Iterator[Document]:
     """The prompts of a file: its text without the last line's end, or what the lines of JSON hold."""
     if not path.is_file():
         raise UserError(f"--file={path} is no file.")
-    (text,) = _files.read_texts(str(path)).values()
+    (text,) = files.read_texts(str(path)).values()
     if path.suffix.lower() not in _JSON_LINES:
         yield Document(str(path), text.removesuffix("\n"))
         return
@@ -66,10 +67,10 @@ def _prompts(path: Path) -> Iterator[Document]:
 
 def _prompt(where: str, line: str) -> Document:
     try:
-        values = _json.loads(line)
+        values = strict_json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}, {_file_rows.why_no_json(error)}.") from error
-    return _prompt_lines.document(where, values)
+        raise UserError(f"{where}, {file_rows.why_no_json(error)}.") from error
+    return formats.prompt(where, values)
 
 
 def _lines() -> Iterator[str]:

@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from liger_jax.commands._data import Document
-from liger_jax.commands._errors import UserError, counted, of_option, quantizing, user_errors
 from liger_jax.commands._generation import MOST_NEW_TOKENS, Generation
-from liger_jax.commands._output import ADAPTERS, CHECKPOINTS, MODEL
-from liger_jax.commands._tokenizer import FILE, Tokenizer
+from liger_jax.data.reading import Document
+from liger_jax.data.tokenizer import FILE, Tokenizer
 from liger_jax.models import AutoModelForCausalLM, stream
 from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.checkpoint import CONFIG
@@ -24,7 +22,9 @@ from liger_jax.models.hugging_face.config_json import loads
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.lora import load_adapters
 from liger_jax.planner import defaults
+from liger_jax.trainers.result import ADAPTERS, CHECKPOINTS, MODEL
 from liger_jax.training.waiting import telling
+from liger_jax.user_errors import UserError, counted, of_option, quantizing, user_errors
 
 _ADAPTER_CONFIG = checkpoint.ADAPTERS.config
 _LEAST_SLOTS = 64  # of a prompt; from there on each program takes prompts of up to twice as many tokens

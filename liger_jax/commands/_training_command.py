@@ -6,14 +6,15 @@ import importlib
 import sys
 import traceback
 
-from liger_jax.commands._errors import UserError, in_one_line, needed_packages, user_errors
-from liger_jax.commands._settings import Settings, settings_of
+from liger_jax.commands._arguments import settings_of
+from liger_jax.trainers.options import Settings
 from liger_jax.training import processes, signals
 from liger_jax.training.listening import listened_or_not
+from liger_jax.user_errors import UserError, in_one_line, needed_packages, user_errors
 
 
 def trained(name: str, args: argparse.Namespace, task: str, settings_type: type[Settings] = Settings) -> int:
-    """Trains for a task, such as "_pair_task.of_run", and prints a user's error as one sentence.
+    """Trains for a task, such as "dpo.of_run", and prints a user's error as one sentence.
 
     Returns the exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
     """
@@ -37,16 +38,16 @@ def _trained(name, args, task, settings_type) -> int:
     try:
         settings = settings_of(args, settings_type)
         with needed_packages():
-            from liger_jax.commands import _adapters, _log, _long_rows, _run
             from liger_jax.planner.architectures import architecture_of
+            from liger_jax.trainers import adapters, log, long_rows, run
         if "wandb" in settings.log:
-            _log.check_wandb()
+            log.check_wandb()
         with user_errors():
             if getattr(args, "length", None) is None and settings.length == settings_type.length > 0:  # the default
-                settings, cut = _long_rows.within(settings, architecture_of(_adapters.found(settings)[1]))
+                settings, cut = long_rows.within(settings, architecture_of(adapters.found(settings)[1]))
             else:
                 cut = ""
-            lines = [line for line in (cut, _long_rows.let_pool_grow(settings)) if line]
+            lines = [line for line in (cut, long_rows.let_pool_grow(settings)) if line]
         if settings.distributed is not None:
             with user_errors():
                 processes.begin(settings.distributed)
@@ -54,7 +55,7 @@ def _trained(name, args, task, settings_type) -> int:
         if processes.is_first():
             print("".join(f"{line}\n" for line in lines), end="")
         module, name_there = task.split(".")
-        return _run.train(settings, getattr(importlib.import_module(f"liger_jax.commands.{module}"), name_there))
+        return run.train(settings, getattr(importlib.import_module(f"liger_jax.trainers.{module}"), name_there))
     except UserError as error:
         print(f"liger-jax {name}:", in_one_line(error, args.options), file=sys.stderr)
         return 2

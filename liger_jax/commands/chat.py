@@ -8,8 +8,9 @@ liger-jax chat --model Qwen/Qwen2.5-0.5B-Instruct --system 'Answer in rhymes.' -
 
 import argparse
 
-from liger_jax.commands._errors import exit_code, needed_packages
+from liger_jax.commands._exit_code import exit_code
 from liger_jax.commands._generation import add_generation_arguments, generation_of
+from liger_jax.user_errors import needed_packages
 
 SUMMARY = "talk with a model"
 

@@ -13,9 +13,10 @@ import os
 
 import jax
 
-from liger_jax.commands._arguments import add_data_arguments
-from liger_jax.commands._errors import UserError, exit_code, needed_packages
-from liger_jax.commands._settings import Settings, settings_of
+from liger_jax.commands._arguments import add_data_arguments, settings_of
+from liger_jax.commands._exit_code import exit_code
+from liger_jax.trainers.options import Settings
+from liger_jax.user_errors import UserError, needed_packages
 
 SUMMARY = "show your text or conversations as they would be trained on"
 
@@ -61,7 +62,7 @@ def _of_pairs(args: argparse.Namespace) -> Settings:
         if getattr(args, name) is not None:
             raise UserError(f"--{name} does not go with --loss: the fields of pairs have one name each. Leave it out.")
     with needed_packages():
-        from liger_jax.commands._pair_settings import PairSettings
+        from liger_jax.trainers.dpo_options import PairSettings
     # What the loss needs beside its name has nothing to do with its rows.
     smoothing = dict(label_smoothing=0.1) if {"exo_pair", "robust"} & {*args.loss_type.split(",")} else {}
     return settings_of(argparse.Namespace(**vars(args), **smoothing), PairSettings)

@@ -13,10 +13,13 @@ options, and transformers loads OUT/model or OUT/adapters.
 
 import argparse
 
+from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._arguments import add_data_arguments, add_training_arguments
-from liger_jax.commands._distill_settings import DistillSettings, add_teacher_arguments
-from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._training_command import trained
+from liger_jax.ops.block_quantized import KINDS
+from liger_jax.ops.linear.fused_linear_distillation import DIVERGENCES
+from liger_jax.ops.linear.fused_linear_topk_distillation import TAILS
+from liger_jax.trainers.distill_options import DistillSettings
 
 SUMMARY = "train a model to give the probabilities of a larger one"
 
@@ -26,11 +29,24 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
     command.add_argument("--data", nargs="+", required=True, metavar="DATA", help=data)
     command.add_argument("--stream", action="store_true", help="read a dataset from the hub while the run goes on")
-    add_teacher_arguments(command)
+    _add_teacher_arguments(command)
     add_data_arguments(command)
     add_training_arguments(command, DistillSettings)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and prints a user's error as one sentence."""
-    return trained("distill", args, "_distill_task.of_run", DistillSettings)
+    return trained("distill", args, "distillation.of_run", DistillSettings)
+
+
+def _add_teacher_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the teacher and of the loss."""
+    add = command.add_argument
+    add("--teacher", required=True, metavar="MODEL", help="a folder or an id, with the tokenizer of --model")
+    add("--teacher-quantize", choices=KINDS, help="hold the teacher's weights in 4 or 8 bits")
+    add("--divergence", choices=DIVERGENCES, help="of student and teacher (default: forward_kl)")
+    add("--beta", type=float, help="the teacher's weight in the mixture, for jsd (default: 0.5)")
+    add("--temperature", type=float, help="of both distributions (default: 1)")
+    add("--hard-weight", type=float, help="the share of the labels' cross-entropy in the loss (default: 0)")
+    add("--top-k", type=int, metavar="K", help="store the teacher's K likeliest tokens once (default: all, each step)")
+    add("--tail", choices=TAILS, help="what the tokens are that are not stored (default: bucket, one event)")

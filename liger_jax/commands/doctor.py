@@ -6,7 +6,7 @@ it takes here, with the reason why a faster one does not run. It ends with 1 if 
 
 import argparse
 
-from liger_jax.commands._errors import exit_code
+from liger_jax.commands._exit_code import exit_code
 
 SUMMARY = "what is here, what is broken, and which kernels run"
 

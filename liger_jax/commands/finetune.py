@@ -13,10 +13,10 @@ loads OUT/model or OUT/adapters.
 
 import argparse
 
+from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._arguments import add_data_arguments, add_training_arguments
-from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._settings import Settings
 from liger_jax.commands._training_command import trained
+from liger_jax.trainers.options import Settings
 
 SUMMARY = "train a model on your text or conversations"
 
@@ -33,4 +33,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tunes, and prints a user's error as one sentence."""
-    return trained("finetune", args, "_task.TEXT")
+    return trained("finetune", args, "task.TEXT")

@@ -10,8 +10,9 @@ output, and its length and speed to the standard error.
 
 import argparse
 
-from liger_jax.commands._errors import UserError, exit_code, is_text, needed_packages
+from liger_jax.commands._exit_code import exit_code
 from liger_jax.commands._generation import add_generation_arguments, generation_of
+from liger_jax.user_errors import UserError, is_text, needed_packages
 
 SUMMARY = "go on with a text, or answer a message"
 ALTERNATIVES = (("prompt", "file"),)

@@ -11,10 +11,10 @@ each a list over the whole batch, and returns a number for each completion.
 
 import argparse
 
+from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._arguments import add_rope_argument, add_training_arguments
-from liger_jax.commands._grpo_settings import ADVANTAGES, CORRECTIONS, LEVELS, LOSS_TYPES, GrpoSettings
-from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._training_command import trained
+from liger_jax.trainers.grpo_options import ADVANTAGES, CORRECTIONS, LEVELS, LOSS_TYPES, GrpoSettings
 
 SUMS = {"length": ("prompt_length", "completion_length")}
 SUMMARY = "train a model by rewards of what it writes"
@@ -54,4 +54,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and prints a user's error as one sentence."""
-    return trained("grpo", args, "_grpo_task.TASK", GrpoSettings)
+    return trained("grpo", args, "grpo.TASK", GrpoSettings)

@@ -16,8 +16,7 @@ from typing import Any
 
 import jax
 
-from liger_jax.commands import _adapters
-from liger_jax.commands._errors import exit_code, user_errors
+from liger_jax.commands._exit_code import exit_code
 from liger_jax.models.core.stretched import ROPE_SCALINGS
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
@@ -28,7 +27,9 @@ from liger_jax.planner.mesh import in_words
 from liger_jax.planner.planning import LEVELS, MemoryPlan
 from liger_jax.planner.searching import SEARCHES
 from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
+from liger_jax.trainers import adapters
 from liger_jax.training.meshes import parse_mesh
+from liger_jax.user_errors import user_errors
 
 SUMMARY = "will a training run fit?"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -52,7 +53,7 @@ def _planned(args: argparse.Namespace) -> int:
     names += ["packed", "lora", "lora_experts", "dora", "quantize", "host_memory", "rope_scaling"]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.lora_targets is not None:
-        options["lora_targets"] = _adapters.targets(args.lora_targets)
+        options["lora_targets"] = adapters.targets(args.lora_targets)
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=mesh)
     if args.device is None and args.memory is None:

@@ -14,7 +14,7 @@ from liger_jax.commands import _cache, main
 from liger_jax.commands._text_generator import _Words
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import add_lora, load_adapters, save_adapters
-from tests.commands import _tiny
+from tests import _tiny
 
 WIDTH = 64  # prompts are padded, so that one program serves all
 

@@ -9,7 +9,7 @@ from flax import nnx
 from liger_jax.commands import main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import add_lora, save_adapters
-from tests.commands import _tiny
+from tests import _tiny
 
 pytestmark = pytest.mark.parity
 

@@ -20,17 +20,17 @@ import pytest
 from flax import nnx
 
 from liger_jax import commands
-from liger_jax.commands import UserError
-from liger_jax.commands._distill_settings import DistillSettings
-from liger_jax.commands._grpo_settings import GrpoSettings
-from liger_jax.commands._pair_settings import PairSettings
-from liger_jax.commands._settings import Settings
 from liger_jax.models import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from liger_jax.models.lora import add_lora, save_adapters
+from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers.options import Settings
 from liger_jax.training.waiting import Compiling
-from tests.commands import _tiny
+from liger_jax.user_errors import UserError
+from tests import _tiny
 from tests.commands._pairwise import rows
-from tests.commands._runs import figures_of
+from tests.trainers._runs import figures_of
 
 pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 # Options that other tests have: those of several processes, and one that grpo refuses, since it holds nothing out.

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from liger_jax.commands import _config, _other_words, _parser, _parsers, _settings, main
+from liger_jax.commands import _config, _other_words, _parser, _parsers, main, option_names
+from liger_jax.commands._arguments import ALTERNATIVES
+from liger_jax.commands._arguments import settings_of as parsed_settings
 from liger_jax.commands.finetune import add_arguments
-from tests.commands import _tiny
+from liger_jax.trainers import options_file
+from liger_jax.trainers.options import Settings
+from tests import _tiny
 
 PLAN = "--batch 8 --seq 512 --device h200".split()
 
@@ -110,7 +114,7 @@ def test_names_of_other_trainers_lead_to_options_that_there_are():
     ours = {*parser._option_string_actions} | elsewhere
     told = {name: (option,) for name, (option, _) in _other_words._HINTS.items()}
     told |= {name: (_other_words._TRAINS,) for name in _other_words._HINTS_OF_TRAINERS}
-    for name, meant in (_parser._ELSEWHERE | told).items():
+    for name, meant in (_other_words._ELSEWHERE | told).items():
         assert ours.issuperset(meant) and name not in ours
 
 
@@ -129,10 +133,10 @@ def test_what_is_nothing_like_an_option_is_only_refused(capsys):
 
 def settings_of(capsys, *arguments):
     """What a training command would run with."""
-    parser = _parser.Parser(prog="liger-jax finetune", alternatives=_settings.ALTERNATIVES)
+    parser = _parser.Parser(prog="liger-jax finetune", alternatives=ALTERNATIVES, known=option_names)
     add_arguments(parser)
     parser.add_argument("--config")
-    return _settings.settings_of(parser.parse_args([str(argument) for argument in arguments]))
+    return parsed_settings(parser.parse_args([str(argument) for argument in arguments]))
 
 
 @pytest.fixture
@@ -158,13 +162,13 @@ def test_options_of_the_command_line_overrule_those_of_the_file(capsys, options)
 
 def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
     path = tmp_path / "settings.toml"
-    told = _settings.Settings(
+    told = Settings(
         model='a "quoted"\\ name\x7f\t☃', data="y", pack=True, lora=4, learning_rate=1e-5, log=("csv", "wandb"), seed=7,
         schedule="linear", warmup=20.0, clip=0.0, weight_decay=0.0, samples=2, patience=3, out=str(tmp_path),
     )  # fmt: skip
-    _config.write(path, told.to_write(), _config.heading("finetune"))
+    options_file.write(path, told.to_write(), options_file.heading("finetune"))
     assert settings_of(capsys, "--config", path) == told
-    of_the_run = _settings.Settings(model="x", data="y", lora=4).of_the_run()
+    of_the_run = Settings(model="x", data="y", lora=4).of_the_run()
     assert of_the_run["learning_rate"] == 2e-4  # another rate is told beside the default's value, and not beside None
 
 
@@ -215,13 +219,13 @@ def test_paths_of_all_commands_are_those_of_the_shell(capsys, options, monkeypat
 def test_an_option_that_means_something_else_in_the_run_that_wrote_the_file_is_not_read(capsys, options):
     text = "seed = 3\ntemperature = 2.0\nsamples = 4\n"
     for writer, samples in (("distill", 4), ("grpo", 0)):
-        file = options(f"{_config.heading(writer)}\n{text}")
+        file = options(f"{options_file.heading(writer)}\n{text}")
         found = settings_of(capsys, *file, "--model=x", "--data=y")
         assert (found.seed, found.samples) == (3, samples)
     assert capsys.readouterr().err.endswith(
         f"{file[1]}: not read, as they mean something else in liger-jax grpo, which has written the file: samples\n"
     )
-    args = _parsers()[0].parse_args(["generate", *options(f"{_config.heading('distill')}\n{text}"), "--model=x"])
+    args = _parsers()[0].parse_args(["generate", *options(f"{options_file.heading('distill')}\n{text}"), "--model=x"])
     assert (args.seed, args.temperature) == (3, None)
     args = _parsers()[0].parse_args(["generate", *options(text), "--model=x"])
     assert args.temperature == 2.0  # a file of one's own
@@ -252,7 +256,7 @@ def test_options_of_one_name_and_different_meanings_are_known():
 
 
 def test_a_length_that_a_run_has_added_up_goes_with_its_terms(options):
-    text = f"{_config.heading('grpo')}\nprompt_length = 64\ncompletion_length = 8\nlength = "
+    text = f"{options_file.heading('grpo')}\nprompt_length = 64\ncompletion_length = 8\nlength = "
     parsed = lambda length, *given: _parsers()[0].parse_args(["grpo", *options(f"{text}{length}"), *given])
     common = "--model=x", "--data=y", "--reward=r:f"
     assert parsed(72, *common).length == 72

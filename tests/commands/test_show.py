@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from liger_jax.commands import _show, main
-from liger_jax.commands._data import Document
-from liger_jax.commands._errors import UserError
-from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.data.reading import Document
+from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.training import rows as training_rows
 from liger_jax.training import scored_tokens
-from tests.commands import _tiny
+from liger_jax.user_errors import UserError
+from tests import _tiny
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from flax import nnx
 
 from examples import train_llama
 from examples._lib.configuration import Training, add_flags, from_flags
-from liger_jax.commands import UserError
 from liger_jax.models import KernelOptions
+from liger_jax.user_errors import UserError
 
 DEFAULT = Training(batch=8, length=512, steps=10, learning_rate=1e-3)
 

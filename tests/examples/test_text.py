@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from examples._lib import text
-from liger_jax.commands import UserError
 from liger_jax.training.rows import num_tokens
+from liger_jax.user_errors import UserError
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from examples import train_llama
 from examples._lib import memory, report, text
 from examples._lib.command import run
 from examples._lib.configuration import with_loss
-from liger_jax.commands import UserError
+from liger_jax.user_errors import UserError
 
 
 @pytest.fixture(scope="module")

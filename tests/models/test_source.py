@@ -13,7 +13,7 @@ from flax import nnx
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.planner.architectures import architecture_of
-from tests.commands import _tiny
+from tests import _tiny
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from liger_jax import commands
-from liger_jax.commands import UserError, _parser
-from liger_jax.commands._distill_settings import DistillSettings
-from liger_jax.commands._grpo_settings import GrpoSettings
-from liger_jax.commands._pair_settings import PairSettings
-from liger_jax.commands._settings import Settings, settings_of
+from liger_jax.commands import _parser
+from liger_jax.commands._arguments import settings_of
+from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers.options import Settings
+from liger_jax.user_errors import UserError
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [*CHECKOUT.glob("*.md"), *sorted(CHECKOUT.glob("docs/*.md")), *sorted(CHECKOUT.glob("models/*/README.md"))]

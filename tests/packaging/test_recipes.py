@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from liger_jax.commands import _pair_rows, _prompt_lines, _row_formats, _unpaired_rows, main
-from tests.commands import _tiny
+from liger_jax.commands import main
+from liger_jax.data import formats, labelled_answers, pairs
+from tests import _tiny
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -38,8 +39,8 @@ def rows(text: str) -> list[dict]:
 def reader(page: str, row: dict):
     """What reads a row of a page."""
     if page == "dpo.md":
-        return _unpaired_rows.document if "label" in row else _pair_rows.document
-    return _prompt_lines.document if page == "grpo.md" else _row_formats.document
+        return labelled_answers.document if "label" in row else pairs.document
+    return formats.prompt if page == "grpo.md" else formats.document
 
 
 @pytest.mark.parametrize("page, least", [("finetune.md", 1), ("dpo.md", 5), ("grpo.md", 1)])
@@ -52,7 +53,7 @@ def test_the_rows_of_a_page_are_read(page, least):
 
 def test_pairs_of_the_recipe_are_asked_once():
     (row,) = rows(recipe("dpo.md"))
-    chosen: Any = _pair_rows.document("the page's row", row)
+    chosen: Any = pairs.document("the page's row", row)
     for read, answer in ((chosen, "Red."), (chosen.rejected, "It is cold.")):
         assert [message["content"] for message in read.messages] == ["Name a warm colour.", answer]
 

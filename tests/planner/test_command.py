@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from liger_jax.commands import _decided_run, main
-from liger_jax.commands._settings import Settings
+from liger_jax.commands import main
 from liger_jax.planner import defaults, plan, planning, searching
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.compilers import Compiled
+from liger_jax.trainers import decided_run
+from liger_jax.trainers.options import Settings
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
@@ -223,7 +224,7 @@ def test_what_is_not_said_is_as_in_finetune(capsys):
         )
         assert expected in printed
     run = planning.make_run("qwen2.5-7b", device="h200", lora=16)
-    chosen = _decided_run.precision(Settings("qwen2.5-7b", "text", lora=16, dtype=run.dtype), run.model.dtype)
+    chosen = decided_run.precision(Settings("qwen2.5-7b", "text", lora=16, dtype=run.dtype), run.model.dtype)
     assert chosen == dict(dtype=run.dtype, param_dtype=run.param_dtype)
 
 

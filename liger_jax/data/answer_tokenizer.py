@@ -1,0 +1,136 @@
+"""Single answers with labels as tokens. A piece's first label, which no loss reads, says whether the answer is good."""
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from liger_jax.data.documents import Document
+from liger_jax.data.pair_tokenizer import EMPTY, fitted
+from liger_jax.data.pieces import no_place
+from liger_jax.data.tokenizer import Piece, Tokenizer
+from liger_jax.models.core.config_fields import MOST
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.user_errors import UserError, refusals_kept
+
+
+class UnpairedTokenizer(Tokenizer):
+    """A checkpoint's tokenizer, for documents with labels. Its arguments are those of `Tokenizer`."""
+
+    kind = "answer"
+    in_segments = True
+
+    def encoded(
+        self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
+    ) -> Iterator[Piece]:
+        """Encodes some documents of many, and cuts them to the length of a row."""
+        self.left_out |= {document.where: EMPTY for document in documents if document.is_blank}
+        full, there = [document for document in documents if not document.is_blank], set()
+        for piece in super().encoded(full, length, refused):
+            there.add(id(piece.document))
+            yield _marked(piece)
+        if length < MOST:
+            self.left_out |= {document.where: no_place(length) for document in full if id(document) not in there}
+
+    def side(self, piece: Piece, number: int) -> str:
+        """Whether a piece's answer is good."""
+        return "bad" if piece.labels[0] == IGNORE_INDEX else "good"
+
+
+class UnpairedWithOthers(UnpairedTokenizer):
+    """The same for losses with a baseline: each answer is followed by one that another prompt got."""
+
+    together = 2
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self._before: dict[Hashable, Piece] = {}  # answers to two prompts, for documents that all have one
+
+    def encoded(
+        self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
+    ) -> Iterator[Piece]:
+        """Encodes some documents of many. An answer and the other one share a row.
+
+        Yields two pieces for each answer: it, and its prompt with an answer to another prompt, as `_others` chooses it;
+        or, where all of these documents have one prompt, with an answer of the documents before.
+        """
+        pieces = list(super().encoded(documents, MOST, refused))
+        asked = [_asked(piece) for piece in pieces]
+        for piece, prompt, number in zip(pieces, asked, _others(asked), strict=True):
+            before = (each for other, each in self._before.items() if other != prompt)
+            other = next(before, None) if number is None else pieces[number]
+            assert piece.document is not None
+            if other is None:
+                has = "has one answer" if len(pieces) == 1 else f"begins with {len(pieces):,} answers to one prompt"
+                with refusals_kept(refused, piece.document.where):
+                    raise UserError(
+                        f"The baseline of --loss kto is of answers to other prompts, and the data {has}. Pass answers "
+                        "to several prompts in mixed order, or --loss apo_zero_unpaired."
+                    )
+                continue
+            pair = fitted([piece, _with_answer_of(piece, other)], length)
+            if all(each.is_scored for each in pair):
+                yield from pair
+            else:
+                self.left_out[piece.document.where] = no_place(length)
+        self._before = dict([*(self._before | dict(zip(asked, pieces, strict=True))).items()][-2:])
+
+    def side(self, piece: Piece, number: int) -> str:
+        """Whether a piece's answer is good; or that it is another one's, for the baseline."""
+        return super().side(piece, number) if number % 2 == 0 else "with the answer to another prompt, for the baseline"
+
+
+def _marked(piece: Piece) -> Piece:
+    assert piece.document is not None
+    labels = piece.labels.copy()
+    labels[0] = piece.tokens[0] if piece.document.desirable else IGNORE_INDEX
+    return dataclasses.replace(piece, labels=labels)
+
+
+def _asked(piece: Piece) -> Hashable:
+    """What the piece's answer answers."""
+    document = piece.document
+    if document is not None and document.messages is None:
+        return document.prompt
+    return piece.tokens[: _begin(piece)].tobytes()
+
+
+def _others(asked: Sequence[Hashable]) -> list[int | None]:
+    """The number of an answer to another prompt, for each answer.
+
+    Neighbours often answer one prompt, first well and then badly. An answer gets that of the next prompt which has the
+    same place among its neighbours: the one after it would be of its own prompt, and the next prompt's first answer
+    would always be a good one.
+
+    Returns numbers of `asked`, where after the last comes the first; `None` where all answer one prompt.
+
+    >>> _others(["a", "a", "b", "b", "c"])
+    [2, 3, 4, 4, 0]
+    """
+    runs = [[*run] for _, run in itertools.groupby(range(len(asked)), asked.__getitem__)]
+    if len(runs) < 2:
+        return [None] * len(asked)
+    others = []
+    for run, after in zip(runs, [*runs[1:], runs[0]], strict=True):
+        if asked[after[0]] == asked[run[0]]:  # the last run goes on in the first one
+            after = runs[1]
+        others += [after[i % len(after)] for i in range(len(run))]
+    return others
+
+
+def _begin(piece: Piece) -> int:
+    """The place of the first token of a piece's answer."""
+    return 1 + int(np.argmax(piece.labels[1:] != IGNORE_INDEX))
+
+
+def _with_answer_of(piece: Piece, other: Piece) -> Piece:
+    """The prompt of one piece with the answer of another."""
+    begins = [_begin(each) for each in (piece, other)]
+    joined = (
+        np.concatenate([mine[: begins[0]], its[begins[1] :]])
+        for mine, its in ((piece.tokens, other.tokens), (piece.labels, other.labels))
+    )
+    tokens, labels = joined
+    return dataclasses.replace(piece, tokens=tokens, labels=labels, total=len(tokens))

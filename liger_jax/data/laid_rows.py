@@ -1,0 +1,94 @@
+"""Rows of pieces that are in files: each is made when it is asked for, so that all of them need no memory."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from liger_jax.data.token_cache import Tokens
+from liger_jax.training import packing
+from liger_jax.training.rows import parts
+
+
+class Column:
+    """A column of rows, which is read as an array is: by rows, and then by places in them."""
+
+    def __init__(self, made: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: Any = np.int32):
+        self._made, self.shape, self.ndim, self.dtype = made, shape, len(shape), np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        of_rows, *rest = index if isinstance(index, tuple) else (index,)
+        chosen = np.arange(len(self))[of_rows]
+        columns = self._made(np.atleast_1d(chosen))
+        return columns[(slice(None), *rest)] if chosen.ndim else columns[(0, *rest)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype)
+
+
+class LaidRows(Mapping[str, Any]):
+    """The rows of some pieces, as `pack`, `pad` or `pack_pairs` lays them."""
+
+    def __init__(self, tokens: Tokens, pieces: list[np.ndarray], length: int, packed: bool):
+        self.tokens, self.length, self._together = tokens, length, tokens.together
+        self._shared = packed or self._together > 1 or tokens.meta["in_segments"]
+        self.beside: dict[str, Any] = {}
+        sizes, laid, rows, begins, self.counts = tokens.sizes(), [], [], [], []
+        for some in pieces:
+            bundles = some.reshape(-1, self._together)
+            if packed and self._together > 1:  # the largest first, which leaves less empty
+                bundles = bundles[np.argsort(-sizes[bundles].sum(axis=1), kind="stable")]
+            own, places = packing.places(sizes[bundles].tolist(), length, packed)
+            laid.append(bundles.ravel())
+            rows.append(np.array(own, np.int64) + sum(self.counts))
+            begins.append(np.array(places, np.int64))
+            self.counts.append(max(own, default=-1) + 1)
+        self.pieces = np.concatenate(laid)
+        self._rows = packing.Rows(np.concatenate(rows), np.concatenate(begins), length)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return self._rows.num_rows
+
+    @property
+    def most_in_a_row(self) -> int:
+        """The most pieces that a row has."""
+        return int(self._rows.counts.max())
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.beside:
+            return self.beside[name]
+        if name not in (*self, "pieces"):
+            raise KeyError(name)
+        return Column(functools.partial(self.made, name), (self.num_rows, self.length))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*packing.columns(self._shared), *self.beside)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def made(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Some rows of a column.
+
+        `name`: a model's argument, or "pieces" for the place in `pieces` of what stands at each place, -1 for none.
+        """
+        return self._rows.column(name, rows, lambda place: self.tokens.arrays(int(self.pieces[place])))
+
+
+class RowBatches:
+    """Rows in equal parts, as `training.rows.parts` makes them, each when it is asked for."""
+
+    def __init__(self, rows: LaidRows | None, size: int):
+        self._rows, self._size = rows, size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(()) if self._rows is None else parts(self._rows, self._size)
+
+    def __len__(self) -> int:
+        return 0 if self._rows is None else -(-self._rows.num_rows // self._size)

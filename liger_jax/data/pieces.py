@@ -1,0 +1,86 @@
+"""Pieces of documents: tokens with a label for each that is trained on."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from liger_jax.data.documents import Document
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.user_errors import UserError
+
+NO_TOKEN = "no token to train on"  # what a document has that is left out, where nothing more is known
+_MOST_SAID = 500  # characters of another library's error
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A document's tokens, or a part of them that fills a row."""
+
+    tokens: np.ndarray  # (tokens,) int32
+    labels: np.ndarray  # (tokens,) int32, the token where it is trained on and -100 elsewhere
+    document: Document | None = None  # the document
+    begin: int = 0  # the place of the first token in the document
+    total: int = 0  # how many tokens the document has; 0 where that is not known yet
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a token is trained on. The first one cannot be: nothing stands before it."""
+        return bool(np.any(self.labels[1:] != IGNORE_INDEX))
+
+
+@contextlib.contextmanager
+def failures() -> Iterator[None]:
+    """A context for the tokenizer. A panic of its Rust code is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"the tokenizer fails: {str(error)[:_MOST_SAID]}.") from error
+
+
+@contextlib.contextmanager
+def errors_at(where: str) -> Iterator[None]:
+    """A context for a document, whose errors begin with its place."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:
+    """The tokens of a stretch of text. One that begins before it belongs to it if only white space stands there."""
+    (begin, end), (begins, ends) = span, offsets.reshape(-1, 2).T
+    before = begin
+    while before and text[before - 1].isspace():
+        before -= 1
+    return np.flatnonzero((begins >= before) & (begins < end) & ((begins >= begin) | (ends > begin)))
+
+
+def completed(offsets: np.ndarray, prompt_size: int) -> np.ndarray:
+    """Which tokens are a completion's: those that end after its prompt, and what the tokenizer adds after them.
+
+    A token that holds the end of the prompt and the begin of the completion is the completion's: without it the
+    completion's first characters would not be learnt.
+
+    `offsets`: (tokens, 2), where each token begins and ends in the text; (0, 0) for those that are added.
+    """
+    is_completion = offsets.reshape(-1, 2)[:, 1] > prompt_size
+    if is_completion.any():
+        is_completion[np.flatnonzero(is_completion)[-1] :] = True
+    return is_completion
+
+
+def no_place(length: int) -> str:
+    """What a document has whose answers, or one of them, are cut off as a whole."""
+    return f"a prompt that leaves its answer no place in --length={length}"
+
+
+def nothing_to_train_on(why: Iterable[str] = ()) -> UserError:
+    """The error for data of which no token is trained on."""
+    if not (reasons := "; ".join(dict.fromkeys(why))):
+        return UserError("The data has no token to train on: each is predicted from those before it.")
+    cure = " Pass a larger --length, or leave it out." if "--length" in reasons else ""
+    return UserError(f"Nothing is left to train on: {reasons}.{cure}")

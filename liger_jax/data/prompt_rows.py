@@ -1,0 +1,150 @@
+"""The prompts of a run that samples its own completions: lines of the data, their tokens, and their order."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_jax.data import file_rows, formats, reading
+from liger_jax.data.documents import Document
+from liger_jax.data.pieces import Piece
+from liger_jax.data.sources import DataSource
+from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import digests
+from liger_jax.training.rows import Rows
+from liger_jax.user_errors import UserError
+
+_MULTIPLE = 16  # prompts are padded to a multiple of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the data."""
+
+    where: str  # where it stands, in words
+    tokens: np.ndarray  # (tokens,) int32, the prompt's
+    fields: Mapping[str, Any]  # its values by name, which rewards are given
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRows:
+    """The prompts of a run. A row is a completion's: each prompt has a group of equal rows."""
+
+    lines: Sequence[Line]  # the lines of the data
+    batch: int  # completions in a step, a multiple of `group`
+    group: int  # completions of a prompt
+    seed: int  # seed of the order
+    # Names and weights of what `--data` names, with the number of lines of each.
+    sources: Sequence[tuple[str, float, int]]
+
+    held_out_rows = None
+
+    @property
+    def summary(self) -> str:
+        """How many there are, in words."""
+        sizes = [len(line.tokens) for line in self.lines]
+        return (
+            f"data: {len(self.lines):,} prompts of {min(sizes)} to {max(sizes)} tokens; a step has "
+            f"{self.batch // self.group} prompts with {self.group} completions each"
+        )
+
+    @property
+    def num_in_epoch(self) -> int:
+        """How many rows an epoch has, in whole steps."""
+        return self._steps_in_epoch * self.batch
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompts after padding."""
+        return -(-max(len(line.tokens) for line in self.lines) // _MULTIPLE) * _MULTIPLE
+
+    def made_of(self) -> dict[str, str]:
+        """Texts by which the data can be told from that of another run."""
+        fields = (json.dumps(line.fields, default=str, sort_keys=True).encode() for line in self.lines)
+        contents = (line.tokens.tobytes() + each for line, each in zip(self.lines, fields, strict=True))
+        return {"documents": f"{len(self.lines)} prompts {digests.of_bytes(*contents)[:12]}"}
+
+    def lines_of(self, step: int) -> list[Line]:
+        """The lines of a step."""
+        epoch, first = divmod(step, self._steps_in_epoch)
+        number = self.batch // self.group
+        return [self.lines[i] for i in self._order(epoch)[first * number : (first + 1) * number]]
+
+    def batches(self, settings: Any, own: None = None) -> Callable[[int], Rows]:
+        """The rows of each step by its number, from 0.
+
+        Returns a function of the step. Its rows are padded in front; labels are the tokens.
+        """
+
+        def rows_of(step: int) -> Rows:
+            tokens = [line.tokens for line in self.lines_of(step) for _ in range(self.group)]
+            in_front = lambda some, fill: np.pad(some, (self.length - len(some), 0), constant_values=fill)
+            return {
+                "input_ids": np.stack([in_front(some, 0) for some in tokens]),
+                "labels": np.stack([in_front(some, IGNORE_INDEX) for some in tokens]),
+                "attention_mask": np.stack([in_front(np.ones_like(some), 0) for some in tokens]),
+            }
+
+        return rows_of
+
+    def held_out(self, most: int) -> list[Piece]:
+        """None are held out."""
+        return []
+
+    def keep(self) -> None:
+        """Prompts are tokenised at each start."""
+
+    @property
+    def _steps_in_epoch(self) -> int:
+        visits = sum(max(1, round(weight * count)) for _, weight, count in self.sources)
+        return -(-visits // (self.batch // self.group))
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """The lines of an epoch. The last step is filled up with lines that come twice."""
+        random, orders, first = np.random.default_rng([self.seed, epoch]), [], 0
+        for _, weight, count in self.sources:
+            visits = max(1, round(weight * count))
+            turns = [random.permutation(count) for _ in range(-(-visits // count))]
+            orders.append(first + np.concatenate(turns)[:visits])
+            first += count
+        visits, needed = np.concatenate(orders), self._steps_in_epoch * (self.batch // self.group)
+        order = random.permutation(visits)
+        return np.concatenate([order, *[random.permutation(visits) for _ in range(needed // len(order))]])[:needed]
+
+
+def prepared(settings: Any, encoder: Tokenizer, place: Path, sources: Mapping[str, list[DataSource]]) -> PromptRows:
+    """Reads the prompts of a run."""
+    lines, counts = [], []
+    for source in sources["--data"]:
+        before = len(lines)
+        for where, values in _rows(source, settings.subset):
+            tokens = encoder.prompt(formats.prompt(where, values))
+            if len(tokens) > settings.prompt_length:
+                raise UserError(
+                    f"{where} has {len(tokens)} tokens, and --prompt-length={settings.prompt_length} is the most of a "
+                    f"prompt. Leave the line out, or pass --prompt-length {len(tokens)}."
+                )
+            lines.append(Line(where, np.asarray(tokens, np.int32), values))
+        if len(lines) == before:
+            raise UserError(f"--data={source.name} has no line.")
+        counts.append((source.name, source.weight, len(lines) - before))
+    for line in encoder.notices().values():
+        print(line)
+    return PromptRows(lines, settings.batch, settings.group, settings.seed, counts)
+
+
+def _rows(source: DataSource, subset: str | None) -> Iterator[tuple[str, Any]]:
+    """The rows of files, or of a dataset of the hub, each with where it stands."""
+    if not source.paths:
+        for number, row in enumerate(reading.dataset(source.name, subset), 1):
+            yield f"{source.name}, row {number}", dict(row)
+    for path in source.paths:
+        for item in file_rows.of_file(path):
+            if isinstance(item, Document):
+                raise UserError(f"{path} holds prose, and must hold lines with a prompt or with messages.")
+            where, values = item
+            yield where, file_rows.of_line(where, values) if isinstance(values, file_rows.Line) else values

@@ -1,0 +1,118 @@
+"""Documents to train on, one after the other: from files of text or rows, and from datasets of the hub."""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_jax.chat.messages import IS_TRAINED, VALUES
+from liger_jax.chat.strict_json import kind_of
+from liger_jax.data import file_formats, file_rows, formats, labelled_answers, pairs
+from liger_jax.data.documents import Document as Document
+from liger_jax.data.sources import DataSource, data_sources
+from liger_jax.user_errors import UserError, in_one_line, needed_packages, refusals_kept
+
+Refused = dict[str, UserError] | None
+
+
+def read(
+    data: str | Sequence[str],
+    column: str | None = None,
+    subset: str | None = None,
+    refused: Refused = None,
+    form: str | None = None,
+) -> list[Document]:
+    """Reads all documents into memory. `column` is the field that is trained on, if it is named; `refused` gets errors
+    of single files and lines by their place, and `None` raises the first one.
+    """
+    data = [data] if isinstance(data, str) else data
+    sources = data_sources(data)
+    file_formats.tell([path for source in sources for path in source.paths])
+    documents = [
+        document
+        for source in sources
+        for document in documents_of(
+            source, None if source.paths else dataset(source.name, subset), column, form, refused
+        )
+        if not document.is_empty
+    ]
+    if not documents and not refused:
+        raise no_text(data)
+    if notice := unread(frozenset().union(*(document.unread for document in documents))):
+        print(notice)
+    return documents
+
+
+def documents_of(
+    source: DataSource, rows: Any, column: str | None, form: str | None, refused: Refused = None
+) -> Iterator[Document]:
+    """The documents of one thing that `--data` names, each read when it is asked for."""
+    if not source.paths:
+        yield from rows_to_documents(rows, source.name, column, form, refused)
+    for path in source.paths:
+        with refusals_kept(refused, str(path)):
+            yield from _of_file(path, column, form, refused)
+
+
+def dataset(name: str, subset: str | None, **options: Any) -> Any:
+    """A dataset of the hub, of which the split "train" is read."""
+    with needed_packages():
+        datasets = importlib.import_module("datasets")
+    try:
+        return datasets.load_dataset(name, subset, split="train", **options)
+    except Exception as error:  # whatever the hub, the network and the dataset's files may raise
+        raise UserError(
+            f"--data={name} is no file here, and the dataset cannot be loaded: {in_one_line(error)}"
+        ) from error
+
+
+def rows_to_documents(
+    rows: Any, name: str, column: str | None, form: str | None, refused: Refused = None, first: int = 1
+) -> Iterator[Document]:
+    """The documents of a dataset's rows; `first` is the number of the first row."""
+    for number, row in enumerate(rows, first):
+        where = f"{name}, row {number}"
+        with refusals_kept(refused, where):
+            yield _reader(form)(where, dict(row), column, form)
+
+
+def no_text(data: Sequence[str], flag: str = "--data") -> UserError:
+    """The error for data that holds no text."""
+    return UserError(f"{flag}={' '.join(data)} has no text.")
+
+
+def unread(fields: frozenset[str]) -> str:
+    """What is to be said of fields that look as if they chose what is trained on, and do not; "" for none."""
+    if not fields:
+        return ""
+    return (
+        f"data: {', '.join(sorted(fields))}: not read. {', '.join(IS_TRAINED)} of the assistant's messages say what is "
+        f"trained on; tools and {VALUES} beside the messages go to the chat template"
+    )
+
+
+def _of_file(path: Path, column: str | None, form: str | None, refused: Refused) -> Iterator[Document]:
+    for row in file_rows.of_file(path):
+        if isinstance(row, Document):
+            if form in _READERS:
+                raise UserError(f"{path} is a text, and {_READERS[form][1]}, as in JSON lines.")
+            yield row
+            continue
+        where, values = row
+        with refusals_kept(refused, where):
+            if isinstance(values, file_rows.Line):
+                values = file_rows.of_line(where, values)
+            if not isinstance(values, dict):
+                raise UserError(f"{where}, holds {kind_of(values)}, and must hold an object, with text or messages.")
+            yield _reader(form)(where, values, column, form)
+
+
+_READERS = {  # of rows that are no texts; each form has what such rows are
+    pairs.FORM: (pairs.document, "pairs are rows with chosen and rejected"),
+    labelled_answers.FORM: (labelled_answers.document, "answers are rows with completion and label"),
+    labelled_answers.FORM_WITH_OTHERS: (labelled_answers.document, "answers are rows with completion and label"),
+}
+
+
+def _reader(form: str | None) -> Callable[..., Document]:
+    return _READERS[form][0] if form in _READERS else formats.document

@@ -1,0 +1,136 @@
+"""Rows of a dataset that is read from the hub while the run goes on.
+
+Each step has the next documents of the stream, in their order, so that a row and a piece say where a step begins.
+These places are noted beside the run: a run that goes on begins to read there.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_jax.data import files, reading, sources
+from liger_jax.data.options import RowOptions
+from liger_jax.data.pieces import Piece, nothing_to_train_on
+from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.training import digests, pack, pad
+from liger_jax.training.packing import FirstFit
+from liger_jax.training.rows import Rows
+from liger_jax.user_errors import UserError, in_one_line
+
+_AT_ONCE = 64  # rows that are encoded together
+_KEPT = 2  # batches: a step's, and that of the step before, by which weights are checked
+Place = tuple[int, int]  # rows of the stream that are done, and pieces of the next row
+
+
+class Stream:
+    """The rows of each step, whichever was asked for before."""
+
+    def __init__(self, settings: RowOptions, encoder: Tokenizer, folder: Path):
+        self._settings, self._encoder, self._name = settings, encoder, settings.data[0]
+        if files.found(self._name) or not sources.may_be_id(self._name):
+            raise UserError(
+                f"--stream reads a dataset of the hub, and --data={self._name} is none. Leave out --stream."
+            )
+        made_of = [encoder.identity(), settings.data, settings.subset, settings.column, settings.format]
+        made_of += [settings.length, settings.batch, settings.pack]
+        key = digests.of_json(made_of)
+        self._path = folder / f"stream-{key}"
+        self._rows = reading.dataset(self._name, settings.subset, streaming=True)
+        noted = np.fromfile(self._path, np.int64) if self._path.is_file() else np.zeros(0, np.int64)
+        self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
+        self._done: dict[int, tuple[Rows, np.ndarray]] = {}
+        self._pieces: Iterator[tuple[Place, Piece]] = iter(())
+        self._printed: set[str] = set()  # what was said already: each batch of documents would repeat it
+        self._next = -1  # the step that `_pieces` has come to
+
+    def rows_of(self, step: int) -> Rows:
+        """The rows of a step."""
+        return self._of_step(step)[0]
+
+    def pieces_of(self, step: int) -> np.ndarray:
+        """Which piece each token of a step belongs to."""
+        return self._of_step(step)[1]
+
+    def _of_step(self, step: int) -> tuple[Rows, np.ndarray]:
+        """A step's rows, and the pieces of their tokens."""
+        while step not in self._done:
+            begun = min(step, len(self._places) - 1)  # a step whose begin is not known comes by those before it
+            if self._next != begun:
+                self._pieces, self._next = self._from(self._places[begun]), begun
+            batch, place = self._batch()
+            self._note(begun + 1, place)
+            self._done[begun], self._next = batch, begun + 1
+            for old in sorted(self._done, key=lambda each: abs(each - step))[_KEPT:]:
+                del self._done[old]
+        return self._done[step]
+
+    def _batch(self) -> tuple[tuple[Rows, np.ndarray], Place]:
+        """The next rows with the pieces of their tokens, and the place after them."""
+        length, count, packed = self._settings.length, self._settings.batch, self._settings.pack
+        chosen: list[Piece] = []
+        row_of = FirstFit(length, packed)
+        for place, piece in self._pieces:
+            row, _ = row_of(len(piece.tokens))
+            if row == count:
+                self._pieces = itertools.chain([(place, piece)], self._pieces)
+                lay = pack if packed else pad
+                rows = lay([each.tokens for each in chosen], length, labels=[each.labels for each in chosen])
+                numbers = [np.full(len(each.tokens), i, np.int32) for i, each in enumerate(chosen)]
+                return (rows, lay(numbers, length)["input_ids"]), place
+            chosen.append(piece)
+        raise nothing_to_train_on()
+
+    def _from(self, place: Place) -> Iterator[tuple[Place, Piece]]:
+        """The pieces from a place on, each with its own. A stream that ends begins again."""
+        row, skipped = place
+        while True:
+            is_empty = True
+            for number, pieces in self._documents(row):
+                for i, piece in enumerate(pieces):
+                    is_empty = False
+                    if number > row or i >= skipped:
+                        yield (number, i), piece
+            if is_empty and not row:
+                raise nothing_to_train_on(f"the rows have {what}" for what in self._encoder.left_out.values())
+            row, skipped = 0, 0
+
+    def _documents(self, row: int) -> Iterator[tuple[int, list[Piece]]]:
+        """The pieces of each row of the stream, with the row's number from 0."""
+        settings = self._settings
+        documents = reading.rows_to_documents(
+            self._read(row), self._name, settings.column, settings.format, None, row + 1
+        )
+        while some := list(itertools.islice(documents, _AT_ONCE)):
+            full = [each for each in some if not each.is_empty]
+            pieces: dict[int, list[Piece]] = {}
+            self._encoder.left_out.clear()
+            for piece in self._encoder.encoded(full, settings.length):
+                pieces.setdefault(id(piece.document), []).append(piece)
+            notices = self._encoder.notices()
+            for about in notices.keys() - self._printed:
+                print(notices[about])
+            self._printed |= notices.keys()
+            for document in some:
+                yield row, pieces.get(id(document), [])
+                row += 1
+
+    def _read(self, row: int) -> Iterator[Any]:
+        try:
+            yield from self._rows.skip(row) if row else self._rows
+        except Exception as error:  # whatever the hub and the network may raise
+            raise UserError(
+                f"--data={self._name} cannot be read any more: {in_one_line(error)} The same command goes on from the "
+                "last checkpoint."
+            ) from error
+
+    def _note(self, step: int, place: Place) -> None:
+        """Notes where a step begins."""
+        if step < len(self._places):
+            return
+        self._places.append(place)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(np.array(place, np.int64).tobytes())

@@ -1,0 +1,178 @@
+"""Tokens of a run's data in files beside the run: made once, mapped into memory, and known by the data's content.
+
+A folder of tokens has flat arrays: of all tokens, whether each is scored, where each piece ends, and what is shown of
+documents. `meta.json` comes last and has digests, so that a folder that was cut off or damaged is made anew.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_jax.data import reading
+from liger_jax.data.documents import Document
+from liger_jax.data.pieces import Piece
+from liger_jax.data.sources import DataSource
+from liger_jax.data.token_files import ARRAYS, Writer, batches
+from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import digests, disk
+from liger_jax.training.files import read_json, write_json
+from liger_jax.training.waiting import telling
+from liger_jax.user_errors import UserError
+
+FOLDER = "tokens"
+NEW = ".new"
+META = "meta.json"
+_FORMAT = 3
+
+
+class Tokens:
+    """The pieces of documents, in files that are mapped into memory."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.meta = folder, read_json(folder / META)
+        (
+            self._tokens,
+            self._scored,
+            self._ends,
+            self._begins,
+            self._document,
+            self._totals,
+            self._title_ends,
+            self._titles,
+        ) = (_mapped(folder / name, dtype) for name, dtype in ARRAYS.items())
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def sizes(self) -> np.ndarray:
+        """The number of tokens of each piece, (pieces,) int64."""
+        return np.diff(self._ends, prepend=0)
+
+    def num_scored(self, pieces: np.ndarray) -> int:
+        """How many tokens of some pieces the loss counts: never the first of a piece, which follows nothing."""
+        ends, total = self._ends, 0
+        for i in pieces.tolist():
+            begin = int(ends[i - 1]) if i else 0
+            total += int(np.count_nonzero(self._scored[begin + 1 : ends[i]]))
+        return total
+
+    @property
+    def digest(self) -> str:
+        """A text by which the tokens and their labels can be told from others."""
+        return " ".join(self.meta["digests"][name] for name in ("tokens", "scored", "ends"))
+
+    def arrays(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a piece, and their labels, both (tokens,) int32."""
+        begin, end = int(self._ends[i - 1]) if i else 0, int(self._ends[i])
+        tokens = np.array(self._tokens[begin:end])
+        return tokens, np.where(self._scored[begin:end], tokens, IGNORE_INDEX).astype(np.int32)
+
+    def piece(self, i: int) -> Piece:
+        """A piece with what is shown of its document: where it is from, the roles of its messages, "" for a prompt."""
+        number = int(self._document[i])
+        first, last = int(self._title_ends[number - 1]) if number else 0, int(self._title_ends[number])
+        where, roles, has_prompt = json.loads(bytes(self._titles[first:last]))
+        messages = None if roles is None else [{"role": role} for role in roles]
+        document = Document(where, messages=messages, prompt="" if has_prompt else None)
+        return Piece(*self.arrays(i), document, int(self._begins[i]), int(self._totals[number]))
+
+    @property
+    def together(self) -> int:
+        """How many pieces, one after the other, share a row and are held out together."""
+        return self.meta["together"]
+
+    @property
+    def kind(self) -> str:
+        """What belongs together, in a word."""
+        return self.meta["kind"]
+
+    @property
+    def marks(self) -> dict[str, list[int]]:
+        """Which tokens end answers and which stand in them, as `Tokenizer.marks` has them."""
+        return self.meta["marks"]
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray:
+    """The array of a file, of which an empty one cannot be mapped."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+@contextlib.contextmanager
+def leftovers_removed(out: Path) -> Iterator[None]:
+    """A context for a run, before and after which unfinished tokens are removed, or such as it did not keep."""
+    remove = lambda: [shutil.rmtree(path, ignore_errors=True) for path in (out / FOLDER).glob(f"*{NEW}")]
+    remove()
+    try:
+        yield
+    finally:
+        remove()
+        with contextlib.suppress(OSError):
+            (out / FOLDER).rmdir()  # where it is empty
+
+
+def find(place: Path, key: str) -> Tokens | None:
+    """The tokens of an earlier start, if they are whole."""
+    folder = place / key
+    meta = read_json(folder / META)
+    if meta.get("format") != _FORMAT or meta.get("key") != key:
+        return None
+    with contextlib.suppress(OSError), telling(f"checking {disk.size(folder_size(folder))} of tokens"):
+        if all(digests.of_file(folder / name) == meta["digests"].get(name) for name in ARRAYS):
+            return Tokens(folder)
+    return None
+
+
+def write(
+    place: Path,
+    key: str,
+    sources: Sequence[DataSource],
+    read: Callable[[DataSource], Iterable[Document]],
+    tokenizer: Tokenizer,
+    length: int,
+    refused: reading.Refused = None,
+) -> Tokens:
+    """Encodes documents into files, some at a time. Returns the tokens, in a folder that `keep` gives its name."""
+    folder = place / f"{key}{NEW}"
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with Writer(folder) as writer:
+            for source in sources:
+                for batch in batches(read(source)):
+                    writer.add(batch, tokenizer.encoded(batch, length, refused), refused, tokenizer.left_out)
+                writer.end_part()
+        meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks}
+        meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments, "kind": tokenizer.kind}
+        write_json(folder / META, meta | {"notes": tokenizer.notes(length)})
+    except OSError as error:
+        if disk.is_full(error):
+            raise disk.full("The tokens of the data", place, folder_size(folder)) from error
+        raise UserError(f"The tokens of the data cannot be written to {place}: {error.strerror or error}.") from error
+    return Tokens(folder)
+
+
+def keep(tokens: Sequence[Tokens]) -> None:
+    """Gives the tokens of a run their names, and removes those of other runs beside them."""
+    names = {each.folder.name.removesuffix(NEW) for each in tokens}
+    for each in tokens:
+        if each.folder.name.endswith(NEW):
+            kept = each.folder.with_name(each.folder.name.removesuffix(NEW))
+            shutil.rmtree(kept, ignore_errors=True)
+            with contextlib.suppress(OSError):  # where an open file cannot be moved, the next start makes it anew
+                each.folder.rename(kept)
+                each.folder = kept
+    for place in {each.folder.parent for each in tokens}:
+        for other in place.iterdir():
+            if other.name not in names and read_json(other / META).get("key") == other.name:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def folder_size(folder: Path) -> int:
+    """The bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,130 @@
+"""Files of tokens: flat arrays, to which pieces of documents are added one after the other."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_jax.data import files, reading
+from liger_jax.data.documents import Document, Fingerprint
+from liger_jax.data.pieces import NO_TOKEN, Piece
+from liger_jax.ops.labels import IGNORE_INDEX
+
+ARRAYS = {  # by name
+    "tokens": np.int32,  # of all pieces
+    "scored": np.bool_,  # whether each token is trained on
+    "ends": np.int64,  # of each piece in `tokens`
+    "begins": np.int64,  # the place of each piece's first token in its document
+    "document": np.int64,  # number of each piece's document
+    "totals": np.int64,  # tokens of each document, cut off or not
+    "title_ends": np.int64,  # of each document's title in `titles`
+    "titles": np.uint8,  # what is shown of documents, in UTF-8
+}
+_BATCH = 1024  # documents that are encoded at once
+_BATCH_CHARACTERS = 2**20
+
+
+class Writer:
+    """Files of tokens, to which pieces are added. A context, which closes them."""
+
+    def __init__(self, folder: Path):
+        self._stack = contextlib.ExitStack()
+        self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
+        self._digests = {name: hashlib.sha256() for name in ARRAYS}
+        self._fingerprint, self._unread, self._pieces = Fingerprint(), frozenset(), [0]
+        self._documents = self._titles = self._tokens = self._count = 0
+        self._unused: dict[str, int] = {}  # by what such documents have in the place of a token to train on
+        self._first_unused: dict[str, list[str]] = {}
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def add(
+        self, documents: Sequence[Document], pieces: Iterable[Piece], refused: reading.Refused, why: dict[str, str]
+    ) -> None:
+        """Adds documents and their pieces; `why` says by their places what those without a piece have."""
+        used: dict[int, int] = {}  # numbers of documents
+        total = 0
+        for piece in pieces:
+            if not piece.begin or id(piece.document) not in used:  # the answers of a pair have each a title and a total
+                self._end_document(total)
+                used[id(piece.document)], total = self._documents, 0
+                self._begin_document(piece.document)
+            end = piece.begin + len(piece.tokens)
+            total = max(total, piece.total, end)
+            self._tokens += len(piece.tokens)
+            self._write(tokens=piece.tokens, scored=piece.labels != IGNORE_INDEX, ends=[self._tokens])
+            self._write(begins=[piece.begin], document=[used[id(piece.document)]])
+            self._pieces[-1] += 1
+        self._end_document(total)
+        for document in documents:
+            if refused and document.where in refused:
+                continue
+            self._count += 1
+            self._unread |= document.unread
+            self._fingerprint.add(document)
+            if document.path is not None:
+                with files.opened(document.path) as file:
+                    for text in iter(lambda: file.read(_BATCH_CHARACTERS), ""):
+                        self._fingerprint.add_text(text)
+            if id(document) not in used:
+                what = why.pop(document.where, NO_TOKEN)
+                self._unused[what] = self._unused.get(what, 0) + 1
+                first = self._first_unused.setdefault(what, [])
+                first += [document.where][: 3 - len(first)]
+
+    def end_part(self) -> None:
+        """Ends the pieces of one thing that `--data` names."""
+        self._pieces.append(0)
+
+    def meta(self) -> dict[str, Any]:
+        """What is to be known of the tokens."""
+        return {
+            "digests": {name: digest.hexdigest() for name, digest in self._digests.items()},
+            "documents": str(self._fingerprint),
+            "count": self._count,
+            "unused": self._unused,
+            "first_unused": self._first_unused,
+            "unread": sorted(self._unread),
+            "pieces": self._pieces[:-1],
+        }
+
+    def _begin_document(self, document: Document | None) -> None:
+        where, messages = ("", None) if document is None else (document.where, document.messages)
+        roles = None if messages is None else [message["role"] for message in messages]
+        title = json.dumps([where, roles, document is not None and document.prompt is not None]).encode()
+        self._titles += len(title)
+        self._documents += 1
+        self._write(titles=np.frombuffer(title, np.uint8), title_ends=[self._titles])
+
+    def _end_document(self, total: int) -> None:
+        if total:
+            self._write(totals=[total])
+
+    def _write(self, **arrays: Any) -> None:
+        for name, values in arrays.items():
+            data = np.asarray(values, ARRAYS[name]).tobytes()
+            self._digests[name].update(data)
+            self._files[name].write(data)
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents that are not empty, as many at a time as are encoded at once."""
+    batch, characters = [], 0
+    for document in documents:
+        if document.is_empty:
+            continue
+        batch.append(document)
+        characters += len(document.text) + len(str(document.messages or ""))
+        if len(batch) == _BATCH or characters > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,337 @@
+"""A checkpoint's tokenizer: documents become token ids, with a label for each token that is trained on."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from liger_jax.chat import template_sources
+from liger_jax.chat.messages import IS_TRAINED, is_trained
+from liger_jax.chat.strict_json import kind_of
+from liger_jax.data import added_tokens, long_text
+from liger_jax.data.added_tokens import AddedOnce, check_growth
+from liger_jax.data.conversations import Conversations
+from liger_jax.data.documents import Document
+from liger_jax.data.files import checked, opened
+from liger_jax.data.pieces import Piece as Piece
+from liger_jax.data.pieces import completed, errors_at, failures, no_place, nothing_to_train_on, places
+from liger_jax.models.core.config_fields import MOST, short
+from liger_jax.models.hugging_face.checkpoint import TEMPLATES
+from liger_jax.models.hugging_face.source import Source, find
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import digests
+from liger_jax.user_errors import UserError, refusals_kept
+
+FILE = "tokenizer.json"
+_MOST_SAID = 500  # characters of another library's error
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint, from tokenizer.json and the small files beside it."""
+
+    together = 1  # how many pieces, one after the other, share a row and are held out together
+    kind = "piece"  # what they are together, in a word
+    in_segments = False  # whether rows say where their pieces are, even where each has its own row
+
+    def __init__(self, source: Source | str | Path, vocab_size: int, stops: Sequence[int]):
+        source = find(source, weights=False)
+        folder, files = source.folder, source.tokenizer
+        if (content := files[FILE]) is None:
+            raise UserError(
+                f"{folder} has no {FILE}. If it holds a tokenizer of another form, transformers writes one: "
+                f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
+            )
+        if wrong := [stop for stop in stops if not 0 <= stop <= MOST]:
+            raise UserError(f"{folder}: eos_token_id names {short(wrong[0])}, which is no token. Mend its config.")
+        check_growth(folder / FILE, content)
+        self._folder, self._files, self._vocab_size = folder, files, vocab_size
+        self._config = added_tokens.merged(self._json(added_tokens.CONFIG), self._json(added_tokens.MAP))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            added_tokens.add(self._tokenizer, folder, self._config, self._json(added_tokens.ADDED))
+        except UserError:
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # tokenizers raises nothing narrower, and its panics are no Exceptions
+            raise UserError(f"{folder / FILE} cannot be read: {str(error)[:_MOST_SAID]}.") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special = template_sources.special_tokens(self._config)
+        eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
+        self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
+        self._stops: list[int] = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
+        self._conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
+        self.left_out: dict[str, str] = {}  # what documents without a piece have instead, where there is a word for it
+        self._once = AddedOnce(self.text)
+        self._has_joined = False  # whether a prompt that is a text was joined to its answer
+        self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
+
+    def pieces(
+        self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
+    ) -> list[Piece]:
+        """Encodes documents, cuts them to the length of a row, and prints what is to be known of them."""
+        pieces = list(self.encoded(documents, length, refused))
+        for note in self.notes(length):
+            print(note)
+        if not pieces and not refused:
+            raise nothing_to_train_on()
+        return pieces
+
+    def encoded(
+        self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
+    ) -> Iterator[Piece]:
+        """Encodes some documents of many, and cuts them to the length of a row.
+
+        A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
+        and so is a prompt with its completion, and what is longer is dropped. A token that ends a last answer is added
+        to `stops`.
+        """
+        chats = [each for each in documents if each.messages is not None]
+        completions = [each for each in documents if each.messages is None and each.prompt is not None]
+        texts = [each for each in documents if each.messages is None and each.prompt is None and each.path is None]
+        pieces: dict[int, list[Piece]] = {}
+        for piece in [
+            *self._texts(texts, length, refused),
+            *self._completions(completions, length, refused),
+            *(self._chats(chats, length, refused) if chats else []),
+        ]:
+            pieces.setdefault(id(piece.document), []).append(piece)
+        for document in documents:
+            own = pieces.get(id(document), []) if document.path is None else self._long(document, length, refused)
+            yield from (piece for piece in own if piece.is_scored)
+
+    def side(self, piece: Piece, number: int) -> str:
+        """What a piece is among those that belong together."""
+        return ""
+
+    def notes(self, length: int) -> list[str]:
+        """What is to be said of all documents that were encoded."""
+        notes = [*self._conversations.notes(), *self.notices().values()]
+        for kind, cut in self._cut.items():
+            if cut:
+                notes.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
+        with contextlib.suppress(UserError):  # a damaged template is reported where it is needed
+            if self._has_joined and self.has_template:
+                notes.append(
+                    "prompts that are texts are joined to their answers as they stand, without the tokenizer's chat "
+                    'template; for a chat, write a prompt as [{"role": "user", "content": …}]'
+                )
+        return list(dict.fromkeys(notes))
+
+    def notices(self) -> dict[str, str]:
+        """What is to be said of texts and messages that were encoded since it was said last."""
+        return self._conversations.notices() | self._once.notices()
+
+    @property
+    def stops(self) -> list[int]:
+        """The tokens that end a text, by the checkpoint and by what ends the last answers of conversations.
+
+        A number beyond the model's vocabulary is none of them: a model cannot write it.
+        """
+        stops = [*self._stops, *(stop for stop in self._conversations.stops if stop not in self._stops)]
+        return [stop for stop in stops if stop < self._vocab_size]
+
+    @property
+    def marks(self) -> dict[str, list[int]]:
+        """Which tokens end answers and which stand in them, by name: what `add_marks` takes."""
+        return {name: sorted(tokens) for name, tokens in self._conversations.marks.items()}
+
+    def add_marks(self, marks: Mapping[str, Sequence[int]]) -> None:
+        """Adds what `marks` was when other conversations had been encoded."""
+        for name, tokens in marks.items():
+            self._conversations.marks[name] |= {*tokens}
+
+    def identity(self) -> dict[str, Any]:
+        """What the tokens of a text depend on, apart from the text."""
+        files = {name: digests.of_bytes(content) for name, content in self._files.items() if content}
+        return files | {"vocab_size": self._vocab_size, "eos": self._eos}
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The number of each token, those that were added among them, in order of the numbers."""
+        numbers = self._tokenizer.get_vocab(with_added_tokens=True)  # in another order in each process
+        return dict(sorted(numbers.items(), key=lambda token: token[1]))
+
+    @property
+    def tells_the_time(self) -> bool:
+        """Whether a chat template may print the date, so that it gives other tokens on another day."""
+        return any("strftime_now" in source for source in self._chat_templates().values())
+
+    def prompt(self, document: Document) -> np.ndarray:
+        """The tokens after which a model goes on with a text, or answers a conversation."""
+        is_text = document.messages is None
+        text = document.text if is_text else self._conversations.prompt(document)
+        with failures():
+            encoded = self._tokenizer.encode(text, add_special_tokens=is_text)
+        ids = encoded.ids[self._once.of(encoded, to_go_on=is_text)]
+        if not ids:
+            raise UserError(f"{document.where} has no tokens, and a model goes on after at least one.")
+        return self._checked(ids, document)
+
+    def text(self, tokens: Sequence[int], special: bool = True) -> str:
+        """The text of tokens, with the special ones or without."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._chat_templates())
+
+    def _texts(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
+        pieces, texts = [], [document.text for document in documents]
+        encodings = self._encoded(documents, texts, self._tokenizer.encode_batch_fast, refused)
+        for document, encoded in zip(documents, encodings, strict=True):
+            if encoded is None:
+                continue
+            ids = encoded.ids[self._once.of(encoded)]
+            if self._eos is not None and ids[-1:] != [self._eos]:
+                ids = [*ids, self._eos]
+            with refusals_kept(refused, document.where):
+                tokens = self._checked(ids, document)
+                for i in range(0, len(tokens), length):
+                    part = tokens[i : i + length]
+                    pieces.append(Piece(part, part, document, i, len(tokens)))
+        return pieces
+
+    def _completions(
+        self, documents: list[Document], length: int, refused: dict[str, UserError] | None
+    ) -> Iterator[Piece]:
+        texts = [(document.prompt or "") + document.text for document in documents]
+        self._has_joined |= any((document.prompt or "").strip() for document in documents)
+        encodings = self._encoded(documents, texts, self._tokenizer.encode_batch, refused)
+        for document, encoded in zip(documents, encodings, strict=True):
+            if encoded is None:
+                continue
+            once = self._once.of(encoded)
+            ids, is_scored = encoded.ids[once], completed(np.array(encoded.offsets[once]), len(document.prompt or ""))
+            if self._eos is not None and ids[-1:] != [self._eos]:
+                ids, is_scored = [*ids, self._eos], np.append(is_scored, is_scored.any())
+            with refusals_kept(refused, document.where):
+                yield self._one(document, ids, is_scored, length, "completions")
+
+    def _long(self, document: Document, length: int, refused: dict[str, UserError] | None) -> Iterator[Piece]:
+        """The pieces of a text that is read by parts."""
+        ids, begin, path = [], 0, document.path or Path()
+        with refusals_kept(refused, document.where), opened(path) as file, errors_at(document.where):
+            ends = [] if self._eos is None else [self._eos]
+            parts = long_text.with_added(checked(path, file), self._tokenizer, self._once.note)
+            for some in itertools.chain(parts, [None]):
+                is_end = some is None
+                ids += (ends if ids[-1:] != ends else []) if some is None else some
+                while len(ids) > length or is_end and ids:  # the last token stays: the end may have to follow it
+                    part = self._checked(ids[:length], document)
+                    yield Piece(part, part, document, begin)
+                    ids, begin = ids[length:], begin + length
+
+    def _chats(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
+        rendered = self._rendered(documents, refused)
+        encode = lambda texts: self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        encodings = self._encoded([d for d, _ in rendered], [chat.text for _, chat in rendered], encode, refused)
+        pieces = []
+        for (document, chat), encoded in zip(rendered, encodings, strict=True):
+            if encoded is None:
+                continue
+            with refusals_kept(refused, document.where):
+                is_answer = np.zeros(len(encoded.ids), bool)
+                ends = []
+                for span in chat.spans:
+                    answer = places(np.array(encoded.offsets), chat.text, span)
+                    is_answer[answer] = True
+                    ends += [encoded.ids[i] for i in answer[-1:]]
+                messages = document.messages or []
+                if by_weight := _left_out_by(messages):
+                    self.left_out[document.where] = f"only answers that {by_weight} leaves out"
+                self._conversations.look_at_ends(messages, chat, ends)
+                pieces.append(self._one(document, encoded.ids, is_answer, length, "conversations"))
+        return pieces
+
+    def _one(self, document: Document, ids: list[int], is_scored: np.ndarray, length: int, kind: str) -> Piece:
+        """A document that is one piece, and is cut off if it is longer than a row."""
+        tokens = self._checked(ids, document)
+        labels = np.where(is_scored, tokens, IGNORE_INDEX).astype(np.int32)
+        self._cut[kind] += len(tokens) > length
+        self._count[kind] += 1
+        piece = Piece(tokens[:length], labels[:length], document, 0, len(tokens))
+        if is_scored[1:].any() and not piece.is_scored:
+            self.left_out[document.where] = no_place(length)
+        return piece
+
+    def _rendered(self, documents: list[Document], refused: dict[str, UserError] | None) -> list[tuple[Document, Any]]:
+        """Conversations, and each as its chat template prints it."""
+        rendered = []
+        for document in documents:
+            with refusals_kept(refused, document.where), errors_at(document.where):
+                rendered.append((document, self._conversations.rendered(document)))
+        return rendered
+
+    def _chat_templates(self) -> dict[str, str]:
+        """The chat templates by name, from the places where transformers looks."""
+        names = {"default": "chat_template.jinja"}
+        names |= {Path(name).stem: name for name in self._files if Path(name).parent == Path(TEMPLATES)}
+        templates = {name: self._text(file) for name, file in names.items() if self._files[file] is not None}
+        others = [each.get("chat_template") for each in (self._config, self._json("chat_template.json"))]
+        return template_sources.by_name([templates, *others], self._folder)
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self._files[name] or b"").decode()
+        except ValueError as error:
+            raise UserError(f"{self._folder / name} cannot be read: {error}.") from error
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """A JSON object; empty if there is no such file."""
+        if self._files[name] is None:
+            return {}
+        try:
+            values = json.loads(self._text(name))
+            if isinstance(values, dict):
+                return values
+            reason = f"it holds {kind_of(values)}, and must hold an object"
+        except UserError:
+            raise
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+        raise UserError(f"{self._folder / name} cannot be read: {reason}.")
+
+    def _encoded(
+        self,
+        documents: list[Document],
+        texts: list[str],
+        encode: Callable[[list[str]], list[Any]],
+        refused: dict[str, UserError] | None,
+    ) -> list[Any]:
+        """The encodings of texts, `None` for one that is refused. If all at once fail, they are encoded one by one."""
+        try:
+            with failures():
+                return encode(texts)
+        except UserError:
+            encodings: list[Any] = [None] * len(texts)
+            for i, document in enumerate(documents):
+                with refusals_kept(refused, document.where), errors_at(document.where), failures():
+                    (encodings[i],) = encode(texts[i : i + 1])
+            return encodings
+
+    def _checked(self, ids: list[int], document: Document) -> np.ndarray:
+        wrong = next((i for i in (max(ids, default=0), min(ids, default=0)) if not 0 <= i < self._vocab_size), None)
+        if wrong is not None:
+            name = self._tokenizer.id_to_token(wrong) if 0 <= wrong < 2**32 else "that ends a text"
+            raise UserError(
+                f"{document.where}: the token {name!r} has the number {wrong}, and the model's vocabulary has "
+                f"{self._vocab_size} entries. Pass a model with its own tokenizer."
+            )
+        return np.asarray(ids, np.int32)
+
+
+def _left_out_by(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The fields by which all answers of a conversation are left out; "" if one is trained on."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if any(map(is_trained, answers)):
+        return ""
+    names = [name for name in IS_TRAINED if any(message.get(name, True) in (0, False) for message in answers)]
+    return " or ".join(map(repr, names))

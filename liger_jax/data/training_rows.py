@@ -1,0 +1,272 @@
+"""A run's rows from its data: what `liger-jax finetune` trains on, and what `liger-jax data` shows."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_jax.data import file_formats, reading, token_cache
+from liger_jax.data.laid_rows import LaidRows
+from liger_jax.data.options import RowOptions
+from liger_jax.data.pieces import NO_TOKEN, Piece, nothing_to_train_on
+from liger_jax.data.sources import DataSource, data_sources, in_both
+from liger_jax.data.sources import weight as weight_of
+from liger_jax.data.stream import Stream
+from liger_jax.data.token_cache import Tokens
+from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.training import digests, disk, rows
+from liger_jax.training.rows import Mixture, Rows, hold_out, num_mixed
+from liger_jax.training.waiting import telling
+from liger_jax.user_errors import UserError, counted, user_errors
+
+# The modules that decide about tokens, by their paths: a change in one of them makes tokens anew.
+MADE_BY = (
+    "chat/jinja", "chat/left_out", "chat/limits", "chat/messages", "chat/prompts", "chat/spans", "chat/strict_json",
+    "chat/template", "chat/template_sources", "chat/traced",
+    "data/added_tokens", "data/answer_tokenizer", "data/conversations", "data/documents", "data/file_formats",
+    "data/file_rows", "data/files", "data/formats", "data/labelled_answers", "data/long_text", "data/pair_tokenizer",
+    "data/pairs", "data/pieces", "data/reading", "data/sources", "data/token_cache", "data/token_files",
+    "data/tokenizer",
+)  # fmt: skip
+_ROOT = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRows:
+    """The data of a run."""
+
+    rows: LaidRows | None  # the rows to train on; `None` if they are read from a stream
+    held_out_rows: LaidRows | None  # the rows that are scored and not trained on; `None` if there are none
+    # (rows, weight) of consecutive groups of rows, where an epoch has each as often as the weight says; `None` for each
+    # row once.
+    mixture: Mixture | None
+    summary: str  # how many there are, in words
+    stream: Stream | None = None  # the stream
+
+    @property
+    def num_in_epoch(self) -> int:
+        """How many rows an epoch has; 0 for a stream, which has none."""
+        if self.mixture is not None:
+            return num_mixed(self.mixture)
+        return 0 if self.rows is None else self.rows.num_rows
+
+    @property
+    def laid(self) -> list[LaidRows]:
+        """All rows that are not read from a stream."""
+        return [each for each in (self.rows, self.held_out_rows) if each is not None]
+
+    @property
+    def _tokens(self) -> list[Tokens]:
+        """The tokens of both, which may be the same."""
+        return list({each.tokens.folder: each.tokens for each in self.laid}.values())
+
+    def made_of(self) -> dict[str, str]:
+        """Texts by which the data of a run can be told from that of another: its documents, and its tokens."""
+        digest = digests.of_bytes("".join(each.digest for each in self._tokens).encode())[:12]
+        number = sum(each.num_rows for each in self.laid)
+        return {
+            "documents": " and ".join(each.meta["documents"] for each in self._tokens),
+            "rows": f"{number} rows, as tokenizer and chat template make them: {digest}",
+        }
+
+    def batches(self, settings: RowOptions, own: np.ndarray | None = None) -> Callable[[int], Rows]:
+        """The rows of each step by its number, from 0."""
+        if self.stream is not None:
+            return self.stream.rows_of
+        return rows.batches(self.rows, settings.batch, settings.seed, settings.epochs_to_train, self.mixture, own)
+
+    def pieces(self, settings: RowOptions) -> Callable[[int], np.ndarray]:
+        """Which piece each token of a step belongs to, by numbers that do not depend on the rows.
+
+        Returns a function of the step: numbers (rows, length). What comes twice in a step has two numbers, and places
+        without a token have any.
+        """
+        if self.stream is not None:
+            return self.stream.pieces_of
+        laid = self.rows
+        assert laid is not None
+        options = settings.batch, settings.seed, settings.epochs_to_train, self.mixture
+        places_of = rows.batches({"input_ids": laid["pieces"]}, *options)
+
+        def pieces_of(step: int) -> np.ndarray:
+            places = places_of(step)["input_ids"]
+            turn = [np.count_nonzero(places[:row, 0] == first) for row, first in enumerate(places[:, 0])]
+            return laid.pieces[places] + len(laid.tokens) * np.array(turn)[:, None]
+
+        return pieces_of
+
+    @property
+    def num_segments(self) -> int:
+        """The most pieces that a row has."""
+        return max(each.most_in_a_row for each in self.laid)
+
+    def held_out(self, most: int) -> list[Piece]:
+        """The first pieces that are scored, and of those that belong together the first."""
+        laid = self.held_out_rows
+        return [] if laid is None else [laid.tokens.piece(int(i)) for i in laid.pieces[:: laid.tokens.together][:most]]
+
+    def keep(self) -> None:
+        """Keeps the tokens for the next start, and removes those of other runs in the same folder."""
+        token_cache.keep(self._tokens)
+
+
+def tokenizer(source: Source, vocab_size: int, kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
+    """Reads a checkpoint's tokenizer; its model's vocabulary has `vocab_size` entries."""
+    with user_errors():
+        stops = source.stops
+    return kind(source, vocab_size, stops)
+
+
+def sources_of(settings: RowOptions) -> dict[str, list[DataSource]]:
+    """What the flags of a run name, which is looked for before anything is read.
+
+    Returns files and datasets by flag; those of `--data` are left out for a stream.
+    """
+    given = {} if settings.stream else {"--data": settings.data}
+    given |= {"--eval-data": settings.eval_data} if settings.eval_data else {}
+    sources = {flag: data_sources(data, flag) for flag, data in given.items()}
+    for source in sources.get("--eval-data", []):
+        if source.weight != 1:
+            raise UserError(
+                f"--eval-data={source.name} has a weight, and all that is scored counts alike. Leave it out."
+            )
+    trained = sources.get("--data") or [DataSource(name) for name in settings.data]  # of a stream
+    if (both := in_both(trained, sources.get("--eval-data", []))) is not None:
+        raise UserError(
+            f"--eval-data: {both} is in --data, too, so that its score would say nothing. Name it in one of them; "
+            "without --eval-data a share of --data is held out."
+        )
+    if (
+        settings.subset
+        and not settings.stream
+        and all(source.paths for of_flag in sources.values() for source in of_flag)
+    ):
+        raise UserError(
+            f"--subset={settings.subset} is a dataset's configuration, and the data are files. Leave it out."
+        )
+    return sources
+
+
+def prepared(
+    settings: RowOptions, encoder: Tokenizer, place: Path, sources: Mapping[str, list[DataSource]] | None = None
+) -> TrainingRows:
+    """The rows of a run, whose tokens are made once: a later start finds them by the content of the data."""
+    sources = sources_of(settings) if sources is None else sources
+    if settings.stream:
+        stream = Stream(settings, encoder, place)
+        scored = tokens_of(settings, encoder, place, sources["--eval-data"], "--eval-data")
+        laid = LaidRows(scored, [np.arange(len(scored))], settings.length, settings.pack)
+        summary = f"data: a stream of {settings.data[0]}; {len(scored):,} pieces are scored"
+        return TrainingRows(None, laid, None, summary, stream)
+    train = tokens_of(settings, encoder, place, sources["--data"])
+    if not settings.eval_data:
+        return lay(settings, train)
+    scored = tokens_of(settings, encoder, place, sources["--eval-data"], "--eval-data")
+    if train.meta["documents"] == scored.meta["documents"]:
+        raise UserError("--eval-data has the content of --data, so that its score would say nothing. Pass other data.")
+    return lay(settings, train, scored)
+
+
+def tokens_of(
+    settings: RowOptions,
+    encoder: Tokenizer,
+    place: Path,
+    sources: Sequence[DataSource],
+    flag: str = "--data",
+    refused: reading.Refused = None,
+    is_kept: bool = True,
+) -> Tokens:
+    """The tokens of what a flag names. Prints what is to be known of them."""
+    file_formats.tell([path for source in sources for path in source.paths])
+    loaded = {source.name: reading.dataset(source.name, settings.subset) for source in sources if not source.paths}
+    key = _key(settings, encoder, sources, loaded) if is_kept else flag.strip("-")
+    if not is_kept or (tokens := token_cache.find(place, key)) is None:
+        read = lambda source: reading.documents_of(
+            source, loaded.get(source.name), settings.column, settings.format, refused
+        )
+        with telling("tokenising"):
+            tokens = token_cache.write(place, key, sources, read, encoder, settings.length, refused)
+    if not tokens.meta["count"] and not refused:
+        raise reading.no_text([source.name for source in sources], flag)
+    if not len(tokens) and not refused:
+        only_empty = [*tokens.meta["unused"]] == [NO_TOKEN]
+        raise nothing_to_train_on(() if only_empty else _unused(tokens.meta))
+    encoder.add_marks(tokens.marks)
+    for line in (*filter(None, [reading.unread(frozenset(tokens.meta["unread"]))]), *tokens.meta["notes"]):
+        print(line)
+    return tokens
+
+
+def lay(settings: RowOptions, train: Tokens, scored: Tokens | None = None) -> TrainingRows:
+    """Lays the pieces of documents into rows."""
+    together = train.together
+    number = len(train) // together
+    if settings.share_held_out and number < 2:
+        raise UserError(
+            f"The data is one {train.kind}, so that nothing can be held out. Pass more of it, or --eval-share 0."
+        )
+    drawn = hold_out(range(number), settings.share_held_out, settings.seed)
+    pieces_of = lambda some: (np.array(some, np.int64)[:, None] * together + np.arange(together)).ravel()
+    chosen, held_out = map(pieces_of, drawn)
+    weights, groups, mixture = [weight_of(text) for text in settings.data], [chosen], None
+    is_mixed = any(weight != 1 for weight in weights)
+    if is_mixed:
+        groups = np.split(chosen, np.searchsorted(chosen, np.cumsum(train.meta["pieces"])[:-1]))
+    laid = LaidRows(train, groups, settings.length, settings.pack)
+    if is_mixed:
+        mixture = list(zip(laid.counts, weights, strict=True))
+    if scored is not None:
+        others: LaidRows | None = LaidRows(scored, [np.arange(len(scored))], settings.length, settings.pack)
+    else:
+        others = LaidRows(train, [held_out], settings.length, settings.pack) if len(held_out) else None
+    return TrainingRows(laid, others, mixture, _summary(settings, laid, others, mixture))
+
+
+def _summary(settings: RowOptions, laid: LaidRows, held_out: LaidRows | None, mixture: Mixture | None) -> str:
+    tokens = int(laid.tokens.sizes()[laid.pieces].sum())
+    padding = 1 - tokens / (laid.num_rows * settings.length)
+    hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
+    meta = laid.tokens.meta
+    pieces = lambda some: counted(len(some) // laid.tokens.together, laid.tokens.kind)
+    read = f"{counted(meta['count'], 'document')} in {pieces(laid.tokens)}"
+    trained = f"{pieces(laid.pieces)} with {counted(tokens, 'token')} in {counted(laid.num_rows, 'row')} to train on"
+    scored = pieces([] if held_out is None else held_out.pieces)
+    summary = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {scored} "
+    summary += "scored" if settings.eval_data else "held out"
+    if mixture is not None:
+        groups = zip(settings.data, mixture, strict=True)
+        each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in groups)
+        summary += f"\nan epoch has {counted(num_mixed(mixture), 'row')}: {each}"
+    return "\n".join([summary, *_unused(meta)])
+
+
+def _unused(meta: Mapping[str, Any]) -> list[str]:
+    """What documents without a row have, and where they are, in words."""
+    lines = []
+    for what, unused in meta["unused"].items():
+        have = "1 document has" if unused == 1 else f"{unused:,} documents have"
+        first = ", ".join(meta["first_unused"][what])
+        lines.append(f"{have} {what}, and no row: {first}{', …' if unused > 3 else ''}")
+    return lines
+
+
+def _key(settings: RowOptions, encoder: Tokenizer, sources: Sequence[DataSource], loaded: Mapping[str, Any]) -> str:
+    """What tokens are made of: the content of the data, how it is read, and the tokenizer."""
+    made: list[Any] = [importlib.metadata.version("tokenizers"), encoder.identity(), settings.length]
+    made += [settings.column, settings.subset, settings.format]
+    made += (digests.of_file(_ROOT / f"{name}.py") for name in MADE_BY)
+    made += [str(datetime.date.today())] if encoder.tells_the_time else []
+    with user_errors():
+        size = sum(path.stat().st_size for source in sources for path in source.paths)
+        with telling(f"looking at {disk.size(size)} of data"):
+            for source in sources:
+                files = {str(path): digests.of_file(path) for path in source.paths}
+                dataset = loaded.get(source.name)  # one that does not tell its content is read anew each time
+                content = files or getattr(dataset, "_fingerprint", None) or f"at {datetime.datetime.now()}"
+                made.append([source.name, content])
+    return digests.of_json(made)

@@ -1,0 +1,6 @@
+"""Training runs: what `liger-jax finetune`, `dpo`, `grpo` and `distill` do, from options to the folder that they leave.
+
+`run` is the way of every run: what it is (`decided_run`), trains on (`training_inputs`), begins with (`initial_state`),
+repeats (`run_loop`), resumes (`resume`) and leaves (`finish`, `result`). `task` is what differs between methods, and
+`dpo`, `kto`, `grpo` and `distillation` are their tasks. It knows the options of a run by their flags, and no parser.
+"""

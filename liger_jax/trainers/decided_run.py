@@ -1,0 +1,111 @@
+"""A training run that is decided: what it was asked for, with all that was left to it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.planner import defaults
+from liger_jax.planner.architectures import Architecture, architecture_of
+from liger_jax.trainers import adapters, long_rows, memory, result, run_model, weights
+from liger_jax.trainers.options import Settings
+from liger_jax.trainers.task import Task
+from liger_jax.training import meshes
+from liger_jax.user_errors import UserError
+
+TaskOf = Callable[[Any, Source, Architecture], Task]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that is decided, before its rows are made and its weights are read."""
+
+    asked: Settings  # the settings as they were given
+    settings: Settings  # the same with all that was left to the run
+    task: Task  # what the run trains for
+    source: Source  # the model's folder
+    architecture: Architecture  # what the model is
+    precision: dict[str, str]  # names of the dtypes of the computation and of the weights
+    devices: meshes.Devices  # where it runs
+    out: Path
+
+
+def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, Any]:
+    """Decides what a run leaves open, by its model, its devices and their memory. What it needs is printed."""
+    settings, source = adapters.found(asked)
+    for folder in adapters.tuned(settings, source):
+        result.check(settings, folder)
+    settings = _as_stored(settings, source)
+    dtypes = precision(settings, source.dtype)
+    architecture = long_rows.stretched_for(settings, architecture_of(source))
+    if not isinstance(task, Task):
+        task = task(settings, source, architecture)
+    if task.alone and jax.process_count() > 1:
+        raise UserError("--distributed: this command trains in one process. Leave it out.")
+    shape = lambda layout: nnx.eval_shape(lambda: run_model.new(settings, task, source, architecture, dtypes, layout))
+    devices = _devices(settings, task, shape)
+    # What the run needs is printed before weights are looked for, so that it can be read without them.
+    settings = _fitted(settings, task, architecture, dtypes, source.dtype, devices)
+    weights.check("--model", source)
+    model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
+    of_rows = devices.layout_of_rows
+    shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)
+    return Run(asked, settings, task, source, architecture, dtypes, devices, out), model, shown
+
+
+def _as_stored(settings: Settings, source: Source) -> Settings:
+    """The settings for weights that are nf4 already, if these are."""
+    if not source.is_nf4:
+        return settings
+    if settings.lora is None:
+        raise UserError(
+            f"The weights of {settings.model} are nf4, and stay as they are. Pass --lora, such as --lora 16."
+        )
+    if settings.quantize == "int8":
+        raise UserError(f"--quantize=int8, but the weights of {settings.model} are nf4 already. Leave it out.")
+    return dataclasses.replace(settings, quantize="nf4")
+
+
+def precision(settings: Settings, stored: str) -> dict[str, str]:
+    """The dtypes that a run computes in."""
+    return dict(
+        dtype=settings.dtype or defaults.dtype(),
+        param_dtype=settings.param_dtype or defaults.param_dtype(settings.lora, stored),
+    )
+
+
+def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> meshes.Devices:
+    """Where the run is computed; `shape` gives the model's types by its layout."""
+    # A model that writes its own batches gathers split weights for each token: several devices are asked for.
+    there = jax.devices() if task.rollouts is None or settings.mesh else jax.devices()[:1]
+    devices = meshes.chosen(settings.mesh, there, task.rows(settings), shape)
+    if task.rollouts is not None and devices.layout_of_rows != devices.layout:
+        raise UserError(
+            f"--mesh={settings.mesh}: devices that share completions cannot sample them. Give the devices to data "
+            "or fsdp."
+        )
+    if task.alone and devices.sizes["sequence"] > 1:
+        raise UserError(f"--mesh={settings.mesh}: this command's rows stay whole. Give the devices to fsdp or tensor.")
+    return devices
+
+
+def _fitted(
+    settings: Settings,
+    task: Task,
+    architecture: Architecture,
+    precision: dict[str, str],
+    stored: str,
+    devices: meshes.Devices,
+) -> Settings:
+    """The run with what was left to it decided by what fits; what it needs is printed."""
+    options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
+    if (teacher := task.teacher) is not None:
+        tokens = settings.batch * settings.length // meshes.shards_of_batch(devices.sizes)
+        its_bytes = functools.cache(lambda cuts: teacher.num_bytes(precision["dtype"], devices, tokens // cuts))
+        options |= dict(teacher=its_bytes, teacher_stays=teacher.stays)
+    return memory.fitted(settings, architecture, **precision, **options)

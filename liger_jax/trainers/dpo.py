@@ -1,0 +1,148 @@
+"""The task of `liger-jax dpo`: to make the chosen one of two answers more likely than the rejected one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from liger_jax import losses
+from liger_jax.data.pair_tokenizer import PairTokenizer
+from liger_jax.data.training_rows import TrainingRows
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.trainers import kto, reference_log_probs
+from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.preference_losses import Pairs, Preference, flag
+from liger_jax.trainers.reference_log_probs import responses, sides
+from liger_jax.trainers.task import Task
+from liger_jax.user_errors import UserError
+
+_FIGURES = (  # TRL's names
+    "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
+    "nll_loss",
+)  # fmt: skip
+
+
+def loss_of(preference: Preference, num_segments: int) -> Callable[..., Any]:
+    """The loss of a run, a mean over pairs, for `make_step` with `has_aux=True`: a function of the model, the batch and
+    `normalizer_of`'s denominators, `None` for the batch's own. Each odd segment of a row is a chosen answer, and the
+    next one its rejected answer. Loss and figures add up over micro-batches.
+    """
+    normalizer, ld_alpha = normalizer_of(preference), preference.ld_alpha
+
+    def loss(model: Any, batch: Mapping[str, Any], denominators: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        counts = normalizer(batch) if denominators is None else denominators
+        answers = responses(model, batch, num_segments, ld_alpha=ld_alpha, prompts=preference.reads_prompts)
+        references = jnp.zeros_like(answers.log_probs)
+        if preference.needs_reference:
+            references = reference_log_probs.of_batch(model, batch, num_segments, ld_alpha=ld_alpha)
+            references = jax.lax.stop_gradient(jnp.where(answers.tokens > 0, references, 0.0))
+        (chosen, rejected), (chosen_tokens, rejected_tokens) = sides(answers.log_probs), sides(answers.tokens)
+        exist = (chosen_tokens > 0) & (rejected_tokens > 0)
+        nll = sides(answers.nll)[0] * counts["pairs"] / counts["tokens"]
+        pairs = Pairs(chosen, rejected, chosen_tokens, rejected_tokens, exist, nll, sides(references))
+        out = preference.losses(pairs, counts["tokens"] / counts["pairs"])
+        mean = lambda x: jnp.sum(jnp.where(exist, x, 0.0)) / counts["pairs"]
+        first = jnp.arange(exist.size) < jnp.sum(exist) if preference.sorts else exist  # what is no pair is sorted last
+        values = out.chosen_rewards, out.rejected_rewards, out.margins, out.margins > 0, chosen, rejected, nll
+        figures = {name: jax.lax.stop_gradient(mean(x)) for name, x in zip(_FIGURES, values, strict=True)}
+        return jnp.sum(jnp.where(first, out.losses, 0.0)) / counts["pairs"], figures
+
+    return loss
+
+
+def normalizer_of(preference: Preference) -> Callable[[Mapping[str, Any]], dict[str, jax.Array]]:
+    """The denominators of the loss.
+
+    Returns a function of a whole batch: how many `pairs` it has, and how many `tokens` the likelihood of their chosen
+    answers counts; both are () float32, and 1 where there is none.
+    """
+    reads_prompts = preference.reads_prompts
+
+    def normalizer(batch):
+        labels, segments = batch["input_ids"] if reads_prompts else batch["labels"], batch["segment_ids"]
+        begins = (segments > 0) & (batch["positions"] == 0)
+        counted = (losses.shifted_labels(labels, segments) != IGNORE_INDEX) & (segments % 2 == 1)
+        return {
+            "pairs": jnp.maximum(jnp.sum(begins) // 2, 1).astype(jnp.float32),
+            "tokens": jnp.maximum(jnp.sum(counted), 1).astype(jnp.float32),
+        }
+
+    return normalizer
+
+
+def _sums(graph: Any, settings: PairSettings, data: TrainingRows) -> Any:
+    """A micro-batch's figures, each times its number of pairs, and that number."""
+    preference = settings.preference
+    loss, normalizer = loss_of(preference, data.num_segments), normalizer_of(preference)
+
+    @jax.jit
+    def sums(params, frozen, batch):
+        value, figures = loss(nnx.merge(graph, params, frozen), batch)
+        pairs = normalizer(batch)["pairs"]
+        return pairs * jnp.stack([value, *(figures[name] for name in _FIGURES), jnp.ones(())])
+
+    return sums
+
+
+def _scores(totals: Sequence[float]) -> dict[str, float]:
+    return {name: total / totals[-1] for name, total in zip(TASK.scored, totals[:-1], strict=True)}
+
+
+TASK = Task(
+    tokenizer=PairTokenizer,
+    loss=lambda settings, data: loss_of(settings.preference, data.num_segments),
+    alone=True,
+    normalizer=lambda settings, data: normalizer_of(settings.preference),
+    sums=_sums,
+    scores=_scores,
+    figures=_FIGURES,
+    scored=("eval_loss", *(f"eval_{name}" for name in _FIGURES)),
+    shown=("loss", "rewards/margins", "rewards/accuracies", "tokens_per_second", "memory_gib"),
+    add_columns=reference_log_probs.add_columns,
+    before=reference_log_probs.fill,
+)
+
+
+def of_run(settings: PairSettings, *model: Any) -> Task:
+    """The task of a run: of pairs, or by its loss of single answers."""
+    _check_trains(settings)
+    return TASK if settings.unpaired is None else kto.task_of(settings)
+
+
+def _check_trains(settings: PairSettings) -> None:
+    """Refuses a loss whose gradient at the first step has no square above 0 in float32.
+
+    The optimizer and the clipping of gradients take squares: 0 and infinity both leave the model as it is. At the first
+    step the policy is the reference.
+    """
+    chosen, unpaired, tokens = jnp.array([-20.0, -21.0, -22.0, -23.0]), settings.unpaired, jnp.full(4, 10.0)
+    rejected = chosen[::-1]
+
+    def of_pairs(chosen: jax.Array, rejected: jax.Array) -> jax.Array:
+        references = jax.lax.stop_gradient((chosen, rejected))
+        pairs = Pairs(chosen, rejected, tokens, tokens, jnp.ones(4, bool), -chosen / tokens, references)
+        return jnp.sum(settings.preference.losses(pairs, jnp.float32(10)).losses)
+
+    def of_answers(good: jax.Array, bad: jax.Array) -> jax.Array:
+        assert unpaired is not None
+        log_probs = jnp.concatenate([good, bad])
+        references = jax.lax.stop_gradient(log_probs)
+        return jnp.sum(unpaired.losses(log_probs, references, jnp.arange(8) < 4, jnp.float32(0)).losses)
+
+    gradients = jax.jit(jax.grad(of_pairs if unpaired is None else of_answers, (0, 1)))(chosen, rejected)
+    size, limits = np.abs(jax.device_get(gradients)).max(), jnp.finfo(jnp.float32)
+    if not limits.tiny**0.5 <= size <= limits.max**0.5:
+        names = ("loss_weights", "beta", "desirable_weight", "undesirable_weight")
+        given = [
+            f"{flag(name)}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for name in names
+            if (value := getattr(settings, name)) is not None
+        ]
+        raise UserError(
+            f"--loss={settings.loss_type} with {' and '.join(given)} cannot change the model: at the first step "
+            f"the loss has the gradient {size:.3g}, and its square must be above 0 and finite in float32. Pass other "
+            "values, or leave them out."
+        )

@@ -1,0 +1,55 @@
+"""How a training run ends: which step its result is of, what stays in its folder, and its last words."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from liger_jax.trainers import result
+from liger_jax.trainers.decided_run import Run
+from liger_jax.trainers.options import Settings
+from liger_jax.training import Checkpoints
+from liger_jax.training.loop import figure
+from liger_jax.user_errors import UserError
+
+
+def check_learned(run: Run, log: list[dict[str, Any]]) -> None:
+    """Refuses to make a result of a run whose rewards have never been numbers."""
+    if all(math.isnan(row[run.task.main_figure]) for row in log):
+        raise UserError(
+            "No completion of the run has a reward: the functions answered each with None. So nothing was learned, and "
+            "no model is written. Let them return numbers, and pass --fresh."
+        )
+
+
+def best_state(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
+    """Takes the state with the least held-out loss of a run that ended early, and says so.
+
+    `checkpoints`: those of the run, of which one was scored at least.
+    """
+    assert checkpoints.best is not None and checkpoints.latest_step is not None
+    step, last = checkpoints.best[0], checkpoints.latest_step
+    print(f"stopped after step {last} of {steps}: step {step} had the least held-out loss, and is taken")
+    return checkpoints.read(step, like)[0], step
+
+
+def record_result(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
+    """Writes down that the result is there, and removes what an earlier run has left."""
+    checkpoints.finish(target.name, result.record(settings, target, early))
+    result.clear(settings, checkpoints.earlier)
+    checkpoints.forget_earlier()
+
+
+def print_result(run: Run, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints) -> None:
+    """Says how a run has ended, by its task's figure, and where its result is."""
+    name = run.task.main_figure
+    first, last = log[0][name], log[done - 1][name]
+    print(f"{done} step{'s' if done > 1 else ''}; {name} {figure(first)} → {figure(last)}; {target.name} in {target}")
+    best = checkpoints.best
+    if best is not None and best[0] != done:
+        there = run.out / result.CHECKPOINTS / str(best[0])
+        without = " without --fresh and" if run.settings.fresh else ""
+        print(
+            f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, "
+            f"with {figure(best[1])}, whose checkpoint stays in {there}; the same command{without} with "
+            f"--result-of {best[0]} makes {target.name}-{best[0]} of it"
+        )

@@ -1,0 +1,91 @@
+"""What `liger-jax grpo` trains for: that completions which are better than their group become likelier."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax import losses
+from liger_jax.data import prompt_rows
+from liger_jax.models.lora import with_adapters
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers.rollouts import OLD, SAMPLED, Rollouts, num_segments
+from liger_jax.trainers.task import Task
+from liger_jax.training import score_sums
+from liger_jax.training.rows import ARGUMENTS
+
+DIFFERENCE = "sampling/sampling_logp_difference/mean"  # TRL's name
+
+
+def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
+    """The loss function of a run: of a model, a batch as `Rollouts.example`, and its denominator and number of tokens.
+
+    It returns the loss and figures that add up over micro-batches. Where a rollout has one update, the policy which
+    sampled is the one that is trained, without gradient. Nothing is computed for rows without tokens.
+    """
+
+    def loss(model: Any, batch: Mapping[str, Any], denominators: Any) -> Any:
+        denominator, num_tokens = denominators
+        ids, labels = batch["segment_ids"], batch["labels"]
+        mask = losses.shifted_labels(labels, ids) != IGNORE_INDEX
+        arguments = {name: batch[name] for name in ARGUMENTS}
+        arguments["temperature"] = settings.temperature
+
+        def of_tokens():
+            reference = None
+            if settings.beta:
+                reference = jax.lax.stop_gradient(with_adapters(model, False).log_probs(**arguments).log_probs)
+            log_probs, old, importance, figures = model.log_probs(**arguments).log_probs, batch.get(OLD), None, {}
+            segments = dict(segment_ids=ids, num_segments=num_segments(settings))
+            if settings.importance_sampling:
+                ours, sampled = jax.lax.stop_gradient(log_probs) if old is None else old, batch[SAMPLED]
+                options = dict(mode=settings.importance_sampling, clip_max=settings.importance_max, **segments)
+                importance = losses.importance_sampling_ratio(ours, sampled, mask=mask, **options)
+                figures[DIFFERENCE] = jnp.sum(jnp.where(mask, jnp.abs(ours - sampled), 0.0)) / num_tokens
+            output = losses.policy_loss(
+                log_probs,
+                old,
+                batch["advantages"],
+                mask=mask,
+                **segments,
+                importance_ratio=importance,
+                reference_log_probs=reference,
+                denominator=denominator,
+                **settings.loss_options(),
+            )
+            means = {"kl": output.kl} if settings.beta else {}
+            means |= {"clip_ratio/low_mean": output.clipped_low, "clip_ratio/high_mean": output.clipped_high}
+            share = jnp.sum(mask) / num_tokens
+            return output.loss, figures | {name: share * mean for name, mean in means.items()}
+
+        if settings.num_micro_batches == 1:
+            return of_tokens()
+        nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_tokens))
+        return jax.lax.cond(jnp.any(mask), of_tokens, nothing)
+
+    return loss
+
+
+TASK = Task(
+    prepared=prompt_rows.prepared,
+    loss=policy_loss,
+    normalizer=lambda settings, data: lambda batch: (batch["denominator"], batch["num_tokens"]),
+    sums=lambda graph, settings, data: score_sums(graph),
+    scores=lambda totals: {"eval_loss": totals[0] / max(totals[2], 1.0)},  # which says whether parameters are finite
+    figures=(
+        "reward", "reward_std", "frac_reward_zero_std", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", DIFFERENCE,
+        "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+        "completions/mean_terminated_length",
+    ),
+    scored=(),
+    shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
+    main_figure="reward",
+    rows=lambda settings: math.gcd(settings.batch // settings.micro_batches, settings.batch // settings.group),
+    updates=lambda settings: settings.updates,
+    rollouts=Rollouts,
+    alone=True,
+    scan_layers=False,  # a step of sampling reads each weight once, and none is copied out of a stack
+)  # fmt: skip

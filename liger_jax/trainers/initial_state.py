@@ -1,0 +1,55 @@
+"""How a training run begins: the model is read, and becomes the state before the first step."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.trainers import adapters, run_model
+from liger_jax.trainers.decided_run import Run
+from liger_jax.trainers.training_inputs import TrainingInputs
+from liger_jax.training import disk
+from liger_jax.training.errors import memory_errors
+from liger_jax.training.waiting import beside, telling
+from liger_jax.user_errors import user_errors
+
+
+def read_model(run: Run) -> Any:
+    """Reads the weights of a run's model."""
+    settings, devices = run.settings, run.devices
+    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
+    options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=run.task.scan_layers)
+    options |= dict(length=settings.length, rope_scaling=settings.rope_scaling)
+    return AutoModelForCausalLM.from_pretrained(run.source, mesh=devices.mesh, kernels=devices.kernels, **options)
+
+
+def initial_state(
+    run: Run, inputs: TrainingInputs, reading: Future[Any], made_of: Mapping[str, str]
+) -> tuple[Any, tuple[Any, Any], Any, Any]:
+    """Makes a run's first state (graph, (parameters, optimizer's state), frozen variables, what the model keeps for its
+    files). A step overwrites the state in place: nothing else may hold it.
+    """
+    settings, task, devices = run.settings, run.task, run.devices
+    with user_errors():
+        model = _with_adapters(run, reading)
+        if task.teacher is not None and task.teacher.stays:
+            with telling("reading the teacher's weights"):
+                reading = beside(task.teacher.read, run.precision["dtype"], devices.mesh, devices.kernels)
+                model.teacher = reading.result()
+    if settings.result_of is None:
+        with memory_errors("before the first step."):
+            task.before(settings, inputs.data, model, made_of)
+    graph, params, frozen = nnx.split(model, run_model.trained(settings), ...)
+    return graph, devices.started(params, inputs.optimizer), devices.placed(frozen), model.kept
+
+
+def _with_adapters(run: Run, reading: Future[Any]) -> Any:
+    with telling(f"reading {disk.size(run.source.weight_bytes)} of weights"):
+        model = reading.result()
+    if run.settings.lora is not None:
+        with telling(f"adding adapters of rank {run.settings.lora}, while the step is compiled"):
+            adapters.add(model, run.settings)
+    return model

@@ -1,0 +1,115 @@
+"""Long rows: positions that the model has not seen, and the host's memory, in which layers' inputs are."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from liger_jax.models import KernelOptions, stretched
+from liger_jax.models.core.memory import LayerMemory
+from liger_jax.models.core.remat import Remat, is_offloaded
+from liger_jax.models.core.stretched import kinds_for
+from liger_jax.models.core.tiles import tokens_at_once
+from liger_jax.planner import devices
+from liger_jax.planner.architectures import Architecture, architecture_of
+from liger_jax.planner.devices import GIB, PINNED_GIB, PINNED_LIMIT
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.step import Run
+from liger_jax.trainers import adapters
+from liger_jax.trainers.options import Settings
+from liger_jax.user_errors import UserError
+
+_FEWEST = 2**14  # tokens of a micro-batch below which no model's layer inputs fill XLA's pool
+# Tokens of a row from which attention takes so long that its result is better fetched from the host than made again: on
+# an H200 a step of 32,768 takes 0.94 of the time, and of 16,384 0.96, for twice the host's memory.
+_LONG = 2**15
+
+
+def within(settings: Settings, model: Architecture) -> tuple[Settings, str]:
+    """The run with rows that the model has positions for, where nobody said how long they are.
+
+    Returns the run, and a line that says so; the line is empty if the rows are as they were.
+    """
+    longest = model.config.longest_sequence
+    if settings.rope_scaling is not None or settings.length <= longest:
+        return settings, ""
+    line = f"length: rows of {longest:,} tokens, the most that {model.name} takes, and not of {settings.length:,}"
+    return dataclasses.replace(settings, length=longest), line
+
+
+def stretched_for(settings: Settings, model: Architecture) -> Architecture:
+    """The architecture for the run's rows: with a longer rotary embedding if `--rope-scaling` asks for one and rows
+    need it. This is said, since whoever loads the result must know it.
+    """
+    longest = model.config.longest_sequence
+    try:
+        config = stretched(model.config, settings.length, settings.rope_scaling)
+    except ValueError as error:
+        if settings.rope_scaling is None:
+            kinds = "|".join(kinds_for(model.config))
+            more = f", or ask for positions that it has not seen: --rope-scaling {kinds}" if kinds else ""
+            raise UserError(
+                f"--length={settings.length} is more than the {longest} positions of {model.name}. Pass --length "
+                f"{longest}{more}."
+            ) from error
+        raise UserError(f"--rope-scaling={settings.rope_scaling}: {error}") from error
+    if settings.rope_scaling is None:
+        return model
+    if config is model.config:
+        print(f"positions: {longest:,} are the model's own, and --rope-scaling changes nothing")
+        return model
+    print(f"positions: {config.longest_sequence:,} by {config.rope_scaling}, where the model's own are {longest:,}")
+    if settings.lora is not None and not settings.merge:
+        print(
+            "the adapters belong to a model with these positions: load it with from_pretrained(…, "
+            f"length={settings.length}, rope_scaling={settings.rope_scaling!r})"
+        )
+    return dataclasses.replace(model, config=config)
+
+
+def let_pool_grow(settings: Settings) -> str:
+    """Lets XLA's pool of pinned memory hold the layers' inputs of the run, before JAX has devices.
+
+    The limit is no reservation: the pool grows as far as it is needed.
+
+    Returns a line that says so; empty if the pool stays as it is.
+    """
+    rows = settings.batch // settings.num_micro_batches
+    remat: Any = settings.remat or ways_to_offload(settings.length, whole=not settings.pack)[0]
+    if rows * settings.length < _FEWEST or PINNED_LIMIT in os.environ or not is_offloaded(remat):
+        return ""
+    config = architecture_of(adapters.found(settings)[1]).config
+    described = devices.target(memory="2GiB").description
+    layer = LayerMemory(config, KernelOptions(), remat, settings.dtype or "bfloat16", rows, settings.length, described)
+    if (limit := devices.pinned_limit(layer.offloaded * config.num_hidden_layers)) is None:
+        return ""
+    if (there := devices.machine_memory()) is not None:
+        limit = min(limit, max(PINNED_GIB, there // GIB))
+    os.environ[PINNED_LIMIT] = str(limit)
+    return f"XLA may pin {limit} GiB of the host's memory ({PINNED_LIMIT}; by itself it stops at {PINNED_GIB})"
+
+
+def ways_to_offload(length: int, *, whole: bool) -> list[Remat]:
+    """What layers may put into the host's memory."""
+    return ["offload_attention", "offload"] if length >= _LONG and whole else ["offload"]
+
+
+def in_words(remat: Remat) -> str:
+    """Which of the layers' arrays are stored in the host's memory."""
+    return "inputs and attention's results" if remat == "offload_attention" else "inputs"
+
+
+def places(run: Run) -> Iterator[str]:
+    """Where a step's arrays are stored, as far as a long row changes that."""
+    if run.micro_batches > 1:
+        yield f"batch: {run.batch} rows in {run.micro_batches} micro-batches"
+    tokens = run.tokens
+    at_once = tokens
+    if not run.dora:
+        at_once = tokens_at_once(tokens, run.model.config.hidden_size, run.layer.remat, run.tensor)
+    if at_once < tokens:
+        yield f"device: weights, and one layer's work, whose wide arrays are made for {at_once:,} tokens at a time"
+    if host := estimate(run).host * run.target.count_on_host:
+        of = "" if run.host_memory is None else f" of {run.host_memory / GIB:.1f}"
+        what = f"{in_words(run.layer.remat)} of {run.model.config.num_hidden_layers} layers"
+        yield f"host: the {what}, {host / GIB:.1f}{of} GiB"

@@ -1,0 +1,136 @@
+"""Whether a fine-tuning run fits into the device that is here, and what makes it fit, by the planner's estimate."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+
+from liger_jax.planner import advice, defaults, devices
+from liger_jax.planner.architectures import Architecture
+from liger_jax.planner.devices import GIB
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.mesh import mesh_sizes
+from liger_jax.planner.planning import has_host_memory
+from liger_jax.planner.step import Run
+from liger_jax.trainers import adapters
+from liger_jax.trainers.long_rows import in_words, places, ways_to_offload
+from liger_jax.trainers.options import Settings
+from liger_jax.training import processes
+from liger_jax.user_errors import UserError
+
+
+def fitted(
+    settings: Settings,
+    model: Architecture,
+    dtype: str,
+    param_dtype: str,
+    stored: str,
+    mesh: Mapping[str, int],
+    teacher: Callable[[int], int] = lambda micro_batches: 0,
+    teacher_stays: bool = True,
+) -> Settings:
+    """Prints what the run needs, and decides what was left open: as few micro-batches as fit, and layers' inputs in the
+    host's memory only if they do not fit on the device. `teacher` is the bytes of a second model on each device, by the
+    number of micro-batches; `teacher_stays` says whether it is there in each step, or before the first one alone.
+    """
+    device = devices.here()
+    chosen = dict(remat=settings.remat or defaults.REMAT, micro_batches=settings.num_micro_batches)
+    decided = dataclasses.replace(settings, **chosen)
+    if device is None:
+        print("memory: not estimated, since JAX does not say how much this device has")
+        return decided
+    sizes = mesh_sizes(mesh, math.prod(mesh.values()))
+    device = dataclasses.replace(device, count=math.prod(sizes.values()))
+    options = chosen | dict(dtype=dtype, param_dtype=param_dtype, host_memory=devices.machine_memory())
+    options |= dict(optimizer=settings.optimizer, packed=settings.pack, quantize=settings.quantize)
+    options |= dict(lora=settings.lora, dora=settings.dora, lora_experts=settings.lora_experts)
+    options |= dict(lora_targets=adapters.targets(settings.lora_targets))
+    run, capacity = Run(model, settings.batch, settings.length, device, sizes, **options), device.capacity_bytes
+
+    def needs(run: Run) -> tuple[int, int, int]:
+        """Bytes of a step with a teacher that stays, of the teacher, and of what is there before the first step."""
+        estimated, of_teacher = estimate(run), teacher(run.micro_batches)
+        before = of_teacher and not teacher_stays and of_teacher + estimated.parts["parameters"]
+        return estimated.total + (of_teacher if teacher_stays else 0), of_teacher, before
+
+    run = _decided(settings, run, lambda run: max(needs(run)) <= capacity)
+    needed, of_teacher, before = needs(run)
+    beside = of_teacher if teacher_stays else 0
+    each = "" if device.count == 1 else " on each device"
+    its = f", {gib(beside)} of them for the teacher," if beside else ""
+    text = f"{gib(needed)}{each}{its} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
+    if max(of_teacher, before) > capacity:
+        raise UserError(
+            f"The teacher needs {gib(of_teacher)}{each} beside the model, and {device.kind} has {gib(capacity)}. Pass "
+            "--teacher-quantize nf4, or a smaller teacher."
+        )
+    if needed > capacity:
+        run = dataclasses.replace(run, target=dataclasses.replace(device, capacity_bytes=capacity - beside))
+        cure = _cure(run, needed, settings.param_dtype or stored, beside, settings.takes_whole_batches)
+        if not settings.risk_memory:
+            raise UserError(f"The run needs {text}. {cure}{_near(needed, capacity)}")
+        print("memory: more than there is, by the estimate; --risk-memory begins nevertheless")
+    host = estimate(run).host * device.count_on_host
+    if not has_host_memory(run, host):
+        assert run.host_memory is not None
+        less = "--remat offload, " if run.remat == "offload_attention" else ""
+        raise UserError(
+            f"Layers' {in_words(run.layer.remat)} need {gib(host)} of the host's memory, which has "
+            f"{gib(run.host_memory)}. Pass {less}a smaller --length, or more --micro-batches of fewer rows."
+        )
+    print(f"memory: the run needs {text}")
+    for line in places(run):
+        print(line)
+    return dataclasses.replace(settings, remat=run.remat, micro_batches=run.micro_batches)
+
+
+def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
+    """The run with what was left to it: the first choice that fits every process's devices and host, else as it is."""
+    counts, remats = [run.micro_batches], [run.remat]
+    if settings.micro_batches is None and not settings.takes_whole_batches:
+        counts = run.micro_batch_choices
+    if settings.remat is None and run.target.platform != "cpu":
+        config = run.model.config
+        windows = any(config.window_of(kind) for kind in config.layer_types)
+        remats += ways_to_offload(run.seq, whole=not run.packed and not windows)
+    choices = [
+        dataclasses.replace(run, remat=remat, micro_batches=count) for remat, count in itertools.product(remats, counts)
+    ]
+
+    def fits_all(choice: Run) -> bool:
+        return fits(choice) and has_host_memory(choice, estimate(choice).host * choice.target.count_on_host)
+
+    # Hosts differ in memory, and all processes have to compile one program.
+    first = processes.most(next((i for i, choice in enumerate(choices) if fits_all(choice)), len(choices)))
+    if first < len(choices):
+        return choices[first]
+    return min(choices, key=lambda choice: estimate(choice).total) if settings.risk_memory else run
+
+
+def gib(size: int) -> str:
+    """A size in words."""
+    return f"{math.ceil(10 * size / GIB) / 10:.1f} GiB"
+
+
+def _cure(run: Run, needed: int, frozen: str, beside: int, whole: bool) -> str:
+    """A sentence that says what makes the run fit; with `whole`, other than more micro-batches."""
+    known = devices.target(run.target.name) if run.target.name in devices.GPUS else None
+    if known is not None and (larger := known.fraction_for(needed)) is not None:
+        return f"Let JAX take more of the device: XLA_PYTHON_CLIENT_MEM_FRACTION={larger}."
+    ladder = list(advice.changes(run, frozen=frozen, whole=whole))
+    fitting = advice.cheapest(run, ladder)
+    after = advice.changed(run, ladder if fitting is None else fitting)
+    options, total = advice.options(run, after), gib(estimate(after).total + beside)
+    if fitting is None:
+        return f"No change makes it fit: even {options} needs {total}."
+    return f"It fits with {options}: {total}."
+
+
+def _near(needed: int, capacity: int) -> str:
+    """What is to be said where an estimate may be off by more than what is missing."""
+    if needed > (1 + devices.NEAR) * capacity:
+        return ""
+    return (
+        " An estimate may be off by more than what is missing: liger-jax plan --level compiled asks the compiler, and "
+        "--risk-memory begins nevertheless."
+    )

@@ -1,0 +1,238 @@
+"""What a run leaves behind: a folder that transformers loads as it is."""
+
+import collections
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from safetensors import SafetensorError
+
+from liger_jax.models.hugging_face.checkpoint import Kept
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.models.hugging_face.weights import open_weights
+from liger_jax.models.lora import merge_lora, save_adapters
+from liger_jax.trainers import log, options_file
+from liger_jax.trainers.options import Settings
+from liger_jax.training import disk
+from liger_jax.training.steps import holds_a_run
+from liger_jax.user_errors import UserError
+
+CHECKPOINTS = "checkpoints"
+MODEL, ADAPTERS = "model", "adapters"
+SETTINGS = "settings.toml"
+BESIDE = {  # what a run of some commands keeps beside its checkpoints, by what it is
+    "tokens": ("tokens",),
+    "completions": ("completions.jsonl",),
+    "references": ("references.f32", "references.json", "references.new"),
+    "teacher": ("teacher.bin", "teacher.json", "teacher.new"),
+}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors calls them
+
+
+def check(settings: Settings, source: Path) -> None:
+    """Looks before the run at what its result would replace: only what a run has left may be lost."""
+    out, target = Path(settings.out), folder(settings)
+    if "csv" in settings.log:
+        log.check_table(out / log.TABLE)
+    written = out / SETTINGS
+    if written.exists() and not _is_of_a_run(written):
+        raise UserError(f"{written} is of no run, whose options would replace it. Move it, or pass another --out.")
+    if out.resolve() == source.resolve():  # the folder's name would mean the one model and the other
+        raise UserError(f"--out={out} is the folder of --model itself. Pass another --out.")
+    _check_kinds(settings, out, target)
+    if not target.exists():
+        return
+    if target.samefile(source) or _share_weights(target, source):
+        raise UserError(f"The result would be written to {target}, which is --model itself. Pass another --out.")
+    if not target.is_dir() or any(target.iterdir()) and not holds_a_run(out / CHECKPOINTS):
+        raise UserError(
+            f"The result would replace {target}, and {out / CHECKPOINTS} holds no run that has left it. Move it, or "
+            "pass another --out."
+        )
+
+
+def _check_kinds(settings: Settings, out: Path, target: Path) -> None:
+    """Looks for files where the run makes folders, and for folders where it makes files."""
+    folders = {CHECKPOINTS, *BESIDE["tokens"], *(log.PLACES[kind] for kind in settings.log if kind != "csv")}
+    files = {log.TABLE} if "csv" in settings.log else set()
+    files |= {name for kind in settings.keeps for name in BESIDE[kind]} - folders
+    if target.is_symlink() and not target.exists():
+        folders.add(target.name)
+    for name in sorted(folders | files):
+        path, is_folder = out / name, name in folders
+        if path.is_dir() != is_folder and (path.exists() or path.is_symlink() and is_folder):
+            kind = "folder" if path.is_dir() else "file" if path.exists() else "link that leads nowhere"
+            needed = "folder" if is_folder else "file"
+            raise UserError(f"{path} is a {kind}, where the run makes a {needed}. Move it, or pass another --out.")
+
+
+def write_settings(settings: Settings) -> None:
+    """Writes the file of options in OUT by which the run can be repeated."""
+    options_file.write(Path(settings.out) / SETTINGS, settings.to_write(), options_file.heading(settings.command))
+
+
+def _is_of_a_run(written: Path) -> bool:
+    """Whether a file of options is a run's own."""
+    return written.is_file() and written.read_text(errors="replace").startswith(options_file.OF_A_RUN)
+
+
+def _share_weights(target: Path, source: Path) -> bool:
+    """Whether a file with weights is in both, such as by a link."""
+    whole = target.resolve()
+    own = {_identity(path) for path in whole.glob("*.safetensors") if path.exists()}
+    files = [path for path in source.glob("*.safetensors") if path.exists()]
+    return any(path.resolve().is_relative_to(whole) or _identity(path) in own for path in files)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
+
+
+def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
+    """Whether a run has already left the result that it is asked for.
+
+    Returns whether that result has all its files still. What is in them is the user's affair from then on.
+    """
+    entry = finished.get(folder(settings).name)
+    if entry is None or entry["save_dtype"] != settings.save_dtype:
+        return False
+    return all((folder(settings) / name).is_file() for name in entry["files"])
+
+
+def ended_early(settings: Settings, finished: dict[str, Any]) -> bool:
+    """Whether a run has ended before its last step by the patience that it is given now."""
+    entry = finished.get(folder(settings).name, {})
+    return settings.patience is not None and entry.get("patience") == settings.patience
+
+
+def record(settings: Settings, target: Path, early: bool) -> dict[str, Any]:
+    """What `is_there` and `ended_early` need to know of a result."""
+    files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
+    return {"save_dtype": settings.save_dtype, "files": files, "patience": settings.patience if early else None}
+
+
+def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
+    """The most room that the result takes while it is written."""
+    own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trained))
+    if settings.lora is None or not settings.merge:
+        return own
+    dense = source.weight_bytes * (4 if source.is_nf4 else 1)
+    return dense * (2 if settings.save_dtype == "float32" else 1)
+
+
+def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
+    """What runs have left in OUT beside their checkpoints, apart from the model that is tuned now."""
+    out = Path(settings.out)
+    beside = [name for names in BESIDE.values() for name in names if (out / name).exists()]
+    if not holds_a_run(out / CHECKPOINTS):  # it may have been killed before its first checkpoint
+        return beside if _is_of_a_run(out / SETTINGS) else []
+    names = [name for name in (MODEL, ADAPTERS, log.TABLE, log.EVENTS, log.WANDB) if (out / name).exists()]
+    names += sorted(path.name for path in out.iterdir() if re.fullmatch(rf"({MODEL}|{ADAPTERS})-\d+", path.name))
+    tuned = source.resolve()
+    return beside + [name for name in names if not any((out / name).samefile(path) for path in (tuned, *tuned.parents))]
+
+
+def clear(settings: Settings, earlier: Sequence[str]) -> None:
+    """Removes what a run that was started over has left and this one has not replaced, and says so."""
+    own = {folder(settings).name} | {log.PLACES[kind] for kind in settings.log}
+    own |= {name for kind in settings.keeps for name in BESIDE[kind]}
+    for name in earlier:
+        path = Path(settings.out) / name
+        if name in own or not path.exists():
+            continue
+        try:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        except OSError as error:
+            raise UserError(f"{path}, which an earlier run has left, cannot be removed: {error}.") from error
+        print(f"removed {path}: an earlier run had left it")
+
+
+def folder(settings: Settings) -> Path:
+    """Where the result goes.
+
+    Returns OUT/model or OUT/adapters; with the step after it for `--result-of`, which replaces no run's result.
+    """
+    name = ADAPTERS if _only_adapters(settings) else MODEL
+    return Path(settings.out) / (name if settings.result_of is None else f"{name}-{settings.result_of}")
+
+
+def _only_adapters(settings: Settings) -> bool:
+    return settings.lora is not None and not settings.merge
+
+
+def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) -> Path:
+    """Writes weights or adapters, the tokenizer's files with the chat template, and the generation config."""
+    target = folder(settings)
+    generation = _generation(model.kept, stops)
+    try:
+        if _only_adapters(settings):
+            base = str(source.folder.resolve()) if Path(settings.model).is_dir() else settings.model
+            model.kept = dataclasses.replace(model.kept, generation=generation)
+            save_adapters(model, target, base_model=base, tokenizer_from=source)
+            return target
+        if settings.lora is not None:
+            merge_lora(model)
+        _cast(model, settings.save_dtype, _dtype_of(source))
+        model.kept = dataclasses.replace(model.kept, generation=generation)
+        has_eos = json.loads(model.kept.config).get("eos_token_id") is not None
+        fields = None if has_eos or not stops else {"eos_token_id": stops[0]}
+        model.save_pretrained(target, tokenizer_from=source, config_fields=fields)
+    except (OSError, SafetensorError) as error:
+        if disk.is_full(error):
+            needed = most_bytes(
+                settings, source, nnx.state(model, nnx.Param if settings.lora is None else nnx.LoRAParam)
+            )
+            raise disk.full("The result", target, needed) from error
+        raise UserError(f"The result cannot be written to {target}: {error}. The checkpoint stays.") from error
+    return target
+
+
+def _dtype_of(source: Source) -> str | None:
+    """The dtype of most of a checkpoint's bytes, whatever its config.json says; `None` if a model cannot have it."""
+    sizes = collections.Counter()
+    for name in source.weight_files:
+        with open_weights(source.folder / name) as file:
+            for tensor in map(file.get_slice, file.keys()):
+                sizes[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    return _DTYPES.get(max(sizes, key=lambda name: sizes[name], default=""))
+
+
+def _cast(model: Any, asked: str | None, stored: str | None) -> None:
+    """Casts the weights to the dtype that was asked for, or to the checkpoint's if it is smaller, and says so."""
+    held = str(model.head.dtype)
+    wanted = asked or (stored if stored and jnp.dtype(stored).itemsize < jnp.dtype(held).itemsize else held)
+    if wanted != held:
+        for _, parameter in nnx.iter_graph(model):  # one after another, since memory may be full
+            if not isinstance(parameter, nnx.Param):
+                continue
+            cast = parameter.get_value().astype(wanted)
+            if wanted == "float16" and not jnp.isfinite(cast).all():
+                raise UserError(
+                    "A weight is too large for float16. Pass --save-dtype float32: the same command goes on from the "
+                    "checkpoint."
+                )
+            parameter.set_value(cast)
+    if asked is None and wanted != held:
+        print(f"saved in {wanted}, as the model came; --save-dtype {held} saves it as it was trained")
+    elif asked is None and stored not in (None, wanted):
+        print(f"saved in {wanted}, as it was trained; the model came in {stored}")
+
+
+def _generation(kept: Kept, stops: Sequence[int]) -> str | None:
+    """The text of generation_config.json, whose `eos_token_id` are all tokens that end a text."""
+    if not stops or kept.generation is not None and set(stops) <= set(kept.stops):
+        return kept.generation
+    config = json.loads(kept.config)
+    starts = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
+    values = json.loads(kept.generation) if kept.generation is not None else starts
+    values["eos_token_id"] = list(stops) if len(stops) > 1 else stops[0]
+    return json.dumps(values, indent=2) + "\n"

@@ -1,0 +1,331 @@
+"""A step of GRPO on the host: completions are sampled and rewarded, and packed into rows for the update."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from liger_jax import losses
+from liger_jax.data.prompt_rows import Line, PromptRows
+from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.models.generation.checks import why_rows_stay
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.trainers import adapters
+from liger_jax.trainers.completions_file import CompletionsFile
+from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers.rewards import Rewards, Scores, tell
+from liger_jax.training import pack_completions
+from liger_jax.training.errors import NotFiniteAtStartError, NotFiniteError
+from liger_jax.training.rows import ARGUMENTS, INPUTS, Rows
+from liger_jax.training.waiting import telling
+
+OLD = "old_log_probs"  # in a batch of several updates, (batch, length)
+_EQUAL_STEPS = 5  # in a row, after which a run says so
+SAMPLED = "sampling_log_probs"  # in a batch that is corrected for the sampler, (batch, length)
+
+
+class Completion(NamedTuple):
+    """What the model has added to a prompt."""
+
+    tokens: np.ndarray  # (tokens,) int32, with the one that ends it
+    text: str  # the text, without special tokens
+    is_cut: bool  # no token has ended it
+    # (tokens,) float32, the tokens' log-probabilities by the sampler; None if nobody asks for them.
+    log_probs: np.ndarray | None = None
+
+
+class Rollouts:
+    """The steps of a run, each with its own completions."""
+
+    def __init__(
+        self,
+        settings: GrpoSettings,
+        data: PromptRows,
+        tokenizer: Tokenizer,
+        place: Callable[[Any], Any] = lambda batch: batch,
+    ):
+        self._settings, self._data, self._tokenizer, self._place = settings, data, tokenizer, place
+        self._rewards = Rewards(settings.reward, data.lines, settings.reward_timeout)
+        self._file = CompletionsFile(Path(settings.out)) if settings.samples else None
+        with telling("trying the rewards on two made-up completions"):
+            tried = self._rewards.tried(data.lines)
+        self._metrics = tuple(tried.metrics)
+        if tried.extras and self._file is None:
+            print(f"rewards log columns ({', '.join(tried.extras)}), which --samples writes into a file")
+        self._score: Any = None  # compiled with the first step
+        self._equal_steps = 0  # without a group whose rewards differ, one after the other
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of each reward's figures, and of what rewards log."""
+        names = tuple(f"rewards/{each.name}/{name}" for each in self._rewards.functions for name in ("mean", "std"))
+        return names + self._metrics
+
+    def goes_on(self, log: dict[str, Any]) -> None:
+        """Says if the rewards' code is another one than that of the steps that are done."""
+        before, now = log.get("reward_code", {}), self._rewards.code()
+        if log["steps"] and (changed := [name for name in now if name in before and before[name] != now[name]]):
+            print(
+                f"{' and '.join(changed)} changed since step {len(log['steps'])} was saved: from here on completions "
+                "are scored by the new code"
+            )
+        log["reward_code"] = now
+
+    @property
+    def example(self) -> dict[str, Any]:
+        """A batch without tokens, on the run's devices. It has a row for each completion, of which packing leaves some.
+
+        `denominator` is the loss's, and `num_tokens` the number of tokens that count. A batch of several updates has
+        the log-probabilities by the policy that has sampled, and one that is corrected for the sampler has the
+        sampler's own.
+        """
+        return self._place(self._empty())
+
+    def _empty(self) -> dict[str, Any]:
+        shape = self._settings.batch, self._settings.length
+        batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INPUTS}
+        batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
+        batch |= {OLD: np.zeros(shape, np.float32)} if self._settings.updates > 1 else {}
+        batch |= {SAMPLED: np.zeros(shape, np.float32)} if self._settings.importance_sampling else {}
+        batch = adapters.numbered(batch, np.zeros(shape), 0) if self._settings.lora_dropout else batch
+        return batch | {"denominator": np.float32(1), "num_tokens": np.float32(1)}
+
+    def step(self, graph: Any, update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
+        """Samples, rewards and updates.
+
+        Returns the state, and the loss with figures by TRL's names, which are means over the updates.
+        """
+        number = int(rows["number"])
+        lines = self._data.lines_of(number)
+        completions = self._sampled(nnx.merge(graph, state[0], frozen), rows)
+        scores = self._scores(number, lines, completions)
+        rewards, figures = self._rewarded(scores)
+        self._look_at_equals(number, scores.numbers, rewards)
+        if self._file is not None:
+            self._file.add(number + 1, self._records(lines, completions, rewards, scores.extras))
+        batch = self._packed(lines, completions, self._advantages(rewards))
+        if self._settings.updates > 1:
+            batch[OLD] = self._old_log_probs(graph, state[0], frozen, batch)
+        updates, seen, batch = [], np.count_nonzero(batch["segment_ids"]), self._place(batch)
+        for i in range(self._settings.updates):
+            if self._settings.lora_dropout:
+                step = np.uint32((number * self._settings.updates + i) % 2**32)
+                batch = {**batch, **self._place({adapters.STEP: step})}
+            state, result = update(state, batch, frozen)
+            updates.append(result)
+        loss, others = jax.tree.map(lambda *x: sum(map(float, x)) / len(x), *updates)
+        if np.isfinite(float(updates[0][0])) and not np.isfinite(
+            loss
+        ):  # an update is the cause, also within the first step
+            raise NotFiniteError(f"The loss is {loss} at step {int(rows['number']) + 1}, so training stops.")
+        return state, (loss, {**others, **figures, **_lengths(completions), "num_tokens": seen})
+
+    def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
+        """Log-probabilities (batch, length) by the sampling policy, in as many micro-batches as the update has."""
+        micro_batches, temperature = self._settings.num_micro_batches, self._settings.temperature
+        if self._score is None:
+
+            def score(params, frozen, rows):
+                of_batch = lambda batch: nnx.merge(graph, params, frozen).log_probs(**batch, temperature=temperature)
+                return jax.lax.map(lambda batch: of_batch(batch).log_probs, rows)
+
+            self._score = jax.jit(score)
+        rows = {name: batch[name].reshape(micro_batches, -1, self._settings.length) for name in ARGUMENTS}
+        return self._score(params, frozen, rows).reshape(-1, self._settings.length)
+
+    def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
+        """A group of completions for each prompt, one prompt after the other."""
+        settings, number = self._settings, int(rows["number"])
+        stops = tuple(stop for stop in self._tokenizer.stops if stop < model.config.vocab_size)
+        prompts = jnp.asarray(rows["input_ids"][:: settings.group])
+        output = model.generate(
+            prompts,
+            attention_mask=jnp.asarray(rows["attention_mask"][:: settings.group]),
+            max_new_tokens=settings.completion_length,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            eos_token_id=stops,
+            key=jax.random.fold_in(jax.random.key(settings.seed), number),
+            num_return_sequences=settings.group,
+            return_log_probs=settings.importance_sampling is not None,
+            compact=why_rows_stay(model, prompts, settings.completion_length) is None,
+        )
+        tokens, log_probs = map(np.asarray, output) if settings.importance_sampling else (np.asarray(output), None)
+        new = tokens[:, prompts.shape[1] :]
+        if (new < 0).any():
+            error = NotFiniteError if number else NotFiniteAtStartError
+            raise error(f"The model's logits are NaN at step {number + 1}, so that nothing can be sampled.")
+        each_log_probs = [None] * len(new) if log_probs is None else log_probs
+        return [self._completion(row, own, stops) for row, own in zip(new, each_log_probs, strict=True)]
+
+    def _completion(self, row: np.ndarray, log_probs: np.ndarray | None, stops: Sequence[int]) -> Completion:
+        ends = np.flatnonzero(np.isin(row, stops))
+        last = int(ends[0]) if ends.size else len(row)
+        text = self._tokenizer.text(row[:last].tolist(), special=False)
+        tokens = row[: last + 1].astype(np.int32)
+        return Completion(tokens, text, not ends.size, None if log_probs is None else log_probs[: len(tokens)])
+
+    def _scores(self, number: int, lines: Sequence[Line], completions: Sequence[Completion]) -> Scores:
+        """What the reward functions make of a step's completions."""
+        of_each = [line for line in lines for _ in range(self._settings.group)]
+        texts, ids = [each.text for each in completions], [each.tokens.tolist() for each in completions]
+        return self._rewards.of(f"in step {number + 1}", of_each, texts, ids)
+
+    def _rewarded(self, scores: Scores) -> tuple[np.ndarray, dict[str, Any]]:
+        """Rewards (prompts, group), the weighted sums over the functions, NaN where none applies; and their figures."""
+        names, numbers = [each.name for each in self._rewards.functions], scores.numbers
+        total = np.nansum(self._rewards.weights[:, None] * numbers, axis=0)
+        total[np.isnan(numbers).all(axis=0)] = np.nan
+        total, figures = total.reshape(-1, self._settings.group), dict[str, Any](scores.metrics)
+        for name, own in zip(names, numbers, strict=True):
+            figures |= {f"rewards/{name}/mean": _mean(own), f"rewards/{name}/std": _std(own)}
+        spreads = np.array([_std(group) for group in total])
+        same = np.mean([_are_equal(group) for group in total])
+        return total, figures | {"reward": _mean(total), "reward_std": _mean(spreads), "frac_reward_zero_std": same}
+
+    def _look_at_equals(self, number: int, numbers: np.ndarray, rewards: np.ndarray) -> None:
+        """Says so where rewards teach nothing: those of the run's first step, and those that stay equal."""
+        if number == 0:
+            for reward, own in zip(self._rewards.functions, numbers, strict=True):
+                if np.isnan(own).all():
+                    tell(
+                        f"the reward {reward.name} answers all {len(own)} completions of the first step with None, so "
+                        "that it says nothing of any. Return a number for each completion that it applies to"
+                    )
+                elif _are_equal(own):
+                    tell(
+                        f"the reward {reward.name} gives all {len(own)} completions of the first step {_mean(own):g}: "
+                        "either the task is too hard, or too easy, for the model, or the function compares a text with "
+                        "a list. Prompts, completions and the fields of the data are lists with a value for each "
+                        "completion: zip(completions, answer)"
+                    )
+        self._equal_steps = self._equal_steps + 1 if all(map(_are_equal, rewards)) else 0
+        if self._equal_steps and self._equal_steps % _EQUAL_STEPS == 0:
+            tell(
+                f"no group of completions had rewards that differ in the last {self._equal_steps} steps, so nothing "
+                "was learned. Reward a part of the way, take prompts that the model answers well now and then, or pass "
+                "a higher --temperature or a larger --group"
+            )
+
+    def _records(
+        self,
+        lines: Sequence[Line],
+        completions: Sequence[Completion],
+        rewards: np.ndarray,
+        extras: dict[str, list[Any]],
+    ) -> list[dict[str, Any]]:
+        """What is noted of a step's first completions, with the columns that rewards log."""
+        records = []
+        for number, each in enumerate(completions[: self._settings.samples]):
+            line = lines[number // self._settings.group]
+            asked = dict(line=line.where, prompt=self._tokenizer.text(line.tokens.tolist()))
+            reward = float(rewards.flat[number])
+            given = dict(completion=each.text, is_cut=each.is_cut, reward=None if np.isnan(reward) else reward)
+            own, taken = asked | given, {"step", *asked, *given}
+            records.append(
+                own | {f"log_extra/{c}" if c in taken else c: values[number] for c, values in extras.items()}
+            )
+        return records
+
+    def _advantages(self, rewards: np.ndarray) -> np.ndarray:
+        """(completions,), 0 where no reward applies."""
+        method, values, where = self._settings.advantages, jnp.asarray(rewards, jnp.float32), ~jnp.isnan(rewards)
+        if method.startswith("reinforce"):
+            advantages = losses.reinforce_advantages(values, group_baseline=method == "reinforce_baseline", where=where)
+        else:
+            advantages = losses.group_advantages(values, method, where=where)
+        return np.asarray(advantages).reshape(-1)
+
+    def _packed(
+        self, lines: Sequence[Line], completions: Sequence[Completion], advantages: np.ndarray
+    ) -> dict[str, Any]:
+        """The batch of the update."""
+        settings = self._settings
+        sequences, labels = self._sequences(lines, completions)
+        packed, places = pack_completions(
+            [[each] for each in sequences], settings.length, labels=[[each] for each in labels]
+        )
+        batch, own = self._empty(), dict(packed) | self._numbers(packed, places, completions, advantages)
+        # The update takes row i for micro-batch i mod `micro_batches`, and passes over micro-batches without tokens.
+        rows, size = np.arange(len(packed["input_ids"])), settings.batch // settings.num_micro_batches
+        to = rows % size * settings.num_micro_batches + rows // size
+        for name, values in own.items():
+            batch[name][to] = values
+        if num_tokens := sum(int(np.count_nonzero(each != IGNORE_INDEX)) for each in labels):
+            mask = jnp.asarray(losses.shifted_labels(batch["labels"], batch["segment_ids"]) != IGNORE_INDEX)
+            options = dict(segment_ids=batch["segment_ids"], num_segments=num_segments(settings))
+            types = settings.loss_type, settings.loss_options()["max_length"]
+            batch["denominator"] = np.float32(losses.policy_weights(mask, *types, **options)[1])
+            batch["num_tokens"] = np.float32(num_tokens)
+        return batch
+
+    def _sequences(
+        self, lines: Sequence[Line], completions: Sequence[Completion]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Each completion after its prompt, and its labels, which the prompt has none of."""
+        sequences, labels = [], []
+        for number, (tokens, _, is_cut, _) in enumerate(completions):
+            prompt = lines[number // self._settings.group].tokens
+            counted = np.full_like(tokens, IGNORE_INDEX) if is_cut and self._settings.mask_truncated else tokens
+            sequences.append(np.concatenate([prompt, tokens]))
+            labels.append(np.concatenate([np.full_like(prompt, IGNORE_INDEX), counted]))
+        return sequences, labels
+
+    def _numbers(
+        self, packed: Rows, places: np.ndarray, completions: Sequence[Completion], advantages: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """What packed rows have beside tokens: advantages, and perhaps the sampler's log-probabilities and pieces."""
+        dtypes: dict[str, Any] = {"advantages": np.float32}
+        dtypes |= {SAMPLED: np.float32} if self._settings.importance_sampling else {}
+        dtypes |= {adapters.PIECES: np.uint32} if self._settings.lora_dropout else {}
+        columns = {name: np.zeros(packed["input_ids"].shape, dtype) for name, dtype in dtypes.items()}
+        of_each = zip(places, advantages, completions, strict=True)
+        for number, ((row, segment), advantage, (tokens, _, _, log_probs)) in enumerate(of_each):
+            at = np.flatnonzero(packed["segment_ids"][row] == segment + 1)
+            columns["advantages"][row][at] = advantage
+            if self._settings.lora_dropout:
+                columns[adapters.PIECES][row][at] = number
+            if log_probs is not None:  # a token's stands where the one before it is, as the policy's does
+                columns[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
+        return columns
+
+
+def num_segments(settings: GrpoSettings) -> int:
+    """The most completions in a row."""
+    return max(1, min(settings.batch, settings.length // 2))
+
+
+def _mean(numbers: np.ndarray) -> float:
+    """The mean of the numbers that are there, NaN if none is."""
+    there = numbers[~np.isnan(numbers)]
+    return float(there.mean()) if there.size else np.nan
+
+
+def _std(numbers: np.ndarray) -> float:
+    """The standard deviation of the numbers that are there, with n − 1; NaN if there are fewer than two."""
+    there = numbers[~np.isnan(numbers)]
+    return float(there.std(ddof=1)) if there.size > 1 else np.nan
+
+
+def _are_equal(numbers: np.ndarray) -> bool:
+    """Whether no two numbers differ of those that are there."""
+    there = numbers[~np.isnan(numbers)]
+    return there.size == 0 or bool(there.max() == there.min())
+
+
+def _lengths(completions: Sequence[Completion]) -> dict[str, float]:
+    sizes, is_cut = (
+        np.array(x) for x in ([len(each.tokens) for each in completions], [each.is_cut for each in completions])
+    )
+    return {
+        "completions/mean_length": sizes.mean(),
+        "completions/min_length": sizes.min(),
+        "completions/max_length": sizes.max(),
+        "completions/clipped_ratio": is_cut.mean(),
+        "completions/mean_terminated_length": sizes[~is_cut].mean() if not is_cut.all() else 0.0,
+    }

@@ -1,0 +1,140 @@
+"""A training run from its settings to the folder that it leaves."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from liger_jax._install import version
+from liger_jax.data import token_cache
+from liger_jax.models.hugging_face.config_json import unapplied_dropout
+from liger_jax.trainers import decided_run, finish, initial_state, result, resume, run_loop, run_model, training_inputs
+from liger_jax.trainers.decided_run import Run, TaskOf
+from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.trainers.errors import training_errors, writable_folder
+from liger_jax.trainers.log import Log
+from liger_jax.trainers.options import Settings
+from liger_jax.trainers.task import Task
+from liger_jax.training import Checkpoints, lock, processes
+from liger_jax.training.errors import NotFiniteAtStartError, memory_errors
+from liger_jax.training.waiting import beside, telling
+from liger_jax.user_errors import UserError, need, user_errors
+
+
+@training_errors()
+def train(settings: Settings, task: Task | TaskOf) -> int:
+    """Trains a model. Returns the exit code: 0, or 128 and a signal's number if one stopped it."""
+    need("orbax.checkpoint", "tqdm")
+    out = Path(settings.out)
+    writable_folder(out)
+    with processes.only_first_speaks(), contextlib.ExitStack() as stack:
+        if processes.is_first():
+            stack.enter_context(lock.held(out))
+            stack.enter_context(token_cache.leftovers_removed(out))
+        with user_errors():
+            processes.check_shared(out)
+        try:
+            return _train(settings, task, out)
+        except NotFiniteAtStartError as error:
+            whose = "--model or --teacher" if isinstance(settings, DistillSettings) else "--model"
+            raise UserError(
+                f"{error.problem} Weights of {whose} may not be finite, or results too large for --dtype."
+            ) from error
+        except jax.errors.JaxRuntimeError as error:
+            if not (why := processes.lost()):
+                raise
+            raise UserError(why) from error
+
+
+def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
+    if asked.samples and jax.process_count() > 1:
+        raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
+    with user_errors():
+        run, like, shown = decided_run.decided(asked, task, out)
+    with user_errors():
+        processes.check_same("settings", run.settings.of_all_processes() | run.precision | _versions())
+    trained = run_model.trained_lines(run.settings, like, run.architecture)
+    for line in filter(None, (run.devices.line, unapplied_dropout(run.source.config), *trained)):
+        print(line)
+    with run.devices.context():
+        return _train_on(run, like, shown)
+
+
+def _train_on(run: Run, like: Any, shown: Any) -> int:
+    """Trains. `like` has the types of the model that is trained, and `shown` those of the one that writes samples."""
+    settings, task, devices = run.settings, run.task, run.devices
+    inputs = training_inputs.training_inputs(run)
+    data, steps = inputs.data, inputs.steps
+    with user_errors():
+        made_of = resume.made_of(run, inputs)
+        processes.check_same("model and data", made_of | {"steps": steps})
+        checkpoints = resume.checkpoints_of(run, {"steps": steps} | made_of)
+    checkpoints.check()
+    if processes.is_first():
+        data.keep()
+    if settings.result_of is not None:
+        return _write_result_of(run, inputs, checkpoints, made_of)
+    if resume.is_finished(settings, checkpoints, steps):
+        return 0
+    with user_errors():
+        processes.by_first(lambda: result.write_settings(run.asked))
+    rollouts = None if task.rollouts is None else task.rollouts(settings, data, inputs.tokenizer, devices.place)
+    reading = beside(initial_state.read_model, run)
+    with user_errors(), telling("tracing"):
+        batches = inputs.batch_of(0) if rollouts is None else rollouts.example, inputs.rows_of(0)
+        programs, shapes = run_loop.programs(run, inputs, like, batches)
+    checkpoints.check_space(shapes, result.most_bytes(settings, run.source, shapes[0]))
+    graph, state, frozen, keeps = initial_state.initial_state(run, inputs, reading, made_of)
+    del reading  # it holds the weights as they were read
+    if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
+        state = resume.shapes(state)
+    state, log = resume.restored(checkpoints, state, inputs)
+    if rollouts is not None:
+        rollouts.goes_on(log)
+    with telling("compiling"), memory_errors("while the step was compiled."):
+        compiled = [program.result() for program in programs]
+    columns = task.columns if rollouts is None else (*task.columns, *rollouts.columns)
+    logs = settings.log if processes.is_first() else ()
+    with Log(logs, run.out, columns, log["steps"], run.asked.to_write()) as files:
+        models = graph, frozen, nnx.graphdef(shown)
+        loop = run_loop.loop(run, inputs, checkpoints, rollouts, compiled, models, files.write)
+        state, stopped_by = run_loop.run(loop, state, log)
+    if stopped_by:
+        print(f"stopped after step {len(log['steps'])} of {steps}, which is saved; the same command goes on from there")
+        return 128 + stopped_by
+    finish.check_learned(run, log["steps"])
+    done, early = steps, len(log["steps"]) < steps
+    if early:
+        state = resume.shapes(state)
+        state, done = finish.best_state(state, steps, checkpoints)
+    tuned = run_model.tuned(graph, state, frozen, keeps)
+    del state  # the moments' memory, in which the weights may be cast
+    target = result.write(tuned, settings, run.source, inputs.tokenizer.stops)
+    processes.by_first(lambda: finish.record_result(settings, checkpoints, target, early))
+    finish.print_result(run, log["steps"], done, target, checkpoints)
+    return 0
+
+
+def _versions() -> dict[str, Any]:
+    """What else makes the programs of several processes the same."""
+    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+    return {"jax": jax.__version__, "liger-jax": version()} | {name: getattr(jax.config, name) for name in names}
+
+
+def _write_result_of(
+    run: Run, inputs: training_inputs.TrainingInputs, checkpoints: Checkpoints, made_of: dict[str, str]
+) -> int:
+    """Makes a model of a checkpoint that is kept, for `--result-of`."""
+    step = run.settings.result_of
+    assert step is not None
+    resume.check_kept(step, checkpoints)
+    graph, state, frozen, keeps = initial_state.initial_state(
+        run, inputs, beside(initial_state.read_model, run), made_of
+    )
+    state = resume.shapes(state)
+    tuned = run_model.tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
+    target = result.write(tuned, run.settings, run.source, inputs.tokenizer.stops)
+    print(f"the result of step {step} is in {target}")
+    return 0

@@ -1,0 +1,96 @@
+"""The loop of a training run: its two programs, and all that is done between steps."""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from liger_jax.data.laid_rows import RowBatches
+from liger_jax.trainers import adapters, run_model
+from liger_jax.trainers.decided_run import Run
+from liger_jax.trainers.samples import Samples
+from liger_jax.trainers.training_inputs import TrainingInputs
+from liger_jax.training import Checkpoints, Loop, make_step, processes, rows, scoring
+from liger_jax.training.waiting import Compiling
+from liger_jax.user_errors import UserError
+
+
+def programs(
+    run: Run, inputs: TrainingInputs, like: Any, batches: tuple[Any, rows.Rows]
+) -> tuple[tuple[Future[Any], Future[Any]], Any]:
+    """Begins to compile the step and the scoring, while the weights are read: they depend on the shapes alone.
+
+    Returns both programs, each to be waited for; and the shapes of the state.
+    """
+    settings, task, devices, data, optimizer = run.settings, run.task, run.devices, inputs.data, inputs.optimizer
+    graph, params, frozen = nnx.split(like, run_model.trained(settings), ...)
+    loss = adapters.loss_of(settings, task.loss(settings, data))
+    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.num_micro_batches)
+    step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
+    state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
+    size, compiling = settings.batch // settings.num_micro_batches, Compiling()
+    part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim > 1}
+    started = (
+        compiling.start(devices.jitted(step, state, optimizer), state, batches[0], frozen),
+        compiling.start(task.sums(graph, settings, data), state[0], frozen, devices.place(part)),
+    )
+    return started, state
+
+
+def loop(
+    run: Run,
+    inputs: TrainingInputs,
+    checkpoints: Checkpoints,
+    rollouts: Any,
+    compiled: Sequence[Any],
+    models: tuple[Any, Any, Any],
+    write: Callable[..., None],
+) -> Loop:
+    """The loop over a run's steps, with all that it does between them."""
+    settings, task, devices, data = run.settings, run.task, run.devices, inputs.data
+    (step, sums), (graph, frozen, shown) = compiled, models
+    size = settings.batch // settings.num_micro_batches
+    score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
+    held_out = RowBatches(data.held_out_rows, size)
+    # After a step its own rows are scored; before the first one, those that it will have.
+    its_rows = lambda step: [next(rows.parts(inputs.rows_of(max(0, step - 1)), size))]
+    unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
+    # A model that writes its own batches notes some of them itself.
+    held = data.held_out(settings.samples) if rollouts is None else []
+    samples = Samples(held, inputs.tokenizer, longest, unit)
+    batch_of = inputs.batch_of
+    return Loop(
+        step=lambda state, batch: (
+            step(state, batch, frozen) if rollouts is None else rollouts.step(graph, step, state, batch, frozen)
+        ),
+        batch_of=batch_of if rollouts is None else lambda step: {**batch_of(step), "number": np.int32(step)},
+        steps=inputs.steps,
+        checkpoints=checkpoints,
+        every=settings.every,
+        evaluate=(lambda params: score(params, held_out)) if held_out else None,
+        patience=settings.patience,
+        show=lambda params, write: samples.show(nnx.merge(shown, params, frozen), write),
+        check=lambda params, step: score(params, its_rows(step))["eval_loss"],
+        rate=inputs.rate,
+        write=write,
+        shown=task.shown,
+        progress=processes.is_first(),
+    )
+
+
+def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
+    """Runs the loop. The user's errors say what is saved.
+
+    Returns the state, and the number of the signal that stopped the run, or 0.
+    """
+    try:
+        return loop.run(state, log)
+    except UserError as error:
+        done = len(log["steps"])
+        if not done or loop.checkpoints is None or loop.checkpoints.latest_step != done:
+            raise
+        raise UserError(f"{error} Step {done} is saved, and the same command goes on from there.") from error

@@ -1,0 +1,72 @@
+"""The model of a training run: its structure, its trained variables, and the model that is written."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from liger_jax.models import KernelOptions, Layout
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.models.hugging_face.weights import quantized_as_in
+from liger_jax.models.quantized import quantize
+from liger_jax.planner import defaults
+from liger_jax.planner.architectures import Architecture
+from liger_jax.trainers import adapters, teacher
+from liger_jax.trainers.options import Settings
+from liger_jax.trainers.task import Task
+from liger_jax.user_errors import quantizing
+
+
+def new(
+    settings: Settings,
+    task: Task,
+    source: Source,
+    architecture: Architecture,
+    precision: dict[str, str],
+    layout: Layout | None,
+) -> Any:
+    """A model of the run's structure with random weights, for its shapes."""
+    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+    options |= dict(
+        remat=settings.remat or defaults.REMAT, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout)
+    )
+    model = architecture.family(architecture.config, **options, rngs=nnx.Rngs(0))
+    if source.is_nf4:
+        quantized_as_in(source.folder, model)
+    elif settings.quantize is not None:
+        with quantizing("--quantize", settings.quantize, settings.model):
+            quantize(model, settings.quantize)
+    if settings.lora is not None:
+        adapters.add(model, settings)
+    if task.teacher is not None and task.teacher.stays:
+        model.teacher = task.teacher.new(precision["dtype"], layout)
+    return model
+
+
+def trained(settings: Settings) -> Any:
+    """The variables that are trained, by their type; a teacher has none."""
+    kind = nnx.Param if settings.lora is None else nnx.LoRAParam
+    return nnx.All(kind, nnx.Not(nnx.PathContains(teacher.NAME)))
+
+
+def trained_lines(settings: Settings, model: Any, architecture: Architecture) -> Iterator[str]:
+    """Says how much of a model is trained."""
+    number = sum(x.size for x in jax.tree.leaves(nnx.state(model, trained(settings))))
+    if settings.lora is None:
+        yield f"trained: all {number:,} parameters"
+        return
+    total = architecture.num_parameters + number
+    yield f"trained: {number:,} of {total:,} parameters, {number / total:.2%}"
+    if settings.lora > (width := architecture.config.hidden_size):
+        yield f"--lora {settings.lora} is more than the model's width, and rank {width} can hold any change already"
+
+
+def tuned(graph: Any, state: Any, frozen: Any, keeps: Any) -> Any:
+    """Puts a model together that is to be written, without its teacher."""
+    model = nnx.merge(graph, state[0], frozen)
+    model.kept = keeps
+    if hasattr(model, teacher.NAME):
+        delattr(model, teacher.NAME)
+    return model

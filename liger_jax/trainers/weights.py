@@ -1,0 +1,16 @@
+"""Whether a model's weights are there, which is looked at before anything is traced."""
+
+from liger_jax.models.hugging_face.checkpoint import why_no_weights
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.user_errors import UserError
+
+_CURE = (
+    "Pass a whole checkpoint. For random weights, write them first, by save_pretrained of a model's class, such as "
+    "Qwen2ForCausalLM(config, rngs=nnx.Rngs(0))."
+)
+
+
+def check(flag: str, source: Source) -> None:
+    """Looks for the files of a model's weights."""
+    if why := why_no_weights(source.folder):
+        raise UserError(f"{flag}: {source.folder} {why} {_CURE}")

@@ -1,0 +1,211 @@
+"""The tokens of a run's data: made once, in files beside the run, and the same as those of all documents at once."""
+
+import json
+
+import numpy as np
+import pytest
+
+from liger_jax.data import long_text, reading, token_cache, training_rows
+from liger_jax.data.laid_rows import LaidRows, RowBatches
+from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.trainers.options import Settings
+from liger_jax.training import pack, pad, rows
+from liger_jax.user_errors import UserError
+from tests import _tiny
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+    texts = [json.dumps({"text": _tiny.text(3 + 5 * i % 40, i)}) for i in range(30)]
+    chats = _tiny.chats(30).split("\n")
+    mixed = [line for pair in zip(texts, chats, strict=True) for line in pair]
+    (folder.parent / "mixed.jsonl").write_text("\n".join(mixed))
+    (folder.parent / "chats.jsonl").write_text("\n".join(chats[:7]))
+    return folder
+
+
+def tokenizer(source):
+    return Tokenizer(Source(source), 320, [])
+
+
+def settings_of(source, *data, **options):
+    paths = tuple(str(source.parent / each) for each in data)
+    return Settings(model="m", data=paths, **{"length": 32, "eval_share": 0.0, **options})
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_from_files_are_those_of_all_documents_at_once(source, tmp_path, packed, monkeypatch):
+    monkeypatch.setattr("liger_jax.data.token_files._BATCH", 7)
+    settings = settings_of(source, "mixed.jsonl", pack=packed)
+    laid = training_rows.prepared(settings, tokenizer(source), tmp_path / "tokens").rows
+    pieces = tokenizer(source).pieces(reading.read(settings.data), 32)
+    expected = (pack if packed else pad)([p.tokens for p in pieces], 32, labels=[p.labels for p in pieces])
+    assert list(laid) == list(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(laid[name], array)
+        np.testing.assert_array_equal(laid[name][[5, 2]], array[[5, 2]])
+        np.testing.assert_array_equal(laid[name][3, :5], array[3, :5])
+    parts = list(RowBatches(laid, 4))
+    assert len(parts) == len(RowBatches(laid, 4)) == -(-laid.num_rows // 4)
+    for part, other in zip(parts, rows.parts(expected, 4), strict=True):
+        np.testing.assert_array_equal(part["labels"], other["labels"])
+    found = [laid.tokens.piece(i) for i in range(len(pieces))]
+    assert [(p.begin, p.total, p.document.where) for p in found] == [
+        (p.begin, p.total, p.document.where) for p in pieces
+    ]
+    assert laid.tokens.num_scored(np.arange(len(pieces))) == sum((p.labels[1:] >= 0).sum() for p in pieces)
+
+
+def prepared(source, place, capsys, *data, **options):
+    """The rows of a start that keeps its tokens, and whether it made them."""
+    capsys.readouterr()
+    found = training_rows.prepared(settings_of(source, *data, **options), tokenizer(source), place)
+    found.keep()
+    return found, "tokenising" in capsys.readouterr().out
+
+
+def test_tokens_are_made_once_and_again_when_anything_of_them_has_changed(source, tmp_path, capsys):
+    place, file = tmp_path / "tokens", source.parent / "once.jsonl"
+    file.write_text((source.parent / "mixed.jsonl").read_text())
+    first, was_made = prepared(source, place, capsys, "once.jsonl")
+    assert was_made
+    for options in ({}, {"pack": True}, {"seed": 3, "eval_share": 0.1}):  # which change the rows alone
+        again, was_made = prepared(source, place, capsys, "once.jsonl", **options)
+        assert not was_made and again.rows.tokens.digest == first.rows.tokens.digest
+    assert len(list(place.iterdir())) == 1
+    for options in ({"length": 16}, {"column": "text"}):
+        assert prepared(source, place, capsys, "once.jsonl", **options)[1], options
+    content = file.read_text()
+    file.write_text(content.replace("three", "seven", 1))
+    changed, was_made = prepared(source, place, capsys, "once.jsonl")
+    assert was_made and changed.made_of() != first.made_of()
+    file.write_text(content)
+    assert prepared(source, place, capsys, "once.jsonl")[0].made_of() == first.made_of()
+    assert len(list(place.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["tokens", "scored", "ends", "meta.json"])
+def test_damaged_tokens_are_made_anew(source, tmp_path, capsys, name):
+    first, _ = prepared(source, tmp_path, capsys, "chats.jsonl")
+    made_of, path = first.made_of(), first.rows.tokens.folder / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    again, was_made = prepared(source, tmp_path, capsys, "chats.jsonl")
+    assert was_made and again.made_of() == made_of
+    assert not prepared(source, tmp_path, capsys, "chats.jsonl")[1]
+
+
+def test_what_is_said_of_conversations_is_said_at_each_start(source, tmp_path, capsys):
+    for _ in range(2):
+        found = training_rows.prepared(settings_of(source, "chats.jsonl", length=40), tokenizer(source), tmp_path)
+        found.keep()
+        assert "7 of 7 conversations are cut off, as longer than --length=40\n" in capsys.readouterr().out
+
+
+def test_the_mark_that_ends_answers_is_known_from_files_too(source, tmp_path):
+    stops = []
+    for _ in range(2):
+        one = tokenizer(source)
+        training_rows.prepared(settings_of(source, "chats.jsonl"), one, tmp_path).keep()
+        stops.append(one.stops)
+    assert stops[0] == stops[1] and len(stops[0]) == 2
+
+
+def test_tokens_that_no_run_has_kept_are_removed(source, tmp_path):
+    with token_cache.leftovers_removed(tmp_path):
+        training_rows.prepared(settings_of(source, "chats.jsonl"), tokenizer(source), tmp_path / "tokens")
+        assert list((tmp_path / "tokens").iterdir())
+    assert not (tmp_path / "tokens").exists()
+    (tmp_path / "tokens" / "mine").mkdir(parents=True)
+    with token_cache.leftovers_removed(tmp_path):
+        training_rows.prepared(settings_of(source, "chats.jsonl"), tokenizer(source), tmp_path / "tokens").keep()
+    assert len(list((tmp_path / "tokens").iterdir())) == 2  # and what no run has left stays
+
+
+def test_weights_mix_files_by_rows(source, tmp_path):
+    settings = settings_of(source, "mixed.jsonl=.5", "chats.jsonl=3")
+    data = training_rows.prepared(settings, tokenizer(source), tmp_path)
+    (mixed, half), (chats, thrice) = data.mixture or []
+    assert (half, thrice, chats) == (0.5, 3.0, 7) and data.num_in_epoch == round(mixed / 2) + 21
+    batch_of, of_chats = data.batches(settings), {row.tobytes() for row in data.rows["input_ids"][mixed:]}
+    seen = [row.tobytes() for i in range(-(-data.num_in_epoch // 8)) for row in batch_of(i)["input_ids"]]
+    assert len(seen) == data.num_in_epoch
+    assert sum(row in of_chats for row in seen) >= 21  # some rows of the other file are the same
+
+
+def test_other_data_is_scored_and_not_trained_on(source, tmp_path):
+    (source.parent / "other.jsonl").write_text("\n".join(_tiny.chats(12).split("\n")[9:]))
+    scored = (str(source.parent / "other.jsonl"),)
+    settings = settings_of(source, "chats.jsonl", eval_data=scored, eval_share=None)
+    data = training_rows.prepared(settings, tokenizer(source), tmp_path)
+    assert (data.rows.num_rows, data.held_out_rows.num_rows) == (7, 3)
+    data.keep()
+    assert len(list(tmp_path.iterdir())) == 2
+    same = settings_of(source, "chats.jsonl", eval_data=settings_of(source, "chats.jsonl").data, eval_share=None)
+    with pytest.raises(UserError, match="chats.jsonl is in --data, too"):
+        training_rows.prepared(same, tokenizer(source), tmp_path)
+    (source.parent / "copy.jsonl").write_bytes((source.parent / "chats.jsonl").read_bytes())
+    copied = settings_of(source, "chats.jsonl", eval_data=(str(source.parent / "copy.jsonl"),), eval_share=None)
+    with pytest.raises(UserError, match="--eval-data has the content of --data"):
+        training_rows.prepared(copied, tokenizer(source), tmp_path)
+    weighed = settings_of(source, "mixed.jsonl", eval_data=(scored[0] + "=2",), eval_share=None)
+    with pytest.raises(UserError, match="has a weight, and all that is scored counts alike"):
+        training_rows.prepared(weighed, tokenizer(source), tmp_path)
+    with pytest.raises(UserError, match="--eval-share=0.1 and --eval-data both say what is scored"):
+        settings_of(source, "chats.jsonl", eval_data=scored, eval_share=0.1)
+
+
+def test_a_long_text_has_the_tokens_of_the_whole(source, tmp_path, monkeypatch):
+    rng = np.random.default_rng()
+    words = [*_tiny.WORDS, "\n\n", "   ", "é", "日本", "!?", "<|im_end|>", "x" * 9]
+    text = " ".join(rng.choice(words, 3000))
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    whole = tokenizer(source).pieces([reading.Document("a", text)], 32)
+    monkeypatch.setattr(long_text, "WINDOW", 700)
+    monkeypatch.setattr(long_text, "OVERLAP", 200)
+    parts = tokenizer(source).pieces([reading.Document("a", path=path)], 32)
+    assert [piece.begin for piece in parts] == [piece.begin for piece in whole]
+    for part, expected in zip(parts, whole, strict=True):
+        np.testing.assert_array_equal(part.tokens, expected.tokens)
+
+
+def test_windows_that_nowhere_agree_are_refused(monkeypatch):
+    monkeypatch.setattr(long_text, "WINDOW", 20)
+    monkeypatch.setattr(long_text, "OVERLAP", 8)
+
+    class Encoded:
+        def __init__(self, text):  # tokens of three characters, counted from the begin of a window
+            self.offsets = [(i, i + 3) for i in range(0, len(text), 3)]
+            self.ids = [len(text)] * len(self.offsets)
+
+    left = iter("abcdefgh" * 20)
+    read = lambda size: "".join(character for _, character in zip(range(size), left, strict=False))
+    with pytest.raises(UserError, match="makes other tokens of a part of the text than of the whole"):
+        list(long_text.encoded(read, Encoded))
+
+
+def test_laid_rows_of_several_groups_share_no_row(source, tmp_path):
+    data = training_rows.prepared(settings_of(source, "mixed.jsonl"), tokenizer(source), tmp_path)
+    groups = [np.arange(0, 9), np.arange(9, 9), np.arange(9, 20)]
+    laid = LaidRows(data.rows.tokens, groups, 32, True)
+    assert laid.counts[1] == 0 and sum(laid.counts) == laid.num_rows
+    first = set(laid["pieces"][: laid.counts[0]].ravel().tolist()) - {-1}
+    assert first == set(range(9))
+
+
+def test_pieces_have_one_number_in_packed_and_padded_rows_and_another_where_they_come_twice(source, tmp_path):
+    settings = settings_of(source, "mixed.jsonl", batch=50, seed=3)
+    tokens = training_rows.prepared(settings, tokenizer(source), tmp_path).rows.tokens
+    for packed in (True, False):
+        laid = LaidRows(tokens, [np.arange(2, 12)], 32, packed)
+        data = training_rows.TrainingRows(laid, None, [(laid.num_rows, 2.0)], "")
+        ids, numbers = data.batches(settings)(0)["input_ids"], data.pieces(settings)(0)
+        for number in range(2, 12):
+            expected = tokens.arrays(number)[0]
+            for turn in (0, len(tokens)):  # places without a token have any number
+                own = [row[is_own][: len(expected)] for row, is_own in zip(ids, numbers == number + turn, strict=True)]
+                np.testing.assert_array_equal([each for each in own if each.any()], [expected])

@@ -1,0 +1,194 @@
+"""`liger-jax finetune` on several devices leaves what it leaves on one, and goes on from one mesh to another."""
+
+import functools
+import json
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from liger_jax.commands import main
+from liger_jax.models import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
+from liger_jax.models.lora import load_adapters
+from liger_jax.training import meshes
+from tests import _tiny
+from tests.trainers._runs import figures_of
+from tests.trainers.test_finetune import ctrl_c_in_the_third_step
+
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates"),
+    pytest.mark.usefixtures("each_program_is_compiled_once"),
+]
+KIND = jax.devices()[0].device_kind
+OPTIONS = "--pack --length 32 --batch 4 --steps 4 --every 4 --learning-rate 0.05 --seed 1".split()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint's folder, with conversations beside it; a part of two has quantised blocks of 64 values."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model", width=128)
+    (folder.parent / "chats.jsonl").write_text(_tiny.chats(30))
+    return folder
+
+
+def train(source, out, *options):
+    return main(["finetune", f"--model={source}", f"--data={source.parent / 'chats.jsonl'}", f"--out={out}", *OPTIONS,
+                 *options])  # fmt: skip
+
+
+def assert_alike(ours, others, name, near):
+    """Figures and weights of two runs."""
+    same = "loss token_accuracy learning_rate eval_loss eval_perplexity eval_token_accuracy".split()
+    for one, other in zip(figures_of(ours), figures_of(others), strict=True):
+        np.testing.assert_allclose(
+            *[[row[name] for name in same if name in row] for row in (one, other)], rtol=near, err_msg=str(one)
+        )
+    found, expected = (load_file(folder / name) for folder in (ours, others))
+    assert found.keys() == expected.keys()
+    for key, truth in expected.items():
+        # By norms: where a gradient is nearly 0, Adam takes its sign, which another order of additions may turn.
+        assert np.linalg.norm(found[key] - truth) <= near * np.linalg.norm(truth), key
+    files = [sorted(path.name for path in (folder / name).parent.iterdir()) for folder in (ours, others)]
+    assert files[0] == files[1]
+
+
+def test_adapters_of_a_run_that_changes_its_mesh_are_those_of_one_device(source, tmp_path, capsys):
+    assert train(source, tmp_path / "one", "--lora=4") == 0
+    assert "devices:" not in capsys.readouterr().out
+    with ctrl_c_in_the_third_step():
+        assert train(source, tmp_path / "mesh", "--lora=4", "--mesh=fsdp=2,tensor=2") == 128 + signal.SIGINT
+    assert f"devices: fsdp=2,tensor=2 of 4 × {KIND}\n" in capsys.readouterr().out
+    assert train(source, tmp_path / "mesh", "--lora=4", "--mesh=fsdp=2") == 0
+    printed = capsys.readouterr().out
+    assert f"devices: fsdp=2 of 4 × {KIND}; 2 are idle\n" in printed and "resumed at step 3\n" in printed
+    assert_alike(tmp_path / "mesh", tmp_path / "one", "adapters/adapter_model.safetensors", 2e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["fsdp=4", "data=2,fsdp=2", "tensor=2"])
+def test_all_weights_of_a_mesh_are_those_of_one_device(source, mesh, tmp_path):
+    assert train(source, tmp_path / "one") == train(source, tmp_path / "mesh", f"--mesh={mesh}") == 0
+    assert_alike(tmp_path / "mesh", tmp_path / "one", "model/model.safetensors", 2e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "fsdp=4"])
+def test_adapters_beside_nf4_and_their_merge(source, mesh, tmp_path):
+    options = "--lora=4", "--quantize=nf4", "--merge"
+    assert (
+        train(source, tmp_path / "one", *options) == train(source, tmp_path / "mesh", f"--mesh={mesh}", *options) == 0
+    )
+    assert_alike(tmp_path / "mesh", tmp_path / "one", "model/model.safetensors", 5e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2", "fsdp=4"])
+def test_a_run_on_a_mesh_shows_samples_and_stops_early(source, mesh, tmp_path, capsys):
+    options = "--every=1", "--patience=1", "--samples=3", "--learning-rate=3", "--eval-share=0.2", "--steps=6"
+    assert train(source, tmp_path, f"--mesh={mesh}", *options) == 0
+    printed = capsys.readouterr().out
+    assert "had the least held-out loss, and is taken" in printed and printed.count("sample 3: ") >= 2, printed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["tensor=2,sequence=2", "fsdp=2,tensor=2", "fsdp=2,sequence=2"])
+@pytest.mark.parametrize("options", [(), ("--lora=4", "--quantize=nf4")], ids=str)
+def test_devices_that_share_rows_show_the_samples_of_one_device(source, mesh, options, tmp_path, capsys):
+    def shown(mesh):
+        every = f"--mesh={mesh}", "--samples=3", "--eval-share=0.2", "--learning-rate=0.001"
+        assert train(source, tmp_path / mesh, *every, *options) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample ")]
+
+    found = shown(mesh)
+    assert len(found) == 6 and found == shown("fsdp=1")
+
+
+@pytest.mark.full
+def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
+    source, tmp_path, capsys, monkeypatch, one_device_unless_a_mesh_is_named
+):
+    monkeypatch.setattr(meshes, "chosen", one_device_unless_a_mesh_is_named)
+    assert train(source, tmp_path, "--batch=6", "--micro-batches=3") == 0
+    assert f"devices: fsdp=2 of 4 × {KIND}; 2 are idle, since mesh='fsdp=4' splits the batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ["mesh", "message"],
+    [
+        ("fsdp=8", "mesh='fsdp=8' has 8 devices, and there are 4. Let the sizes multiply to at most 4, as fsdp=4"),
+        ("tensor=4", "--mesh: tensor has 4 devices, which do not divide num_attention_heads=2. The nearest number"),
+        ("fsdp=3", "mesh='fsdp=3' splits the batch into 3 shards, which do not divide the 4 rows that are computed at"),
+        ("expert=2", "--mesh: expert has 2 devices, and Qwen2Config has no experts. Give the devices to fsdp."),
+        ("model=2", "mesh='model=2': 'model' is no axis. The axes are data, fsdp, expert, sequence and tensor, as in"),
+        ("fsdp=0", "mesh='fsdp=0': fsdp needs a number of devices from 1, as in 'fsdp=2'."),
+        ("fsdp=2,fsdp=2", "mesh='fsdp=2,fsdp=2' names fsdp twice. Name it once."),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_cannot_be_is_refused_in_one_sentence(source, mesh, message, tmp_path, capsys):
+    assert train(source, tmp_path, *f"--mesh={mesh}".split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("liger-jax finetune: ") and error.count("\n") == 1
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2,sequence=2"])
+def test_devices_that_share_rows_train_as_one_does(mesh, source, tmp_path):
+    assert train(source, tmp_path / "one", "--lora=4", "--mesh=fsdp=1") == 0
+    assert train(source, tmp_path / "shared", "--lora=4", f"--mesh={mesh}") == 0
+    one, shared = (figures_of(tmp_path / name) for name in ("one", "shared"))
+    losses = lambda rows: [float(row["loss"]) for row in rows]
+    np.testing.assert_allclose(losses(shared), losses(one), rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def experts(source, tmp_path_factory):
+    """A checkpoint of a mixture of experts with the other's tokenizer and data."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    shutil.copytree(source, folder)
+    shutil.copy(source.parent / "chats.jsonl", folder.parent)
+    vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
+    sizes = dict(
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    routing = dict(num_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5)
+    config = OlmoeConfig(**sizes, **routing, max_position_embeddings=64)
+    OlmoeForCausalLM(config, rngs=nnx.Rngs(0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts_of_one(experts, tmp_path_factory):
+    """The folder of a run on one device, by its options."""
+
+    @functools.cache
+    def run(*options):
+        out = tmp_path_factory.mktemp("one")
+        assert train(experts, out, *options, "--mesh=fsdp=1") == 0
+        return out
+
+    return run
+
+
+def loss_of(experts, out, options):
+    """The loss of what a run saved."""
+    model = AutoModelForCausalLM.from_pretrained(experts if options else out / "model")
+    model = load_adapters(model, out / "adapters") if options else model
+    tokens = jax.numpy.arange(24).reshape(2, 12)
+    return model(tokens, labels=tokens).loss
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["expert=2", "fsdp=2,expert=2", "tensor=2,sequence=2", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("options", ["", "--lora=4 --lora-experts", "--lora=4 --lora-experts --quantize=nf4"])
+def test_devices_that_share_experts_train_as_one_does(options, mesh, experts, experts_of_one, tmp_path):
+    """With a balancing loss, and rows that two devices cannot share before they are filled up."""
+    all_options = *options.split(), "--batch=8", "--micro-batches=2", "--length=30"
+    assert train(experts, tmp_path, *all_options, f"--mesh={mesh}") == 0
+    one = experts_of_one(*all_options)
+    assert_alike(tmp_path, one, "adapters/adapter_model.safetensors" if options else "model/model.safetensors", 2e-3)
+    np.testing.assert_allclose(*(loss_of(experts, out, options) for out in (tmp_path, one)), rtol=2e-3)
