@@ -1,13 +1,16 @@
 """JSON of rows, in which no name may occur twice: Python's reader would take the last value and lose the others."""
 
 import json
+import reprlib
 from typing import Any
-
-from liger_jax.models.core.config_fields import short
 
 
 class RepeatedNameError(ValueError):
     """A name occurs twice in one object."""
+
+
+_NAMES = reprlib.Repr()  # long names are cut in a message
+_NAMES.maxstring = 60
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -15,7 +18,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise RepeatedNameError(f"the name {short(twice)} occurs twice in one object, and one value would be lost")
+        raise RepeatedNameError(
+            f"the name {_NAMES.repr(twice)} occurs twice in one object, and one value would be lost"
+        )
     return result
 
 

@@ -5,10 +5,20 @@ it takes here, with the reason why a faster one does not run. It ends with 1 if 
 """
 
 import argparse
+import os
+from collections.abc import Iterator, Sequence
 
+import jax
+
+from liger_jax import _packages
+from liger_jax.commands import _machine, _ops_here
+from liger_jax.commands._cache import folder
 from liger_jax.commands._exit_code import exit_code
+from liger_jax.ops.kernels import Chosen
+from liger_jax.pallas_kernels.devices import GIB
 
 SUMMARY = "what is here, what is broken, and which kernels run"
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -16,11 +26,72 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks at this machine."""
+    """Prints what is here and what is broken. Returns the exit code: 1 if something is broken, else 0."""
+    return exit_code(args, _report)
 
-    def work():
-        from liger_jax.commands import _doctor
 
-        return _doctor.report()
+def _report() -> int:
+    machine = _machine.found()
+    wrong = _machine.problems(machine)
+    print(*_versions(machine), *_devices(machine), *_cache(), sep="\n")
+    if not machine.error:
+        print(*_ops(_ops_here.chosen()), sep="\n")
+    for sentence in wrong:
+        print(f"broken: {sentence}")
+    if not wrong:
+        print("nothing is broken")
+    return 1 if wrong else 0
 
-    return exit_code(args, work)
+
+def _versions(machine: _machine.Machine) -> Iterator[str]:
+    versions = machine.versions
+    yield f"liger-jax {versions['liger-jax']}"
+    yield _packages.packages_shown(versions)
+    plugins = machine.plugins | {name: versions[name] for name in ("libtpu",) if name in versions}
+    yield "plugins: " + (", ".join(f"{name} {version}" for name, version in plugins.items()) or "none")
+    if machine.plugins and not machine.has_driver:
+        yield "NVIDIA's driver is not here, so that the plugin only compiles for GPUs that are elsewhere"
+
+
+def _devices(machine: _machine.Machine) -> Iterator[str]:
+    chosen_by = f" (JAX_PLATFORMS={machine.platforms})" if machine.platforms else ""
+    yield f"devices{chosen_by}: {', '.join(machine.devices) or 'none'}"
+    stats = None if machine.error else jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        yield "memory: that of the machine" if machine.platform == "cpu" else "memory: the device does not tell"
+        return
+    text = f"memory: a process may take {stats['bytes_limit'] / GIB:.1f} GiB of each device"
+    if machine.platform == "gpu":
+        text += f", with {_FRACTION}={os.environ.get(_FRACTION, '0.75, the default')}"
+        if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
+            text += ", as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE)"
+    yield text
+
+
+def _cache() -> Iterator[str]:
+    """Within the command, JAX's own setting is the folder that is used, the user's or that of commands."""
+    used = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    if not jax.config.jax_enable_compilation_cache or not used:  # pyright: ignore[reportAttributeAccessIssue]
+        yield f"compiled programs are not kept: --no-cache, JAX's settings, or {folder()} cannot be written"
+        return
+    sizes = [entry.stat().st_size for entry in os.scandir(used) if entry.is_file()] if os.path.isdir(used) else []
+    yield f"compiled programs: {len(sizes):,} files of {sum(sizes) / GIB:.2f} GiB in {used}"
+
+
+def _ops(chosen: dict[str, list[Chosen]]) -> Iterator[str]:
+    yield "ops, by the implementation that a forward in bfloat16 takes:"
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for op, choices in chosen.items():
+        yield f"  {op:28}{', '.join(dict.fromkeys(each.name for each in choices)) or 'xla'}"
+        for each in choices:
+            for name, why in each.others.items():
+                if why is not None and op not in (ops := reasons.setdefault((name, why), [])):
+                    ops.append(op)
+    if reasons:
+        yield "what does not run here, and why:"
+    for (name, why), ops in reasons.items():
+        yield f"  {name}, of {_listed(ops)}: {why}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_jax.chat import strict_json
-from liger_jax.data import file_formats, files
+from liger_jax.data import files
 from liger_jax.data.documents import Document
 from liger_jax.models.core.config_fields import MOST
 from liger_jax.user_errors import UserError, in_one_line, needed_packages
@@ -29,10 +29,10 @@ def of_file(path: Path) -> Iterator[Found | Document]:
 
     Yields pairs of a place in words and a row, an object where the file is right; or one document of prose.
     """
-    end = file_formats.suffix(path)
-    if (reason := file_formats.why_not(path)) is not None:
+    end = files.suffix(path)
+    if (reason := files.why_not(path)) is not None:
         raise UserError(f"{path} {reason}")
-    if end in file_formats.COLUMNAR:
+    if end in files.COLUMNAR:
         yield from _of_columns(path)
         return
     with files.opened(path) as file:
@@ -68,9 +68,9 @@ def _of_text(path: Path, end: str, file: io.TextIOWrapper) -> Iterator[Found | D
         head += file.readline(MOST_AT_ONCE)  # what the first line is tells JSON lines from other JSON
     files.check_text(path, head)
     first = head.lstrip().partition("\n")[0]
-    if end in file_formats.DELIMITERS:
-        yield from _of_table(path, _lines(path, head, file), file_formats.DELIMITERS[end])
-    elif end in file_formats.JSON_LINES and (end != ".json" or _is_object(first)):
+    if end in files.DELIMITERS:
+        yield from _of_table(path, _lines(path, head, file), files.DELIMITERS[end])
+    elif end in files.JSON_LINES and (end != ".json" or _is_object(first)):
         for number, line in enumerate(_lines(path, head, file), 1):
             if line.strip():
                 yield f"{path}, line {number}", Line(line)
@@ -132,7 +132,7 @@ def _check_delimiter(path: Path, names: Sequence[str], delimiter: str) -> None:
     other = next((each for each in ",;\t|" if len(names) == 1 and each in names[0]), None)
     if other is None:
         return
-    ends = [end for end, each in file_formats.DELIMITERS.items() if each == other]
+    ends = [end for end, each in files.DELIMITERS.items() if each == other]
     anew = f"Write it anew: pandas.read_csv({path.name!r}, sep={other!r}).to_csv('rows.csv', index=False)."
     cure = f"Give the file a name that ends in {ends[0]}." if ends else anew
     raise UserError(f"{path}, line 1: {other!r} separates the columns, and must be {delimiter!r}. {cure}")
@@ -204,7 +204,7 @@ def _of_columns(path: Path) -> Iterator[Found]:
         parquet = importlib.import_module("pyarrow.parquet")
     number = 0
     try:
-        if file_formats.suffix(path) == ".parquet":
+        if files.suffix(path) == ".parquet":
             batches = parquet.ParquetFile(path, memory_map=True).iter_batches(_ROWS_AT_ONCE)
         else:
             batches = _of_arrow(arrow, path)

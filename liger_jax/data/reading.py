@@ -7,7 +7,7 @@ from typing import Any
 
 from liger_jax.chat.messages import IS_TRAINED, VALUES
 from liger_jax.chat.strict_json import kind_of
-from liger_jax.data import file_formats, file_rows, formats, labelled_answers, pairs
+from liger_jax.data import file_rows, files, formats, preferences
 from liger_jax.data.documents import Document as Document
 from liger_jax.data.sources import DataSource, data_sources
 from liger_jax.user_errors import UserError, in_one_line, needed_packages, refusals_kept
@@ -27,7 +27,7 @@ def read(
     """
     data = [data] if isinstance(data, str) else data
     sources = data_sources(data)
-    file_formats.tell([path for source in sources for path in source.paths])
+    files.tell([path for source in sources for path in source.paths])
     documents = [
         document
         for source in sources
@@ -108,9 +108,9 @@ def _of_file(path: Path, column: str | None, form: str | None, refused: Refused)
 
 
 _READERS = {  # of rows that are no texts; each form has what such rows are
-    pairs.FORM: (pairs.document, "pairs are rows with chosen and rejected"),
-    labelled_answers.FORM: (labelled_answers.document, "answers are rows with completion and label"),
-    labelled_answers.FORM_WITH_OTHERS: (labelled_answers.document, "answers are rows with completion and label"),
+    preferences.PAIRS: (preferences.pair, "pairs are rows with chosen and rejected"),
+    preferences.LABELLED: (preferences.labelled, "answers are rows with completion and label"),
+    preferences.LABELLED_WITH_OTHERS: (preferences.labelled, "answers are rows with completion and label"),
 }
 
 

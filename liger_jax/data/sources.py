@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.data import file_formats
-from liger_jax.data.files import found
+from liger_jax.data.files import KNOWN, found, is_rows
 from liger_jax.user_errors import UserError
 
 _SPLITS = {  # words in the names of files and folders, as the hub's datasets use them
@@ -103,7 +102,7 @@ def weight(text: str) -> float:
 def may_be_id(name: str) -> bool:
     """Whether a name may be a dataset's. If its first part is a folder here, it is a mistyped path."""
     organisation, slash, _ = name.rpartition("/")
-    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.lower().endswith(file_formats.KNOWN)
+    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.lower().endswith(KNOWN)
     return is_id and not (slash and os.path.isdir(organisation))
 
 
@@ -124,7 +123,7 @@ def _number(text: str) -> float | None:
 def _of_folder(folder: Path, flag: str) -> list[Path]:
     """The files of a folder that are meant: of one kind, and of one split where their names tell splits."""
     paths = sorted(_all_in(folder))
-    rows = [path for path in paths if file_formats.is_rows(path) and not _ABOUT.fullmatch(path.name)]
+    rows = [path for path in paths if is_rows(path) and not _ABOUT.fullmatch(path.name)]
     others = sorted({*paths} - {*rows})
     if rows and (unclear := [path for path in others if not _ABOUT.fullmatch(path.name)]):
         raise UserError(

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from liger_jax.data import file_formats, reading, token_cache
+from liger_jax.data import reading, token_cache
+from liger_jax.data.files import tell
 from liger_jax.data.laid_rows import LaidRows
 from liger_jax.data.options import RowOptions
 from liger_jax.data.pieces import NO_TOKEN, Piece, nothing_to_train_on
@@ -28,10 +29,9 @@ from liger_jax.user_errors import UserError, counted, user_errors
 MADE_BY = (
     "chat/jinja", "chat/left_out", "chat/limits", "chat/messages", "chat/prompts", "chat/spans", "chat/strict_json",
     "chat/template", "chat/template_sources", "chat/traced",
-    "data/added_tokens", "data/answer_tokenizer", "data/conversations", "data/documents", "data/file_formats",
-    "data/file_rows", "data/files", "data/formats", "data/labelled_answers", "data/long_text", "data/pair_tokenizer",
-    "data/pairs", "data/pieces", "data/reading", "data/sources", "data/token_cache", "data/token_files",
-    "data/tokenizer",
+    "data/added_tokens", "data/answers", "data/conversations", "data/documents", "data/file_rows", "data/files",
+    "data/formats", "data/long_text", "data/pieces", "data/preferences", "data/reading", "data/sources",
+    "data/token_cache", "data/token_files", "data/tokenizer",
 )  # fmt: skip
 _ROOT = Path(__file__).parents[1]
 
@@ -182,7 +182,7 @@ def tokens_of(
     is_kept: bool = True,
 ) -> Tokens:
     """The tokens of what a flag names. Prints what is to be known of them."""
-    file_formats.tell([path for source in sources for path in source.paths])
+    tell([path for source in sources for path in source.paths])
     loaded = {source.name: reading.dataset(source.name, settings.subset) for source in sources if not source.paths}
     key = _key(settings, encoder, sources, loaded) if is_kept else flag.strip("-")
     if not is_kept or (tokens := token_cache.find(place, key)) is None:

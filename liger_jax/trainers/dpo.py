@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from liger_jax import losses
-from liger_jax.data.pair_tokenizer import PairTokenizer
+from liger_jax.data.answers import PairTokenizer
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import kto, reference_log_probs

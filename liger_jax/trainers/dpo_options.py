@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from liger_jax.data import labelled_answers, pairs
+from liger_jax.data import preferences
 from liger_jax.losses.unpaired import KTO_TYPES
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import LossOptions, Preference, Unpaired, of_settings
@@ -16,7 +16,7 @@ _NO_OPTIONS = ("format", "column", "stream")  # the fields of pairs have one nam
 class PairSettings(LossOptions, Settings):
     """A run on pairs of answers, or on single ones with labels."""
 
-    format: str | None = dataclasses.field(default=pairs.FORM, init=False)  # the name of such rows
+    format: str | None = dataclasses.field(default=preferences.PAIRS, init=False)  # the name of such rows
     out: str = "runs/dpo"  # folder for checkpoints, logs and the result
 
     command = "dpo"
@@ -27,7 +27,7 @@ class PairSettings(LossOptions, Settings):
         super().__post_init__()
         unpaired = self.unpaired
         if unpaired is not None:
-            form = labelled_answers.FORM_WITH_OTHERS if unpaired.needs_others else labelled_answers.FORM
+            form = preferences.LABELLED_WITH_OTHERS if unpaired.needs_others else preferences.LABELLED
             object.__setattr__(self, "format", form)
         if self.takes_whole_batches and self.num_micro_batches > 1:
             why = "whose pairs --loss {} sorts together" if unpaired is None else "of which --loss {} has one baseline"

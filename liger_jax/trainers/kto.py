@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax import losses
-from liger_jax.data.answer_tokenizer import UnpairedTokenizer, UnpairedWithOthers
+from liger_jax.data.answers import UnpairedTokenizer, UnpairedWithOthers
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import reference_log_probs

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from liger_jax import _packages, ops
-from liger_jax.commands import _doctor, _machine, _ops_here, main
+from liger_jax.commands import _machine, _ops_here, doctor, main
 from liger_jax.ops.kernels import Kernels
 
 WELL = _machine.Machine(
@@ -53,7 +53,7 @@ def test_reasons_are_those_of_the_op_itself():
         jax.eval_shape(lambda *x: ops.rms_norm(*x, implementation="mosaic_tpu"), *_ops_here.CASES["rms_norm"][1])
     why = choices[0].others["mosaic_tpu"]
     assert why is not None and why in str(refused.value)
-    printed = "\n".join(_doctor._ops({"rms_norm": choices}))
+    printed = "\n".join(doctor._ops({"rms_norm": choices}))
     assert f"mosaic_tpu, of rms_norm: {why}" in printed
 
 

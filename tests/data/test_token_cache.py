@@ -1,10 +1,13 @@
 """The tokens of a run's data: made once, in files beside the run, and the same as those of all documents at once."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import liger_jax
 from liger_jax.data import long_text, reading, token_cache, training_rows
 from liger_jax.data.laid_rows import LaidRows, RowBatches
 from liger_jax.data.tokenizer import Tokenizer
@@ -84,6 +87,20 @@ def test_tokens_are_made_once_and_again_when_anything_of_them_has_changed(source
     file.write_text(content)
     assert prepared(source, place, capsys, "once.jsonl")[0].made_of() == first.made_of()
     assert len(list(place.iterdir())) == 1
+
+
+def test_tokens_are_made_anew_when_the_code_that_makes_them_has_changed(source, tmp_path, capsys, monkeypatch):
+    for room in ("chat", "commands", "data"):
+        shutil.copytree(Path(liger_jax.__file__).parent / room, tmp_path / room)
+    monkeypatch.setattr(training_rows, "_ROOT", tmp_path)
+    place = tmp_path / "tokens"
+    assert prepared(source, place, capsys, "chats.jsonl")[1]
+    changes = {"commands/_parser": False, "data/stream": False, "chat/spans": True, "data/formats": True}
+    for name, is_made in changes.items():
+        with (tmp_path / f"{name}.py").open("a") as file:
+            file.write("# changed\n")
+        assert prepared(source, place, capsys, "chats.jsonl")[1] is is_made, name
+        assert not prepared(source, place, capsys, "chats.jsonl")[1], name
 
 
 @pytest.mark.parametrize("name", ["tokens", "scored", "ends", "meta.json"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from liger_jax.commands import main
-from liger_jax.data import formats, labelled_answers, pairs
+from liger_jax.data import formats, preferences
 from tests import _tiny
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,7 +39,7 @@ def rows(text: str) -> list[dict]:
 def reader(page: str, row: dict):
     """What reads a row of a page."""
     if page == "dpo.md":
-        return labelled_answers.document if "label" in row else pairs.document
+        return preferences.labelled if "label" in row else preferences.pair
     return formats.prompt if page == "grpo.md" else formats.document
 
 
@@ -53,7 +53,7 @@ def test_the_rows_of_a_page_are_read(page, least):
 
 def test_pairs_of_the_recipe_are_asked_once():
     (row,) = rows(recipe("dpo.md"))
-    chosen: Any = pairs.document("the page's row", row)
+    chosen: Any = preferences.pair("the page's row", row)
     for read, answer in ((chosen, "Red."), (chosen.rejected, "It is cold.")):
         assert [message["content"] for message in read.messages] == ["Name a warm colour.", answer]
 

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from liger_jax import losses
 from liger_jax.commands import main
 from liger_jax.data import training_rows
-from liger_jax.data.pair_tokenizer import PairTokenizer
-from liger_jax.data.pairs import document
+from liger_jax.data.answers import PairTokenizer
+from liger_jax.data.preferences import pair
 from liger_jax.trainers import dpo, reference_log_probs, samples
 from liger_jax.trainers.dpo_options import PairSettings
 from liger_jax.trainers.preference_losses import Preference
@@ -168,14 +168,14 @@ GOOD, BAD = ({"role": "assistant", "content": content} for content in "bc")
     ids=["explicit", "implicit", "text of the question", "answers as texts", "JSON in cells", "sharegpt"],
 )  # fmt: skip
 def test_all_forms_of_a_pair_are_the_same_conversations(row):
-    found = document("here", row)
+    found = pair("here", row)
     assert found.messages == [*ASKED, GOOD] and found.rejected.messages == [*ASKED, BAD]
 
 
 def test_texts_without_a_prompt_have_what_both_begin_with():
-    found = document("here", {"chosen": "The sky is blue.", "rejected": "The sky is black."})
+    found = pair("here", {"chosen": "The sky is blue.", "rejected": "The sky is black."})
     assert (found.prompt, found.text, found.rejected.text) == ("The sky is", " blue.", " black.")
-    found = document("here", {"chosen": "yes", "rejected": "yes and no"})
+    found = pair("here", {"chosen": "yes", "rejected": "yes and no"})
     assert (found.prompt, found.text, found.rejected.text) == ("", "yes", "yes and no")
 
 
@@ -197,7 +197,7 @@ def test_texts_without_a_prompt_have_what_both_begin_with():
 )  # fmt: skip
 def test_rows_that_are_no_pairs_are_refused(row, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        document("here", row)
+        pair("here", row)
 
 
 def test_pairs_that_are_too_long_are_cut_and_those_alike_left_out(source, tmp_path, capsys):
@@ -260,7 +260,7 @@ def test_what_a_sample_says_can_be_seen(tokens, told, source):
 
 @pytest.mark.parametrize("asked", ["one two three four", [{"role": "user", "content": "one two three four"}]])
 def test_a_sample_is_given_the_whole_prompt_of_a_pair(asked, source):
-    row = document("here", {"prompt": asked, "chosen": " five six seven", "rejected": " one"})
+    row = pair("here", {"prompt": asked, "chosen": " five six seven", "rejected": " one"})
     tokenizer = PairTokenizer(source, 320, [])
     chosen, _ = tokenizer.encoded([row], 64)
     given = tokenizer.text(samples.beginning(chosen).tolist())

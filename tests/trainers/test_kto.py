@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from liger_jax.commands import main
-from liger_jax.data import labelled_answers, reading, training_rows
-from liger_jax.data.answer_tokenizer import UnpairedTokenizer, UnpairedWithOthers, _others
-from liger_jax.data.labelled_answers import document
+from liger_jax.data import preferences, reading, training_rows
+from liger_jax.data.answers import UnpairedTokenizer, UnpairedWithOthers, _others
 from liger_jax.trainers import kto, reference_log_probs
 from liger_jax.trainers.dpo_options import PairSettings
 from liger_jax.trainers.preference_losses import Unpaired
@@ -165,15 +164,15 @@ ASKED = [{"role": "user", "content": "a?"}]
 )
 def test_rows_that_are_no_answers_with_labels_are_refused(row, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        document("here", row)
+        preferences.labelled("here", row)
 
 
 def test_answers_are_texts_or_messages():
-    text = document("here", {"prompt": "a", "completion": " b", "label": 0})
+    text = preferences.labelled("here", {"prompt": "a", "completion": " b", "label": 0})
     assert (text.prompt, text.text, text.desirable) == ("a", " b", False)
     answer = {"role": "assistant", "content": "b"}
     for completion in ("b", answer, [answer]):
-        found = document("here", {"prompt": ASKED, "completion": completion, "label": True})
+        found = preferences.labelled("here", {"prompt": ASKED, "completion": completion, "label": True})
         assert found.messages == [*ASKED, answer] and found.desirable is True
 
 
@@ -181,7 +180,7 @@ def test_labels_of_a_table_are_words(tmp_path):
     words = [("true", True), ("False", False), ("1", True), ("0", False), (" TRUE ", True), ("0.0", False)]
     path = tmp_path / "answers.csv"
     path.write_text("prompt,completion,label\n" + "".join(f"a, b,{word}\n" for word, _ in words))
-    found = reading.read(str(path), form=labelled_answers.FORM)
+    found = reading.read(str(path), form=preferences.LABELLED)
     assert [each.desirable for each in found] == [is_good for _, is_good in words]
 
 
@@ -211,7 +210,7 @@ def pairs_as_answers(count, ask):
     """Documents of a good and a bad answer to each prompt, one after the other."""
     rows = [{"prompt": ask(i), "completion": f" {word} {i}", "label": word == "good"}
             for i in range(count) for word in ("good", "bad")]  # fmt: skip
-    return [document(f"line {number}", row) for number, row in enumerate(rows, 1)]
+    return [preferences.labelled(f"line {number}", row) for number, row in enumerate(rows, 1)]
 
 
 @pytest.mark.parametrize("ask", [lambda i: f"Q{i}", lambda i: [{"role": "user", "content": f"Q{i}"}]])

@@ -1,7 +1,7 @@
-"""A row that is a pair of answers, `chosen` and `rejected`, as datasets of preferences write it.
+"""Rows of preferences: pairs of answers, `chosen` and `rejected`, or single ones, `completion` with a `label`.
 
-Both are texts or lists of messages. What they answer is `prompt`, a text or messages, or the messages `conversations`;
-or it is what both begin with.
+Answers are texts or lists of messages. What they answer is `prompt`, a text or messages; for a pair also the messages
+`conversations`, or what both begin with.
 """
 
 import dataclasses
@@ -12,9 +12,11 @@ from liger_jax.chat.strict_json import kind_of
 from liger_jax.data import formats
 from liger_jax.data.documents import Document
 from liger_jax.data.formats import CONVERSATIONS, Row, conversation, message, parsed
+from liger_jax.models.core.config_fields import short
 from liger_jax.user_errors import UserError
 
-FORM = "pairs"  # what the settings call such rows
+PAIRS = "pairs"  # what the settings call such rows
+LABELLED, LABELLED_WITH_OTHERS = "unpaired", "unpaired with others"
 SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", *CONVERSATIONS)
 _NOT_READ = ("question", "instruction", "input")  # other names of a prompt, which would be lost
@@ -23,16 +25,17 @@ _SCORES = (  # names that data sets give the numbers by which an answer was chos
     ("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen-rating", "rejected-rating"),
     ("chosen_rating", "rejected_rating"),
 )  # fmt: skip
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
-def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
+def pair(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
     """What a row holds.
 
     Returns the chosen answer after its prompt, and in `rejected` the other one after the same. Only what follows the
     prompt is trained on.
     """
-    pair = formats.checked(where, values, lambda values: _pair(where, values))
-    return dataclasses.replace(pair, is_doubted=_is_doubted(values))
+    document = formats.checked(where, values, lambda values: _pair(where, values))
+    return dataclasses.replace(document, is_doubted=_is_doubted(values))
 
 
 def _is_doubted(values: Row) -> bool:
@@ -179,3 +182,42 @@ def _same_messages(one: list[Row], other: list[Row]) -> int:
     """How many messages both begin with, of which at least one is left over in each."""
     most = min(len(one), len(other)) - 1
     return next((i for i in range(most) if one[i] != other[i]), most)
+
+
+def labelled(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
+    """What a row holds.
+
+    Returns the completion after its prompt, and in `desirable` its label. Only what follows the prompt is trained on.
+    """
+    return formats.checked(where, values, lambda values: _labelled(where, values))
+
+
+def _labelled(where: str, values: Row) -> Document:
+    if "chosen" in values and "rejected" in values:
+        raise UserError(
+            "the row is a pair of chosen and rejected, and single answers with labels are trained on. --loss apo_zero "
+            "and --loss bco_pair score each answer of a pair by itself."
+        )
+    if missing := [name for name in ("completion", "label") if name not in values]:
+        raise UserError(
+            f"there is no {missing[0]!r} among {sorted(map(str, values))}. A row must have completion, a text or a "
+            "list of messages, and label, true or false, and may have a prompt."
+        )
+    label = _label(values["label"])
+    prompt, completion = (parsed(values[name]) if name in values else None for name in ("prompt", "completion"))
+    if isinstance(completion, str) and not isinstance(prompt, list):
+        if str(values.get("system") or "").strip():
+            raise UserError("the row has a system message beside a completion that is text. Write it into the prompt.")
+        if not isinstance(prompt, str | None):
+            raise UserError(f"prompt holds {kind_of(prompt)}, and must hold a text or a list of messages.")
+        return Document(where, completion, prompt=prompt or "", desirable=label)
+    document = answered(where, values, prompt, completion)
+    return dataclasses.replace(document, desirable=label)
+
+
+def _label(value: Any) -> bool:
+    """Whether an answer is good: true or 1, or such a word, as a table without types writes it."""
+    known = _LABELS.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(known, bool | int | float) or known not in (0, 1):
+        raise UserError(f"label holds {short(value)}, and must be true for a good answer, or false.")
+    return bool(known)

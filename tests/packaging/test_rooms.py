@@ -1,0 +1,148 @@
+"""Imports run one way between the package's folders, in no circle, and what begins with _ stays in its own."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "liger_jax"
+# Each folder or module, with those that it may import; all may import those of `BELOW`.
+KERNELS = {"pallas_kernels"}
+OPS = {"ops", *KERNELS}
+MODELS = {"models", "layers", "losses", *OPS}
+ROOMS = {
+    "pallas_kernels": set(), "ops": KERNELS, "layers": OPS, "losses": OPS, "models": MODELS,
+    "integrations": MODELS, "training": MODELS, "planner": {"training", *MODELS},
+    "chat": set(), "data": {"chat", "training", *MODELS}, "trainers": {"data", "planner", "training", *MODELS},
+    "commands": {"trainers", "data", "chat", "planner", "training", *MODELS},
+}  # fmt: skip
+BELOW = {"user_errors", "_install", "_packages", "_tree"}
+# What ops and kernels call private is the library's own; what begins with _ in these is their own alone.
+OWN = {"commands", "trainers", "data", "chat", "planner", "training", "models"}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """The modules of the package by their names after "liger_jax."; a package has its folder's name."""
+    found = {}
+    for path in (path for room in (*ROOMS, *BELOW) for path in (PACKAGE / room).rglob("*.py")):
+        names = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(names[:-1] if names[-1] == "__init__" else names)] = ast.parse(path.read_text(encoding="utf-8"))
+    return found | {name: ast.parse((PACKAGE / f"{name}.py").read_text()) for name in BELOW}
+
+
+@functools.cache
+def imports(module: str) -> dict[str, int]:
+    """What a module imports of the package, wherever in it: modules and names of modules, with the lines."""
+    found = {}
+    for node in ast.walk(trees()[module]):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"liger_jax.{module}, line {node.lineno}: imports say liger_jax."
+            named = [f"{node.module}.{each.name}" for each in node.names]
+        else:
+            named = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        found |= {each.removeprefix("liger_jax."): node.lineno for each in named if each.startswith("liger_jax.")}
+    return found
+
+
+def module_of(name: str) -> str:
+    """The module that an imported name is, or is of."""
+    return name if name in trees() else name.rpartition(".")[0]
+
+
+def wrong_way(module: str) -> list[str]:
+    """A sentence for each import of a module that leads to a folder above or beside its own."""
+    room = module.partition(".")[0]
+    allowed = {room, *ROOMS.get(room, ()), *(BELOW if room in ROOMS else {"_install"})}
+    return [
+        f"liger_jax.{module}, line {line}: {room} must not import {name.partition('.')[0]}, as it does by {name}."
+        for name, line in imports(module).items()
+        if name.partition(".")[0] not in allowed
+    ]
+
+
+def private(module: str) -> list[str]:
+    """A sentence for each private name of another folder that a module imports or reads."""
+    room, found = module.partition(".")[0], []
+    modules = {}  # by the names that they have here
+    for node in ast.walk(trees()[module]):
+        for each in node.names if isinstance(node, ast.ImportFrom) else ():
+            modules[each.asname or each.name] = f"{node.module}.{each.name}".removeprefix("liger_jax.")
+    names = dict(imports(module))
+    for node in ast.walk(trees()[module]):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if modules.get(node.value.id) in trees() and not node.attr.startswith("__"):
+                names[f"{modules[node.value.id]}.{node.attr}"] = node.lineno
+    for name, line in names.items():
+        other, *parts = name.split(".")
+        if other in OWN and other != room and any(part.startswith("_") for part in parts):
+            found.append(f"liger_jax.{module}, line {line}: {name} is private to liger_jax.{other}.")
+    return found
+
+
+def circle(modules: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle of imports, in their order; none if there is no circle."""
+    done, path = set(), []
+
+    def walk(module: str) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        path.append(module)
+        found = next(filter(None, map(walk, sorted(modules[module]))), [])
+        path.pop()
+        done.add(module)
+        return found
+
+    return next(filter(None, map(walk, sorted(modules))), [])
+
+
+@pytest.mark.parametrize("room", [*ROOMS, *BELOW])
+def test_a_room_imports_those_below_it_and_nothing_private_of_another(room):
+    modules = [module for module in trees() if module.partition(".")[0] == room]
+    assert modules
+    wrong = [sentence for module in modules for sentence in wrong_way(module) + private(module)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    needs = {module: {module_of(name) for name in imports(module)} & trees().keys() - {module} for module in trees()}
+    found = circle(needs)
+    assert not found, f"a circle of imports: {' → '.join(found)}"
+
+
+def test_a_wrong_import_is_named(monkeypatch):
+    module = "data.rows_of_a_test"
+    source = "from liger_jax.trainers import run\nfrom liger_jax.chat.template import _text\nrun._train\n"
+    monkeypatch.setitem(trees(), module, ast.parse(source))
+    assert wrong_way(module) == [
+        f"liger_jax.{module}, line 1: data must not import trainers, as it does by trainers.run."
+    ]
+    assert private(module) == [
+        f"liger_jax.{module}, line 2: chat.template._text is private to liger_jax.chat.",
+        f"liger_jax.{module}, line 3: trainers.run._train is private to liger_jax.trainers.",
+    ]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_commands_are_few_and_shallow():
+    modules = {name: tree for name, tree in trees().items() if name.partition(".")[0] == "commands"}
+    needs = {name: {module_of(each) for each in imports(name)} & modules.keys() - {name} for name in modules}
+    depth = functools.cache(lambda name: 1 + max(map(depth, needs[name]), default=0))
+    assert len(modules) <= 25 and max(map(depth, needs)) <= 5
+
+
+def test_the_modules_that_decide_about_tokens_are_those_that_the_cache_of_tokens_names():
+    (named,) = (
+        ast.literal_eval(node.value)
+        for node in trees()["data.training_rows"].body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MADE_BY"
+    )
+    needed, left = set(), {"data.answers", "data.token_cache"}
+    while left:
+        module = left.pop()
+        needed.add(module)
+        left |= {other for other in map(module_of, imports(module)) if other.startswith(("chat.", "data."))} - needed
+    assert {name.replace("/", ".") for name in named} == needed
