@@ -1,9 +1,10 @@
 """The options of a run that decide about its rows, whichever run it is."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class RowOptions(Protocol):
     """What rows are made of, and how they are laid and drawn. A run's own options have these among others."""
 
