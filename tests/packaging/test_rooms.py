@@ -18,8 +18,6 @@ ROOMS = {
     "commands": {"trainers", "data", "chat", "planner", "training", *MODELS},
 }  # fmt: skip
 BELOW = {"user_errors", "_install", "_packages", "_tree"}
-# What ops and kernels call private is the library's own; what begins with _ in these is their own alone.
-OWN = {"commands", "trainers", "data", "chat", "planner", "training", "models"}
 
 
 @functools.cache
@@ -76,7 +74,7 @@ def private(module: str) -> list[str]:
                 names[f"{modules[node.value.id]}.{node.attr}"] = node.lineno
     for name, line in names.items():
         other, *parts = name.split(".")
-        if other in OWN and other != room and any(part.startswith("_") for part in parts):
+        if other in ROOMS and other != room and any(part.startswith("_") for part in parts):
             found.append(f"liger_jax.{module}, line {line}: {name} is private to liger_jax.{other}.")
     return found
 
