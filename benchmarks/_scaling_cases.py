@@ -8,9 +8,9 @@ from benchmarks._scaling_loss import LossCase
 from liger_jax.planner.architectures import Architecture, architecture
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import estimate
-from liger_jax.planner.mesh import AXES, in_words, mesh_sizes
+from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.step import Run
-from liger_jax.training.meshes import parse_mesh
+from liger_jax.training.meshes import AXES, in_words, parse_mesh
 
 
 @dataclasses.dataclass(frozen=True)

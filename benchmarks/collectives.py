@@ -18,10 +18,9 @@ import jax
 from benchmarks import _measure
 from benchmarks._collectives import by_kind, collectives
 from liger_jax.planner import compile_run
-from liger_jax.planner.mesh import BATCH_AXES, in_words
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.step import Run
-from liger_jax.training.meshes import parse_mesh
+from liger_jax.training.meshes import BATCH_AXES, in_words, parse_mesh
 
 HEADER = ["of", "collective", "devices", "times", "MiB that a device sends"]
 

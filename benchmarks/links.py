@@ -19,7 +19,7 @@ import math
 from benchmarks import _measure
 from liger_jax.pallas_kernels.devices import GPUS, TPUS
 from liger_jax.planner.architectures import architecture
-from liger_jax.planner.mesh import in_words
+from liger_jax.training.meshes import in_words
 
 HOST = 8
 NVLINK, BETWEEN_HOSTS, V5P_LINKS = 450e9, 8 * 50e9, 600e9  # bytes a second: of a GPU, of a host, of a chip

@@ -21,7 +21,7 @@ from benchmarks import _measure
 from benchmarks._memory import COLORS, Figure, Figures, both, draw, estimated, gib, run_of
 from liger_jax.planner import target
 from liger_jax.planner.devices import GIB
-from liger_jax.planner.mesh import in_words
+from liger_jax.training.meshes import in_words
 
 NAME = "pods"
 TARGETS = ("a100-80g:8", "v5e:8x8", "h200:8", "v6e:8x8", "h200:32", "v5p:4x4x4")  # by memory in all

@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from liger_jax.models import KernelOptions, LlamaConfig, LlamaForCausalLM
-from liger_jax.planner.mesh import BATCH_AXES, LAYOUT, make_mesh
+from liger_jax.models import KernelOptions, Layout, LlamaConfig, LlamaForCausalLM
+from liger_jax.planner.mesh import make_mesh
 from liger_jax.training import adamw_8bit, make_step
 
+LAYOUT = Layout()  # the axes data and fsdp
 CONFIG = LlamaConfig(
     vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
     tie_word_embeddings=True,
@@ -51,14 +52,14 @@ def main(steps=2):
     second = make_mesh(devices, {"data": len(devices) // halves, "fsdp": halves})
     tokens = (jax.random.randint(jax.random.key(0), (2 * steps, 4, 1), 0, 128) + jnp.arange(16)) % 128
 
-    graph, params = nnx.split(LlamaForCausalLM(CONFIG, kernels=KernelOptions(batch_axes=BATCH_AXES), rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(LlamaForCausalLM(CONFIG, kernels=KernelOptions(layout=LAYOUT), rngs=nnx.Rngs(0)))
     optimizer = adamw_8bit(1e-2)
     step = jax.jit(make_step(graph, optimizer))
 
     def train(mesh, state, batches):
         losses = []
         with jax.set_mesh(mesh):
-            for batch in jax.device_put(batches, NamedSharding(mesh, P(None, BATCH_AXES))):
+            for batch in jax.device_put(batches, NamedSharding(mesh, P(None, LAYOUT.batch))):
                 state, loss = step(state, batch)
                 losses.append(float(loss))
         return state, losses

@@ -18,7 +18,7 @@ from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded
 from liger_jax.models.core.lm_loss import LanguageModelLoss, num_tokens
 from liger_jax.models.core.parallel.explicit_axes import with_auto_axes
-from liger_jax.models.core.parallel.partitions import check_takes_all_axes
+from liger_jax.models.core.parallel.mesh_axes import check_takes_all_axes
 from liger_jax.models.core.predictions import CausalLMOutput, predicted, scored
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.generation.generate import generate

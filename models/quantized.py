@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.experts import ExpertWeights
 from liger_jax.models.core.parameters import projections
 from liger_jax.ops.block_quantized import KINDS, BlockQuantized, block_quantized
+from liger_jax.ops.layout import full_spec, named_sharding
+from liger_jax.ops.meshes import on_devices
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -130,16 +131,16 @@ def is_quantized(weight: Any) -> bool:
 
 def quantized(weight: jax.Array, kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
     """A parameter quantised on its own devices, one matrix after another."""
-    sharding = None if isinstance(weight, Tracer) else weight.sharding
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+    sharding = named_sharding(weight)
+    if sharding is None or sharding.mesh.size == 1:
         return _quantized(weight, kind, block_size, axis)
-    spec = [*sharding.spec, *(None for _ in range(weight.ndim - len(sharding.spec)))]
+    spec = [*full_spec(sharding.spec, weight.ndim)]
     other = -1 if axis == -2 else -2
     if spec[axis] is not None and spec[other] is None:
         spec[axis], spec[other] = None, spec[axis]
     local = functools.partial(_quantized, kind=kind, block_size=block_size, axis=axis)
-    on_devices = jax.shard_map(local, mesh=sharding.mesh, in_specs=P(*spec), out_specs=P(*spec), check_vma=False)
-    return jax.jit(on_devices)(jax.device_put(weight, NamedSharding(sharding.mesh, P(*spec))))
+    mapped = on_devices(local, mesh=sharding.mesh, in_specs=P(*spec), out_specs=P(*spec))
+    return jax.jit(mapped)(jax.device_put(weight, NamedSharding(sharding.mesh, P(*spec))))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

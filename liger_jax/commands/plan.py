@@ -23,12 +23,11 @@ from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
 from liger_jax.planner import compilers, defaults, device_names, planning, report, searching
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.devices import target
-from liger_jax.planner.mesh import in_words
 from liger_jax.planner.planning import LEVELS, MemoryPlan
 from liger_jax.planner.searching import SEARCHES
 from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
 from liger_jax.trainers import adapters
-from liger_jax.training.meshes import parse_mesh
+from liger_jax.training.meshes import in_words, parse_mesh
 from liger_jax.user_errors import user_errors
 
 SUMMARY = "will a training run fit?"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops.layout import Names, full_spec, is_explicit, mesh_of, names, spec_of
@@ -59,9 +59,7 @@ def on_shards(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], sp
     """
     mesh: Any = mesh_of(arrays[0])
     placed = [x if x is None else _placed(op, x, spec, mesh) for x, spec in zip(arrays, specs, strict=True)]
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes = {name for name in kinds if kinds[name] == AxisType.Explicit} or set(kinds)
-    in_context = not jax.sharding.get_abstract_mesh().empty
+    in_context, axes = not jax.sharding.get_abstract_mesh().empty, mesh.explicit_axes
     mapped = on_devices(function, mesh=None if in_context else mesh, in_specs=specs, out_specs=out, axis_names=axes)
     try:
         return mapped(*placed)
@@ -86,7 +84,7 @@ def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
             f"{op}: an array of shape {x.shape} is sharded over the mesh as {current}, but beside the others must be "
             f"sharded as {wanted}. Move it by jax.sharding.reshard."
         )
-    move = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else jax.device_put
+    move = jax.sharding.reshard if mesh.explicit_axes else jax.device_put
     return move(x, NamedSharding(mesh, wanted))
 
 

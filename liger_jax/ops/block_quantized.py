@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, UInt8
 
 from liger_jax.ops.checks import check_choice
+from liger_jax.ops.layout import is_explicit
 
 KINDS = ("nf4", "int8")
 BLOCK_SIZE = 64  # values with one scale, where nothing else is said
@@ -183,8 +183,8 @@ def _nf4_values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     It is a gather and not a tree of choices: JAX moves the choices' constants out of a scan, as arrays of the layer's
     size, 8 GiB for Llama-3-8B.
     """
-    place = jax.typeof(codes).sharding  # on Explicit axes a gather has to be given the sharding of its result
-    place = place if AxisType.Explicit in place.mesh.axis_types else None
+    # On Explicit axes a gather has to be given the sharding of its result.
+    place = jax.typeof(codes).sharding if is_explicit(codes) else None
     return jnp.asarray(NF4, jnp.float32).at[codes].get(mode="promise_in_bounds", out_sharding=place)
 
 

@@ -7,7 +7,8 @@ Inside `jax.shard_map` a device has its own shard of the array:
     whole = gathered(shard, spec)        shard = scattered(whole, spec), summed over the devices
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -28,9 +29,20 @@ def names(entry: Any) -> Names:
     return (entry,) if isinstance(entry, str) else tuple(name for each in entry for name in names(each))
 
 
+def devices_along(entry: Any, sizes: Mapping[str, int]) -> int:
+    """How many devices split what has such an entry of a spec, or such entries; an axis that `sizes` lacks counts as one."""
+    return math.prod(sizes.get(name, 1) for name in names(entry))
+
+
 def is_explicit(x: jax.Array) -> bool:
     """Whether the type of an array says how it is sharded over a mesh."""
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+    return bool(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+def named_sharding(x: Any) -> NamedSharding | None:
+    """How a concrete array is sharded over a mesh; `None` for one that is on no mesh, and for a tracer."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def mesh_of(x: jax.Array) -> Any | None:
@@ -58,12 +70,12 @@ def are_seen(*arrays: jax.Array) -> bool:
 
 def _sharding_of(x: Any) -> NamedSharding | None:
     """How a concrete array is sharded over several devices of a mesh of Auto axes, or None."""
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+    if jax.sharding.get_abstract_mesh().manual_axes:
         return None
     while isinstance(x, Tracer):  # outside of jit, tracers of derivatives hold the array
         x = getattr(x, "primal", None)
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+    sharding = named_sharding(x)
+    if sharding is None or sharding.mesh.size == 1:
         return None
     return sharding if set(sharding.mesh.axis_types) == {AxisType.Auto} else None
 
@@ -82,9 +94,15 @@ def full_spec(spec: P, ndim: int) -> P:
     return P(*spec, *[None] * (ndim - len(spec)))
 
 
+def partition(*entries: str | Names | None) -> P:
+    """A spec without its last empty entries."""
+    filled = [i for i, entry in enumerate(entries) if entry]
+    return P(*(entry or None for entry in entries[: filled[-1] + 1])) if filled else P()
+
+
 def along(spec: P, axes: Collection[str]) -> P:
     """What some mesh axes do in a spec."""
-    return P(*(tuple(name for name in names(entry) if name in axes) or None for entry in spec))
+    return partition(*(tuple(name for name in names(entry) if name in axes) for entry in spec))
 
 
 # --- shards and the whole, inside `jax.shard_map` ---------------------------------------------------------------------

@@ -9,7 +9,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType
 
 _CURE = "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works)."
-_OF_MODELS = "A model of this package does so by itself, given KernelOptions(batch_axes=…)."
+OF_MODELS = "A model of this package does so by itself, given KernelOptions(batch_axes=…)."
 _ARRAYS_OF_LOSS = {  # what a batch that is split has to hand to each loss of a head
     "fused_linear_cross_entropy": ("hidden", "weight", "labels"),
     "causal_lm_loss": ("hidden", "head", "labels"),
@@ -58,9 +58,11 @@ def aligned_over_one_device(tree: Any, like: jax.Array) -> Any:
 
 
 def on_devices(
-    function: Callable[..., Any], *, mesh: Any = None, in_specs: Any, out_specs: Any, axis_names: Collection[str]
+    function: Callable[..., Any], *, mesh: Any = None, in_specs: Any, out_specs: Any, axis_names: Collection[str] = ()
 ) -> Callable[..., Any]:
     """The function in a `jax.shard_map` without `check_vma`, which may stand inside of one with it.
+
+    `axis_names`: the axes that become Manual; `()` for all that are not yet.
 
     Inside, JAX does not follow what varies: its own attention kernels do not declare the axes that they vary over, and
     Hopper's loss kernels cannot write in place under `check_vma`. Outside, it may follow what varies over axes that are
@@ -187,7 +189,7 @@ def _lower(context: Any, x: Any, *, op: str, second_derivatives: str, axes: tupl
 
 def _check_devices(op: str, num_devices: int, axes: tuple[str, ...] | None) -> None:
     if num_devices > 1:
-        cure = " ".join(filter(None, (_CURE, loss_call(op, axes or ()), _OF_MODELS)))
+        cure = " ".join(filter(None, (_CURE, loss_call(op, axes or ()), OF_MODELS)))
         raise ValueError(
             f"{op} would be partitioned over {num_devices} devices by the compiler, which gathers its inputs on "
             f"each of them. {cure}"

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractDevice, AxisType
+from jax.sharding import AbstractDevice
 
+from liger_jax.ops.meshes import OF_MODELS
 from liger_jax.pallas_kernels.devices import HOPPER, Capability, capability_of, gpu_named
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
@@ -75,13 +76,10 @@ def _mesh_refusal(arrays: Iterable[jax.Array]) -> str | None:
     None if every axis of a mesh is Manual or has one device.
     """
     for mesh in {jax.typeof(x).sharding.mesh for x in arrays}:
-        explicit = AxisType.Explicit in mesh.axis_types
-        automatic = mesh.size > 1 and AxisType.Auto in mesh.axis_types
-        if explicit or automatic:
+        if mesh.explicit_axes or mesh.size > 1 and mesh.auto_axes:
             return (
                 f"it is not partitioned over the mesh axes {mesh.axis_names}; "
-                "call it inside jax.shard_map, which makes every axis Manual. A model of this package does so by "
-                "itself, given KernelOptions(batch_axes=…)."
+                f"call it inside jax.shard_map, which makes every axis Manual. {OF_MODELS}"
             )
     return None
 
@@ -137,9 +135,7 @@ def _least_memory(kind: str, own: int) -> int:
 
     It is asked while a program is traced, where no collective of devices can run.
     """
-    from jax._src import distributed  # JAX has no public way to the service that `jax.distributed` starts
-
-    client: Any = distributed.global_state.client
+    client = jax_service()
     if client is None:  # a TPU's hosts without `jax.distributed`: libtpu gives all of them the same
         return own
     client.key_value_set(f"liger_jax/bytes_limit/{kind}/{jax.process_index()}", str(own), True)
@@ -155,6 +151,13 @@ def _least_memory(kind: str, own: int) -> int:
             ) from error
         limits.append(int(reported))
     return min(limits)
+
+
+def jax_service() -> Any:
+    """JAX's client of the service that `jax.distributed` starts; `None` where it has started none."""
+    from jax._src import distributed  # JAX has no public way to it
+
+    return distributed.global_state.client
 
 
 def _platform(name: str) -> str:

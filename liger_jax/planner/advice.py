@@ -9,8 +9,9 @@ from liger_jax.models.core.remat import is_offloaded
 from liger_jax.planner import defaults
 from liger_jax.planner.devices import GIB, Target
 from liger_jax.planner.estimate import Estimate, estimate
-from liger_jax.planner.mesh import in_words, mesh_sizes
+from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.step import Run
+from liger_jax.training.meshes import in_words
 
 PRECISIONS = ("param_dtype",)  # which the commands that train take, too
 _LITTLE = 0.1  # a saving below this share is little

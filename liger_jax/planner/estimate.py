@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from liger_jax.models.core.parameters import parameter
 from liger_jax.models.hugging_face.adapter_targets import Targets, split
 from liger_jax.ops.experts.adapted_moe_mlp import experts_at_once
-from liger_jax.ops.layout import names
+from liger_jax.ops.layout import devices_along, names
 from liger_jax.planner.step import Run
 
 STATIC = ("parameters", "gradients", "optimizer state")
@@ -151,7 +151,7 @@ class _Parameters:
         quantized += _FLOAT32_SCALE if run.model.quantized else 0.0
         for info, x in run.model.parameters:
             axes = names(run.layout.spec(info, x.shape, run.mesh))
-            share = math.prod(x.shape) // math.prod(run.mesh[axis] for axis in axes)
+            share = math.prod(x.shape) // devices_along(axes, run.mesh)
             own += share
             is_quantized = info.kind in ("kernel", "experts") and run.quantize is not None
             held_bytes += int(share * (quantized if is_quantized else param))
@@ -161,7 +161,7 @@ class _Parameters:
                 own_layers += share
                 # Devices of a tensor axis, and of an expert axis, multiply with different shards, and gather none.
                 apart = ("tensor",) if info.expert_axis is None else ("tensor", "expert")
-                of_layers = math.prod(x.shape) // math.prod(run.mesh[axis] for axis in axes if axis in apart)
+                of_layers = math.prod(x.shape) // devices_along([axis for axis in axes if axis in apart], run.mesh)
                 if info.kind == "experts" and run.quantize is not None:  # a few are dense at once
                     codes += int(of_layers * quantized)
                     count = x.shape[1] // run.expert
@@ -191,8 +191,8 @@ def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:
         both = dict(lora_a=(*first, in_width, rank), lora_b=(*first, rank, out_width))
         size = 0
         for end, own in both.items() if run.lora_experts else ():
-            axes = names(run.layout.spec(parameter(tuple(f"{info.name}_{end}".split(".")), own), own, run.mesh))
-            size += math.prod(own) // math.prod(run.mesh[axis] for axis in axes)
+            spec = run.layout.spec(parameter(tuple(f"{info.name}_{end}".split(".")), own), own, run.mesh)
+            size += math.prod(own) // devices_along(spec, run.mesh)
         return size
     is_whole, named = split(run.lora_targets)
     modules = [name.removesuffix(".weight") for name in info.tensor_names]

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from liger_jax.models import Layout
-from liger_jax.training.meshes import AXES, BATCH_AXES
+from liger_jax.training.meshes import AXES, BATCH_AXES, in_words
 
-LAYOUT = Layout(batch=BATCH_AXES, fsdp="fsdp")  # without axes of tensor or sequence
 # The least positions of a row for each device along "sequence" that are worth a try. With fewer, a tensor axis of as
 # many devices sends less: a layer of LLaMA-3-8B then gathers and scatters fewer parameters, 1.3 GB without it. It sends
 # 88 KiB for each token that devices share, and a sequence axis 12. So they are even at 4,200 tokens a device for two
@@ -56,11 +54,6 @@ def meshes(num_devices: int, seq: int, most_tensor: int = 8) -> list[list[dict[s
         [on(sequence, tensor) for sequence in sizes(most, num_devices // tensor)]
         for tensor in sizes(most_tensor, num_devices)
     ]
-
-
-def in_words(sizes: Mapping[str, int]) -> str:
-    """A mesh as the command's option has it."""
-    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def make_mesh(devices: list[Any], sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:

@@ -10,10 +10,10 @@ from liger_jax._install import install_command
 from liger_jax.planner.advice import PRECISIONS, Change, options
 from liger_jax.planner.devices import FRACTIONS, GIB, LITTLE, NEAR, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
 from liger_jax.planner.estimate import DYNAMIC, STATIC
-from liger_jax.planner.mesh import in_words
 from liger_jax.planner.planning import MemoryPlan
 from liger_jax.planner.searching import SEQ_UNIT
 from liger_jax.planner.step import LOSSES
+from liger_jax.training.meshes import in_words
 
 _MARKS = dict(zip(STATIC + DYNAMIC, "PGOIAFWCL", strict=True))
 _PALETTE = ("#1f4e79", "#2e75b6", "#9dc3e6", "#548235", "#70ad47", "#a9d18e", "#bfbfbf", "#7f7f7f", "#c00000")

@@ -9,9 +9,10 @@ from liger_jax.planner import compilers
 from liger_jax.planner.advice import largest
 from liger_jax.planner.compilers import compile_run
 from liger_jax.planner.estimate import estimate
-from liger_jax.planner.mesh import in_words, meshes
+from liger_jax.planner.mesh import meshes
 from liger_jax.planner.planning import LEVELS, has_host_memory, make_run
 from liger_jax.planner.step import Run
+from liger_jax.training.meshes import in_words
 
 SIZES = ("batch", "seq")
 SEARCHES = (*SIZES, "mesh")

@@ -8,24 +8,25 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from liger_jax.models import KernelOptions, Layout
 from liger_jax.models import lora as adapters
 from liger_jax.models.core.embedding import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
+from liger_jax.models.core.parallel.mesh_axes import put
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.hugging_face.adapter_targets import Targets, problems, split
 from liger_jax.models.lora.vocabulary import columns
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.ops.block_quantized import BLOCK_SIZE, KINDS
+from liger_jax.ops.layout import devices_along
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.training import make_step, optimizer_named
-from liger_jax.training.meshes import layout_of
+from liger_jax.training.meshes import Devices, layout_of, shards_of_batch
 from liger_jax.training.optimizer import OPTIMIZERS
 from liger_jax.training.rows import ARGUMENTS
 
@@ -179,12 +180,12 @@ class Run:
 
         The devices of an expert axis keep their experts, and gather the other parameters.
         """
-        return self.mesh["fsdp"] * self.sequence * self.expert
+        return devices_along(self.layout.fsdp_axes, self.mesh)
 
     @property
     def batch_devices(self) -> int:
         """Into how many shards the devices split a micro-batch."""
-        return self.target.count // (self.tensor * self.sequence)
+        return shards_of_batch(self.mesh)
 
     @property
     def micro_batch_choices(self) -> list[int]:
@@ -298,31 +299,21 @@ def training_step(run: Run, mesh: Mesh, **options: Any) -> tuple[Any, tuple[Any,
     graph, params, *frozen = _split(run, options)
     optimizer = make_optimizer(run.optimizer, run.state_dtype)
     state = (params, jax.eval_shape(optimizer.init, params))
-    of_params, of_moments = run.layout.shardings(state, mesh, optimizer)
+    devices = Devices(mesh, run.layout)
+    of_params, of_moments = devices.shardings(state, optimizer)
     if run.state_memory == "host":
         on_host = lambda x, sharding: sharding.with_memory_kind("pinned_host") if x.ndim else sharding
         of_moments = jax.tree.map(on_host, state[1], of_moments)
     of_state = (of_params, of_moments)
-    typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
     step = make_step(graph, optimizer, micro_batches=run.micro_batches, state_on_host=run.state_memory == "host")
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
-    frozen = [jax.tree.map(typed, tree, run.layout.shardings(tree, mesh)) for tree in frozen]
-    return jitted, (jax.tree.map(typed, state, of_state), _batch(run, mesh), *frozen)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, devices.whole))
+    return jitted, (jax.tree.map(put, state, of_state), _batch(run, mesh), *map(devices.typed, frozen))
 
 
 def _batch(run: Run, mesh: Mesh) -> Any:
     """The types of a step's tokens, as `Layout.place` puts them on the mesh."""
     tokens: Any = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32)
-    batch = dict.fromkeys(ARGUMENTS, tokens) if run.packed else tokens
-    if (shards := run.layout.sequence_shards(run.mesh)) is not None:
-        batch = jax.eval_shape(shards.prepared, batch)
-
-    def typed(x):
-        spec = P(run.layout.batch if x.shape[0] == run.batch else None, run.layout.sequence)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(typed, batch)
+    return run.layout.place(dict.fromkeys(ARGUMENTS, tokens) if run.packed else tokens, mesh)
 
 
 def _split(run: Run, options: dict[str, Any]) -> tuple[Any, ...]:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parameters import is_matrix
+from liger_jax.ops.layout import devices_along, full_spec, is_explicit, named_sharding
 from liger_jax.ops.place import place_of
 from liger_jax.training import dynamic_code as code
 from liger_jax.training.rounding import check_numbers, check_rate
@@ -273,13 +274,12 @@ class _Blocks:
         """The blocks of an array. Auto axes do not show which of them split its last axis: each may."""
         width, sharding = x.shape[-1], jax.typeof(x).sharding
         mesh, explicit = sharding.mesh, _shards_of_last_axis(sharding, x.ndim)
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        auto = [size for name, size in mesh.shape.items() if kinds[name] == AxisType.Auto]
+        auto = [mesh.shape[name] for name in mesh.auto_axes]
         own = width // explicit
         piece = size if explicit == 1 else math.gcd(own, size)
         if (shards := math.lcm(*auto)) > 1 and (least := math.gcd(own, piece, _LEAST_PIECE)) > 1:
             piece = max(math.gcd(own // math.gcd(own, shards), piece), least)
-        return cls(width, size, piece, sharding if _is_explicit(sharding) else None)
+        return cls(width, size, piece, sharding if is_explicit(x) else None)
 
     def maxima(self, x: jax.Array) -> jax.Array:
         """The largest number of each block: x (…, D), not below 0 → (…, ⌈D / size⌉)."""
@@ -336,13 +336,7 @@ def _check_names(params, float32_names):
 
 def _sharding(x):
     """How an array is sharded over a mesh, or how its type says it is; None where neither says."""
-    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    is_known = isinstance(sharding, NamedSharding) and (not isinstance(x, Tracer) or _is_explicit(sharding))
-    return sharding if is_known else None
-
-
-def _is_explicit(sharding):
-    return AxisType.Explicit in sharding.mesh.axis_types
+    return jax.typeof(x).sharding if isinstance(x, Tracer) and is_explicit(x) else named_sharding(x)
 
 
 def _is_in_8_bits(path, param, float32_names):
@@ -352,7 +346,4 @@ def _is_in_8_bits(path, param, float32_names):
 
 
 def _shards_of_last_axis(sharding, ndim):
-    spec = sharding.spec
-    entry = spec[ndim - 1] if len(spec) >= ndim else None
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return math.prod(sharding.mesh.shape[axis] for axis in axes)
+    return devices_along(full_spec(sharding.spec, ndim)[-1], sharding.mesh.shape)

@@ -22,10 +22,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions, Layout
-from liger_jax.models.core.parallel.tensor_shards import nearest_divisor
+from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
+from liger_jax.ops.layout import devices_along
 from liger_jax.training.compiling import compiler_options
 
-BATCH_AXES = ("data", "fsdp")  # those along which each device has its own sequences, and expert's
+BATCH_AXES = Layout.batch  # those along which each device has its own sequences, and expert's
 # Devices that are neighbours are so along the last axis: tensor's, which send most and must be in one host.
 AXES = (*BATCH_AXES, "expert", "sequence", "tensor")
 
@@ -126,15 +127,20 @@ def parse_mesh(text: str) -> dict[str, int]:
     return dict.fromkeys(AXES, 1) | named
 
 
+def in_words(sizes: Mapping[str, int]) -> str:
+    """A mesh as `parse_mesh` reads it."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
 def layout_of(sizes: Mapping[str, int]) -> Layout:
     """Which axes of such a mesh split what."""
     others = {name: name for name in ("tensor", "sequence", "expert") if sizes.get(name, 1) > 1}
-    return Layout(batch=BATCH_AXES, fsdp="fsdp", **others)
+    return Layout(**others)
 
 
 def shards_of_batch(sizes: Mapping[str, int]) -> int:
     """Into how many shards such a mesh splits a batch."""
-    return math.prod(sizes.get(name, 1) for name in layout_of(sizes).batch)
+    return devices_along(layout_of(sizes).batch, sizes)
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
@@ -198,7 +204,7 @@ def _checked(
 def _line(sizes: Mapping[str, int], devices: Sequence[Any], why: str) -> str:
     """The devices in words."""
     idle = len(devices) - math.prod(sizes.values())
-    axes = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one"
+    axes = in_words({name: size for name, size in sizes.items() if size > 1}) or "one"
     line = f"devices: {axes} of {len(devices)} × {devices[0].device_kind}"
     if not idle:
         return line

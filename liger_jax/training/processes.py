@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from liger_jax.ops.place import jax_service
 from liger_jax.training.relay import Relay
 
 BEAT_SECONDS, SILENT_SECONDS = 2.0, 30.0
@@ -77,7 +78,7 @@ def begin(place: str) -> None:
     if relay is not None:
         relay.watch(lambda how: None if _over.is_set() else _lose(0, how), SILENT_SECONDS)
     if jax.process_count() > 1:
-        _watching.append(threading.Thread(target=_watch, args=(_client(),), name="watching processes", daemon=True))
+        _watching.append(threading.Thread(target=_watch, args=(jax_service(),), name="watching processes", daemon=True))
         _watching[0].start()
 
 
@@ -95,7 +96,7 @@ def wait() -> None:
     """Waits until all processes have come here. Ctrl-C ends the wait."""
     if jax.process_count() > 1:
         name = f"liger_jax/barrier/{next(_barriers)}"  # each process comes to all of them in the same order
-        _interruptible(lambda: _client().wait_at_barrier(name, timeout_in_ms=24 * 3600 * 1000))
+        _interruptible(lambda: jax_service().wait_at_barrier(name, timeout_in_ms=24 * 3600 * 1000))
 
 
 def check_same(what: str, values: Mapping[str, Any]) -> None:
@@ -136,9 +137,9 @@ def check_shared(folder: Path) -> None:
 def _of_all(value: Any) -> dict[int, Any]:
     """What each process says, JSON's, by its index."""
     place = f"liger_jax/said/{next(_barriers)}/"
-    _client().key_value_set(f"{place}{jax.process_index()}", json.dumps(value, sort_keys=True))
+    jax_service().key_value_set(f"{place}{jax.process_index()}", json.dumps(value, sort_keys=True))
     wait()
-    answers = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in _client().key_value_dir_get(place)}
+    answers = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in jax_service().key_value_dir_get(place)}
     wait()  # before one that raises takes the service with it
     return answers
 
@@ -299,7 +300,7 @@ def _leave_in_order() -> None:
         return
     begun = time.monotonic()
     while time.monotonic() - begun < SILENT_SECONDS:
-        reports = [value for _, value in _client().key_value_dir_get("liger_jax/alive/")]
+        reports = [value for _, value in jax_service().key_value_dir_get("liger_jax/alive/")]
         if all(value == _ENDED for value in reports):
             break
         time.sleep(0.1)
@@ -308,7 +309,7 @@ def _leave_in_order() -> None:
 
 def _tell(text: str) -> None:
     with contextlib.suppress(Exception):  # the service may be gone
-        _client().key_value_set(_key(jax.process_index()), text, True)
+        jax_service().key_value_set(_key(jax.process_index()), text, True)
 
 
 def _key(process: int) -> str:
@@ -348,9 +349,3 @@ def _interruptible(work: Callable[[], Any]) -> None:
     done.wait()
     if errors:
         raise errors[0]
-
-
-def _client() -> Any:
-    from jax._src import distributed  # JAX has no public way to the service that `jax.distributed` starts
-
-    return distributed.global_state.client

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import AxisType
+
+from liger_jax.ops.layout import is_explicit
 
 _MOMENTS = 2**32 - 1  # folded into the seed: a step that no run has, so that moments and parameters have other bits
 
@@ -214,8 +215,8 @@ def _to_a_neighbour(param, update, key):
 def _at_random(x, key):
     """One of the two neighbours in bfloat16 of each float32 number, in float32. What is not finite stays so."""
     # bfloat16 is float32's upper half. Random lower bits carry into it as often as its own lower bits say.
-    place = jax.typeof(x).sharding  # on Explicit axes each device makes the bits of its own shard if it is asked to
-    place = place if AxisType.Explicit in place.mesh.axis_types else None
+    # On Explicit axes each device makes the bits of its own shard if it is asked to.
+    place = jax.typeof(x).sharding if is_explicit(x) else None
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=place)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(bits, jnp.float32), x)

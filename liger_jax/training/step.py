@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType
 
 from liger_jax.losses import shifted_labels
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
@@ -164,8 +163,7 @@ def make_step(
 
 def _updates(optimizer, grads, opt_state, params):
     """What the optimizer returns. Where Explicit axes are ambiguous, as in Muon's products, they are Auto here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    axes = jax.sharding.get_abstract_mesh().explicit_axes
     try:
         return optimizer.update(grads, opt_state, params)
     except Exception as error:  # JAX has no public name for it

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
 from liger_jax.models.core.parallel.sequence_shards import SequenceShards
@@ -112,8 +111,7 @@ def _counted(shape: tuple[int, ...], ids: list[Any], sequence: SequenceShards | 
 def _manual_axes() -> dict[str, int]:
     """The axes of several devices of the `jax.shard_map` that is being traced."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Manual and mesh.shape[name] > 1}
+    return {name: mesh.shape[name] for name in mesh.manual_axes if mesh.shape[name] > 1}
 
 
 def words_of(projection: Any, x: Float[Array, "*rows D"]) -> UInt32[Array, "*rows 2"]:

@@ -10,7 +10,6 @@ where every operation is in float32, as on GPUs and CPUs in bitsandbytes.
 """
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -23,8 +22,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.config_fields import short
+from liger_jax.models.core.parallel.mesh_axes import put
 from liger_jax.models.core.parameters import ParameterInfo
 from liger_jax.ops.block_quantized import NF4, BlockQuantized
+from liger_jax.ops.layout import full_spec
 
 _STATE = ".quant_state.bitsandbytes__"
 _ENDS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", f"{_STATE}nf4")
@@ -164,18 +165,11 @@ def read(info: ParameterInfo, like: BlockQuantized, tensors: Mapping[str, Any], 
     codes = _layers(like.codes, (_swapped(tensor.codes()) for tensor in quantized))
     scales = _layers(like.scales, (tensor.scales() for tensor in quantized))
     if isinstance(sharding, NamedSharding):
-        spec = [*sharding.spec, *[None] * (like.codes.ndim - len(sharding.spec))]
+        spec = [*full_spec(sharding.spec, like.codes.ndim)]
         if spec[-1] is None:
             spec[-2:] = [None, spec[-2]]
         sharding = NamedSharding(sharding.mesh, P(*spec))
-    put = functools.partial(_put, sharding=sharding)
-    return dataclasses.replace(like, codes=put(codes), scales=put(scales))
-
-
-def _put(array: np.ndarray, sharding: Any) -> jax.Array:
-    if sharding is None:
-        return jax.device_put(array)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    return dataclasses.replace(like, codes=put(codes, sharding), scales=put(scales, sharding))
 
 
 def _swapped(codes: np.ndarray) -> np.ndarray:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
@@ -23,6 +22,7 @@ from liger_jax.models.lora.linear import LoRALinear, LoRAScale, become, names, s
 from liger_jax.models.lora.outside import adapt, check_dense, tables, untie
 from liger_jax.models.lora.vocabulary import EmbeddingAdapter, HeadAdapter, key_of, new_adapter
 from liger_jax.models.lora.whole import whole_like
+from liger_jax.ops.layout import full_spec, named_sharding
 
 Found = tuple[tuple[Any, ...], Any]  # a projection with its path
 _MOST_ALPHA = float(np.finfo(np.float32).max)
@@ -183,11 +183,9 @@ def keys_of(key: Key[Array, ""], path: tuple[Any, ...], projection: nnx.Linear) 
 def _placed(array: jax.Array, projection: nnx.Linear, shared_axis: int | None) -> jax.Array:
     """The array on its kernel's mesh, split like the kernel along the axis that they share."""
     kernel = jax.tree.leaves(projection.kernel[...])[0]  # the codes of a quantised kernel are split like the kernel
-    sharding = None if isinstance(kernel, Tracer) else kernel.sharding
-    if not isinstance(sharding, NamedSharding):
+    if (sharding := named_sharding(kernel)) is None:
         return array
-    of_kernel = (*sharding.spec, *(None for _ in range(kernel.ndim - len(sharding.spec))))
     spec = [None] * array.ndim
     if shared_axis is not None:
-        spec[shared_axis] = of_kernel[shared_axis]
+        spec[shared_axis] = full_spec(sharding.spec, kernel.ndim)[shared_axis]
     return jax.device_put(array, NamedSharding(sharding.mesh, P(*spec)))

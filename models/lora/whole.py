@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +15,7 @@ from liger_jax.models.lora.linear import names, of_layers
 from liger_jax.models.lora.outside import adapt, check_dense, tables, untie, with_adapters_on
 from liger_jax.models.lora.vocabulary import TokenRows
 from liger_jax.models.quantized import is_quantized
+from liger_jax.ops.layout import named_sharding
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -246,5 +246,5 @@ def _check_tokens(model: Any, listed: Mapping[str, Sequence[int]], modules: Sequ
 
 def whole_like(x: jax.Array, like: Any) -> jax.Array:
     """The array, whole on every device of another's mesh."""
-    sharding = None if isinstance(like, Tracer) else like.sharding
-    return jax.device_put(x, NamedSharding(sharding.mesh, P())) if isinstance(sharding, NamedSharding) else x
+    sharding = named_sharding(like)
+    return x if sharding is None else jax.device_put(x, NamedSharding(sharding.mesh, P()))

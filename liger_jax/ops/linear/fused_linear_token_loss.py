@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
@@ -212,7 +211,7 @@ def _traced(loss_fn: Callable[..., Any], dtypes: list[Any], varying: frozenset[A
     here = jax.sharding.get_abstract_mesh()
     # The constants that `loss_fn` makes are cast to vary as its arguments do, for which JAX must know the mesh. An op
     # on Explicit axes runs it on a device's shard of the mesh, and so it must be on no mesh there.
-    is_shard = bool(here.manual_axes) and AxisType.Explicit not in here.axis_types
+    is_shard = bool(here.manual_axes) and not here.explicit_axes
     with jax.sharding.use_abstract_mesh(here if is_shard else jax.sharding.AbstractMesh((), ())):
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
         if varying:  # inside shard_map, where the types of scalars say so

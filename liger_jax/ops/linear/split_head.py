@@ -1,14 +1,13 @@
 """A head that mesh axes split: the linear losses take it in the weight's place, and gather what they need of it."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops.layout import Names, full_spec, gathered, names, sent_dtype
+from liger_jax.ops.layout import Names, devices_along, full_spec, gathered, names, partition, sent_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +20,7 @@ class HeadSplit:
     @property
     def spec(self) -> P:
         """The spec of the weight."""
-        return P(*(axes or None for axes in self.axes))
+        return partition(*self.axes)
 
     def whole(self, shard: Any, hidden: Any) -> jax.ShapeDtypeStruct:
         """The type of the gathered weight."""
@@ -46,8 +45,8 @@ class SplitHead:
 def head_split(spec: P, sizes: Mapping[str, int]) -> HeadSplit | None:
     """The split of a head that is sharded as a spec says."""
     first, second = (names(entry) for entry in full_spec(spec, 2))
-    shards = [math.prod(sizes[name] for name in axes) for axes in (first, second)]
-    return HeadSplit((first, second), (shards[0], shards[1])) if max(shards) > 1 else None
+    shards = devices_along(first, sizes), devices_along(second, sizes)
+    return HeadSplit((first, second), shards) if max(shards) > 1 else None
 
 
 def taken_apart(weight: Any) -> tuple[Any, HeadSplit | None]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parallel.layout import Layout
-from liger_jax.ops.layout import along, full_spec, names
+from liger_jax.ops.layout import along, full_spec, is_explicit, names
 from liger_jax.ops.meshes import aligned_over_one_device
 
 
@@ -28,11 +27,12 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def on_mesh(model: Any, input_ids: jax.Array, **arguments: Any) -> Any:
         layout = model.kernels.mesh_layout
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.manual_axes:
             graph, state = nnx.split(model)
             model = nnx.merge(graph, aligned_over_one_device(state, input_ids))
-        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-            if AxisType.Explicit in jax.typeof(input_ids).sharding.mesh.axis_types:
+        if not mesh.explicit_axes:
+            if is_explicit(input_ids):
                 raise ValueError(
                     "input_ids are sharded over a mesh with Explicit axes, but another mesh is in context. Call the "
                     "model under jax.set_mesh(mesh), with KernelOptions(layout=…) for the axes that split the batch."
@@ -58,10 +58,8 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
             )
             return sums, numbers, of_batch
 
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        axes = tuple(name for name in kinds if kinds[name] == AxisType.Explicit)
-        on_auto_axes: Any = jax.sharding.auto_axes(run, axes=axes, out_sharding=(P(), P(), _of_tokens(layout)))
+        out = P(), P(), _of_tokens(layout)
+        on_auto_axes: Any = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=out)
         if mesh.manual_axes and model.config.experts is not None and model.model.stack.scan:
             raise ValueError(
                 f"a mixture of experts whose layers are scanned is called inside a jax.shard_map over "

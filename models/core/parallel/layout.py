@@ -1,7 +1,6 @@
 """Which axis of a mesh splits what: parameters, optimizer state, activations, and what a kernel gets of them."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,14 +10,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.parallel.on_shards import on_shards
-from liger_jax.models.core.parallel.parameter_shards import ParameterShards, state_shardings
-from liger_jax.models.core.parallel.partitions import is_placed, open_axes, partition, placed, sizes_of
+from liger_jax.models.core.parallel.mesh_axes import is_placed, open_axes, placed, sizes_of
+from liger_jax.models.core.parallel.parameter_shards import ParameterShards, on_shards, state_shardings
 from liger_jax.models.core.parallel.sequence_shards import SequenceShards
 from liger_jax.models.core.parallel.tensor_shards import TensorShards
 from liger_jax.models.core.parallel.vocabulary_shards import loss_on_shards
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
-from liger_jax.ops.layout import Names, along
+from liger_jax.ops.layout import Names, along, devices_along, partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,10 +211,10 @@ class Layout:
         as it is. `ops.layout.from_chunks(x, 1, devices)` gives what a model returns for each position its own order.
 
         Args:
-            batch: a tree of arrays with a leading batch axis, such as `dict(input_ids=…, labels=…)`. Numbers, and
-                arrays of fewer rows such as positions (1, T), go to every device. With several processes, each reads
-                the rows of its own devices from its arrays, whose other rows may hold anything. With several devices
-                along `sequence`, a model's arguments by name, or token ids alone.
+            batch: a tree of arrays, or of their types, with a leading batch axis, such as `dict(input_ids=…,
+                labels=…)`. Numbers, and arrays of fewer rows such as positions (1, T), go to every device. With several
+                processes, each reads the rows of its own devices from its arrays, whose other rows may hold anything.
+                With several devices along `sequence`, a model's arguments by name, or token ids alone.
             mesh: has the axes that the layout names; `None` for the mesh in context, of `jax.set_mesh`.
 
         Returns:
@@ -239,7 +237,9 @@ class Layout:
         sizes = sizes_of(mesh, self)
         length = None
         if (sequence := self.sequence_shards(sizes)) is not None:
-            batch = batch if is_placed(batch, sequence.axis) else sequence.prepared(batch)
+            if not is_placed(batch, sequence.axis):
+                has_types = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))
+                batch = jax.eval_shape(sequence.prepared, batch) if has_types else sequence.prepared(batch)
             length = batch["input_ids"].shape[1]
         return placed(batch, mesh, self.batch, self.sequence, length)
 
@@ -341,7 +341,7 @@ class Layout:
         """
         sizes = open_axes(self)
         splits = (*self.batch, *(axis for axis in (self.sequence, self.tensor) if axis is not None))
-        return rows * length // math.prod(sizes.get(axis, 1) for axis in splits)
+        return rows * length // devices_along(splits, sizes)
 
     def tensor_shards(self, sizes: Mapping[str, int] | None = None) -> TensorShards | None:
         """How the tensor axis splits a model.
@@ -358,9 +358,9 @@ class Layout:
         if self.tensor is None:
             return None
         sizes = open_axes(self) if sizes is None else sizes
-        if sizes.get(self.tensor, 1) == 1:
+        if devices_along(self.tensor, sizes) == 1:
             return None
-        between = partition(*along(self.between_blocks, sizes))
+        between = along(self.between_blocks, sizes)
         return TensorShards.of(self.tensor, sizes, self.fsdp_axes, self.batch, self.sequence, self.expert, between)
 
     def sequence_shards(self, sizes: Mapping[str, int] | None = None) -> SequenceShards | None:
@@ -374,7 +374,7 @@ class Layout:
             The shards; `None` where no axis of several devices does.
         """
         sizes = jax.sharding.get_abstract_mesh().shape if sizes is None else sizes
-        if self.sequence is None or sizes.get(self.sequence, 1) == 1:
+        if self.sequence is None or devices_along(self.sequence, sizes) == 1:
             return None
         return SequenceShards.of(self.sequence, sizes, self.tensor, self.of_rows)
 
@@ -386,14 +386,14 @@ class Layout:
         sizes = open_axes(self)
         if not sizes:
             return function(*split, *whole, *(() if head is None else (head,)))
-        here = lambda spec: partition(*along(spec, sizes))
+        here = lambda spec: along(spec, sizes)
         out = jax.tree.map(here, out, is_leaf=lambda x: isinstance(x, P))
         spec = tuple(map(here, spec)) if isinstance(spec, tuple) else here(spec)
         tensor = self.tensor_shards(sizes)
         if tensor is not None and head is not None:
             return loss_on_shards(tensor, function, split, whole, head, spec, out)
         fsdp = {name: sizes[name] for name in self.fsdp_axes if name in sizes}
-        return on_shards(function, split, whole, head, spec, out, fsdp, tuple(sizes))
+        return on_shards(function, split, whole, head, spec, out, fsdp)
 
 
 ONE_DEVICE = Layout(batch=(), fsdp=())

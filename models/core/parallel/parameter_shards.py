@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.parallel.partitions import partition
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
-from liger_jax.ops.layout import Names
+from liger_jax.ops.layout import Names, devices_along, full_spec, gathered, partition
+from liger_jax.ops.linear.split_head import HeadSplit, SplitHead, head_split
+from liger_jax.ops.meshes import on_devices
 
 # Adapters are small: every device has them whole.
 _WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "dropout_pieces", "token_rows")
@@ -36,7 +37,7 @@ class ParameterShards:
     @property
     def splits_experts(self) -> bool:
         """Whether the mesh has several devices along the axis of experts."""
-        return self.expert is not None and self.sizes.get(self.expert, 1) > 1
+        return devices_along(self.expert, self.sizes) > 1
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
         """How a parameter is sharded over the mesh."""
@@ -44,7 +45,7 @@ class ParameterShards:
             return self._of_experts(info, shape)
         if (of_fsdp := self._of_fsdp(info, shape)) is not None:
             return of_fsdp
-        shards = math.prod(self.sizes[name] for name in self.fsdp)
+        shards = devices_along(self.fsdp, self.sizes)
         axis = _split_axis(info, shape, shards)
         split = "·".join(self.fsdp)
         others = next((name for name in self.batch if name not in self.fsdp), "an axis that splits the batch alone")
@@ -88,7 +89,7 @@ class ParameterShards:
             )
         others = tuple(name for name in self.fsdp if name != expert)
         split = info.in_axis if info.kind == "experts" else info.out_axis
-        shards = math.prod(self.sizes[name] for name in others)
+        shards = devices_along(others, self.sizes)
         if shards > 1 and split is not None and info.kind.startswith("experts"):
             if shape[axis] % (shards * self.sizes[expert]) == 0:
                 entries[axis] = (expert, *others)
@@ -98,7 +99,7 @@ class ParameterShards:
 
     def _of_fsdp(self, info: ParameterInfo, shape: tuple[int, ...]) -> P | None:
         """How fsdp splits a parameter; `None` for a matrix that it does not divide."""
-        shards = math.prod(self.sizes.get(name, 1) for name in self.fsdp)
+        shards = devices_along(self.fsdp, self.sizes)
         if shards == 1 or info.kind in _WHOLE:
             return P()
         axis = _split_axis(info, shape, shards)
@@ -128,6 +129,44 @@ _gathered.defvjp(
     lambda x, used, stored: (_gathered(x, used, stored), None),
     lambda used, stored, _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),),
 )
+
+
+def on_shards(
+    function: Callable[..., Any],
+    split: tuple[Any, ...],
+    whole: tuple[Any, ...],
+    head: Any,
+    spec: P | tuple[P, ...],
+    out: Any,
+    fsdp: Mapping[str, int],
+) -> Any:
+    """`function(*split, *whole, head)` on every device of the mesh in context, as `Layout.run` promises it.
+
+    `whole`: arrays that are whole inside the function. A matrix enters split over `fsdp` if that divides its rows.
+    Inside the function all axes of the mesh are Manual.
+    """
+    names, shards = tuple(fsdp), math.prod(fsdp.values())
+    is_cut = [bool(names) and x is not None and x.ndim == 2 and x.shape[0] % shards == 0 for x in whole]
+    # A quantised head is small, and enters whole.
+    split_of_head = _split_of(head, fsdp) if isinstance(head, jax.Array) else None
+
+    def local(own, others, head):
+        others = [gathered(x, P(names)) if cut else x for x, cut in zip(others, is_cut, strict=True)]
+        head = head if split_of_head is None else SplitHead(head, split_of_head)
+        return function(*own, *others, *(() if head is None else (head,)))
+
+    of_whole = tuple(P(names) if cut else P() for cut in is_cut)
+    of_split = spec if isinstance(spec, tuple) else tuple(spec for _ in split)
+    specs = of_split, of_whole, P() if split_of_head is None else split_of_head.spec
+    return on_devices(local, in_specs=specs, out_specs=out)(tuple(split), tuple(whole), head)
+
+
+def _split_of(head: jax.Array, fsdp: Mapping[str, int]) -> HeadSplit | None:
+    """How mesh axes split a head (V, D): its vocabulary, or else its width. None where they divide neither."""
+    names, shards = tuple(fsdp), math.prod(fsdp.values())
+    if head.shape[0] % shards == 0:
+        return head_split(P(names), fsdp)
+    return head_split(P(None, names), fsdp) if head.shape[1] % shards == 0 else None
 
 
 def state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, whole: NamedSharding) -> Any:
@@ -189,12 +228,12 @@ def _like(shape: tuple[int, ...], of_param: tuple[int, ...], sharding: NamedShar
     """
     if shape == of_param:
         return sharding
-    entries = [*sharding.spec, *[None] * (len(of_param) - len(sharding.spec))]
+    entries = [*full_spec(sharding.spec, len(of_param))]
     if len(shape) > len(of_param):
         follows = shape[len(shape) - len(of_param) :] == of_param
         spec = [None] * (len(shape) - len(of_param)) + entries if follows else []
     elif len(shape) == len(of_param):
-        shards = [_shards(entry, sharding) for entry in entries]
+        shards = [devices_along(entry, sharding.mesh.shape) for entry in entries]
         fits = [n == size or size % n == 0 == n % split for n, size, split in zip(shape, of_param, shards, strict=True)]
         spec = [entry if fit else None for entry, fit in zip(entries, fits, strict=True)]
     else:  # a factor: the parameter's axes without some of them
@@ -202,9 +241,3 @@ def _like(shape: tuple[int, ...], of_param: tuple[int, ...], sharding: NamedShar
         specs = {tuple(entries[i] for i in axes) for axes in kept if tuple(of_param[i] for i in axes) == shape}
         spec = specs.pop() if len(specs) == 1 else []
     return NamedSharding(sharding.mesh, P(*spec), memory_kind=sharding.memory_kind)
-
-
-def _shards(entry: Any, sharding: NamedSharding) -> int:
-    """Into how many shards an axis is split by an entry of a partition."""
-    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return math.prod(sharding.mesh.shape[name] for name in names)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.losses import shifted_labels
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
-from liger_jax.ops.layout import from_chunks, in_chunks
+from liger_jax.ops.layout import devices_along, from_chunks, in_chunks
 
 # What a row is padded with, after its last position: nothing is scored there. Tokens and positions repeat their last
 # number, so that no largest one grows; no position sees those behind it. Segments and masks are 0, as at other padding.
@@ -41,7 +41,7 @@ class SequenceShards:
     def of(cls, axis: str, sizes: Mapping[str, int], tensor: str | None, rows: P) -> "SequenceShards":
         """The shards on a mesh."""
         size = sizes[axis]
-        return cls(axis, size, size * math.lcm(2, sizes.get(tensor, 1) if tensor else 1), rows)
+        return cls(axis, size, size * math.lcm(2, devices_along(tensor, sizes)), rows)
 
     def prepared(self, batch: Any) -> dict[str, Any]:
         """A model's arguments for rows that are split.

@@ -15,16 +15,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.ops.layout import gathered, scattered
 
 
 def all_positions(x: jax.Array, axis: str | None) -> jax.Array:
     """The rows (B, T, D) of the positions (B, own, D) that the devices of a mesh axis have."""
-    return x if axis is None else jax.lax.all_gather(x, axis, axis=1, tiled=True)
+    return gathered(x, P(None, axis))
 
 
 def summed(x: jax.Array, axis: str | None) -> jax.Array:
     """This device's positions (B, own, D) of the sum of rows (B, T, D) over the devices of a mesh axis."""
-    return x if axis is None else jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+    return scattered(x, P(None, axis))
 
 
 def all_tokens(x: jax.Array, axis: str | None) -> jax.Array:
@@ -32,12 +35,12 @@ def all_tokens(x: jax.Array, axis: str | None) -> jax.Array:
 
     Returns device 0's rows, device 1's, …; the same on every device of the axis.
     """
-    return x if axis is None else jax.lax.all_gather(x, axis, axis=0, tiled=True)
+    return gathered(x, P(axis))
 
 
 def summed_tokens(x: jax.Array, axis: str | None) -> jax.Array:
     """This device's positions (B, own, D) of a sum over the devices of a mesh axis."""
-    return x if axis is None else jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+    return scattered(x, P(axis))
 
 
 def in_rows(x: jax.Array, axis: str | None) -> jax.Array:

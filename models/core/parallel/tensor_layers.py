@@ -18,12 +18,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parallel.expert_shards import own_experts
-from liger_jax.models.core.parallel.on_shards import mapped
-from liger_jax.models.core.parallel.partitions import partition
 from liger_jax.models.core.parallel.tensor_collectives import by_device
 from liger_jax.models.core.parallel.tensor_shards import KEY_HEADS, TensorShards
 from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
-from liger_jax.ops.layout import along
+from liger_jax.ops.layout import along, partition
+from liger_jax.ops.meshes import on_devices
 
 _WIDE_NORMS = ("q_norm", "k_norm")
 
@@ -67,7 +66,7 @@ def run_layers(
     of_parameters = jax.tree_util.tree_map_with_path(lambda keys, x: _entry(shards, keys, x), parameters)
     of_arrays = [_of_input(shards, leaf) for leaf in arrays]
     specs = shards.between, of_parameters, of_arrays
-    return mapped(local, specs, (shards.between, P()), shards.axes)(x, parameters, arrays)
+    return on_devices(local, in_specs=specs, out_specs=(shards.between, P()))(x, parameters, arrays)
 
 
 def _of_input(shards: TensorShards, x: Any) -> P:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parallel.expert_shards import EXPERTS, entries_of_experts, width_field
-from liger_jax.models.core.parallel.partitions import partition
+from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
 from liger_jax.models.core.parameters import ParameterInfo
-from liger_jax.ops.layout import Names
+from liger_jax.ops.layout import Names, devices_along, partition
 
 KEY_HEADS = ("k_proj", "v_proj")
 
@@ -45,12 +45,12 @@ class TensorShards:
     ) -> "TensorShards":
         """The shards on a mesh, of a layout whose other axes the mesh may lack."""
         has = lambda names: tuple(name for name in names if name in sizes)
-        experts = sizes.get(expert, 1) if expert else 1
+        experts = devices_along(expert, sizes)
         return cls(
             axis=axis,
             size=sizes[axis],
             fsdp=has(fsdp),
-            fsdp_size=math.prod(sizes[name] for name in has(fsdp)),
+            fsdp_size=devices_along(fsdp, sizes),
             batch=has(batch),
             sequence=sequence if sequence in sizes else None,
             axes=tuple(sizes),
@@ -193,12 +193,3 @@ class TensorShards:
             f"{names}={shards} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a "
             f"size that divides {shape[axis]}; the nearest to {shards} is {nearest_divisor(shape[axis], shards)}."
         )
-
-
-def nearest_divisor(number: int, size: int) -> int:
-    """The divisor of a number that is nearest to a size; of two, the smaller one.
-
-    >>> nearest_divisor(32, 3), nearest_divisor(12, 5)
-    (2, 4)
-    """
-    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: (abs(n - size), n))

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.embedding import embed, head_logits
-from liger_jax.models.core.parallel.on_shards import mapped
+from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
 from liger_jax.models.core.parallel.tensor_collectives import all_positions, summed
-from liger_jax.models.core.parallel.tensor_shards import TensorShards, nearest_divisor
-from liger_jax.ops.layout import along, gathered, sent_dtype
+from liger_jax.models.core.parallel.tensor_shards import TensorShards
+from liger_jax.ops.layout import along, gathered, partition, sent_dtype
 from liger_jax.ops.linear.split_head import SplitHead, head_split, taken_apart
+from liger_jax.ops.meshes import on_devices
 
 # The logit of an entry that is padding. It is infinite, so that any factor of logits leaves it as it is. A finite one,
 # such as −1e30, is scaled with the logits, and its rounding is more than exp takes.
@@ -50,7 +51,7 @@ def embed_shards(shards: TensorShards, table: jax.Array, ids: jax.Array, dtype: 
     of_table = shards.of_vocabulary(*table.shape)
     table = padded(table.astype(sent_dtype(table.dtype, dtype)), shards.size)
     on_fsdp, specs = along(of_table, shards.fsdp), (shards.tokens, of_table)
-    return mapped(local, specs, shards.between, shards.axes)(ids, table)
+    return on_devices(local, in_specs=specs, out_specs=shards.between)(ids, table)
 
 
 def logits_shards(shards: TensorShards, hidden: jax.Array, head: jax.Array) -> jax.Array:
@@ -65,8 +66,8 @@ def logits_shards(shards: TensorShards, hidden: jax.Array, head: jax.Array) -> j
 
     of_head = shards.of_vocabulary(*head.shape)
     head = padded(head.astype(sent_dtype(head.dtype, hidden.dtype)), shards.size)
-    out = P(shards.batch or None, shards.sequence, shards.axis)
-    return mapped(local, (rows, of_head), out, shards.axes)(hidden, head)
+    out = partition(shards.batch, shards.sequence, shards.axis)
+    return on_devices(local, in_specs=(rows, of_head), out_specs=out)(hidden, head)
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
@@ -109,7 +110,7 @@ def loss_on_shards(
         return function(all_positions(hidden, axis), *tokens, *whole, head)
 
     specs = (rows, *(spec for _ in split[1:])), tuple(P() for _ in whole), of_head
-    return mapped(local, specs, out, shards.axes)(tuple(split), tuple(whole), head)
+    return on_devices(local, in_specs=specs, out_specs=out)(tuple(split), tuple(whole), head)
 
 
 def vocabulary_of(shards: TensorShards, head: Any, config: Any) -> dict[str, Any]:

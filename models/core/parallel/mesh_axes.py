@@ -1,16 +1,14 @@
-"""Axes of a mesh, partitions of arrays over them, and arrays that are put on a mesh by these."""
+"""The axes of a mesh that a layout takes, and what is put on the mesh."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from liger_jax.ops.layout import Names
+from liger_jax.ops.layout import Names, devices_along, partition
 
 
 def open_axes(layout: Any) -> dict[str, int]:
@@ -38,8 +36,7 @@ def sizes_of(mesh: Mesh | AbstractMesh, layout: Any) -> dict[str, int]:
             f"{layout}: the mesh has the axes {mesh.axis_names}, and lacks {missing}. Name the axes that it has: "
             "KernelOptions(layout=Layout(batch=…, fsdp=…))."
         )
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    sizes = {name: size for name, size in mesh.shape.items() if kinds[name] != AxisType.Manual}
+    sizes = {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
     for name, size in sizes.items():
         if size > 1 and name not in layout.axes:
             raise ValueError(
@@ -50,20 +47,10 @@ def sizes_of(mesh: Mesh | AbstractMesh, layout: Any) -> dict[str, int]:
     return sizes
 
 
-def partition(*entries: str | Names | None) -> P:
-    """A partition without its last empty entries.
-
-    >>> partition(("data", "fsdp"), None, ()) == P(("data", "fsdp"))
-    True
-    """
-    filled = [i for i, entry in enumerate(entries) if entry]
-    return P(*(entry or None for entry in entries[: filled[-1] + 1])) if filled else P()
-
-
 def placed(batch: Any, mesh: Mesh, rows: Names, positions: str | None, length: int | None) -> Any:
     """A batch on a mesh, as `Layout.place` promises it."""
     rows_of = lambda x: jnp.shape(x)[0] if jnp.ndim(x) else 0
-    shards, number = math.prod(mesh.shape[name] for name in rows), max(map(rows_of, jax.tree.leaves(batch)), default=0)
+    shards, number = devices_along(rows, mesh.shape), max(map(rows_of, jax.tree.leaves(batch)), default=0)
     if number % shards:
         raise ValueError(
             f"place: the batch has {number} rows, which {'·'.join(rows)}={shards} does not divide. Pass a "
@@ -74,7 +61,7 @@ def placed(batch: Any, mesh: Mesh, rows: Names, positions: str | None, length: i
         is_split = length is not None and jnp.shape(x)[1:2] == (length,)
         return partition(rows if rows_of(x) == number else None, positions if is_split else None)
 
-    return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, spec_for(x))), batch)
+    return jax.tree.map(lambda x: put(x, NamedSharding(mesh, spec_for(x))), batch)
 
 
 def is_placed(batch: Any, positions: str) -> bool:
@@ -84,9 +71,16 @@ def is_placed(batch: Any, positions: str) -> bool:
     return len(spec) > 1 and spec[1] == positions
 
 
-def _put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """The array on its devices; of several processes each puts its own shard there."""
-    if sharding.is_fully_addressable:
+def put(x: Any, sharding: NamedSharding | None) -> Any:
+    """An array, or its type, on its devices, of which each process has its own; `None` for the default one."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     whole = np.asarray(x)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def nearest_divisor(number: int, size: int) -> int:
+    """The divisor of a number that is nearest to a size; of two, the smaller one."""
+    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: (abs(n - size), n))
