@@ -30,7 +30,7 @@ def names(entry: Any) -> Names:
 
 
 def devices_along(entry: Any, sizes: Mapping[str, int]) -> int:
-    """How many devices split what has such an entry of a spec, or such entries; an axis that `sizes` lacks counts as one."""
+    """How many devices split what has this entry of a spec, or these; one along axes that `sizes` lacks."""
     return math.prod(sizes.get(name, 1) for name in names(entry))
 
 

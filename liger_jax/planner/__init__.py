@@ -1,4 +1,8 @@
-"""What fits where: the memory of a training step, before it is run and without its devices."""
+"""What fits where: the memory of a training step, before it is run and without its devices.
+
+Of meshes the planner knows bytes and time: what each device holds, and which meshes are worth a try (`mesh`). How a run
+is sharded it asks the run's `Layout`.
+"""
 
 from liger_jax.planner.architectures import architecture as architecture
 from liger_jax.planner.compilers import compile_run as compile_run

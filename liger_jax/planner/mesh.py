@@ -1,4 +1,4 @@
-"""Meshes by their axes' sizes, and how planned runs are sharded over them: fully, or by rows or matrices."""
+"""Meshes by their axes' sizes, and which of them are worth a try."""
 
 import math
 from collections.abc import Mapping

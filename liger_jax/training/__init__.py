@@ -1,6 +1,9 @@
 """Training: a step, optimizers, rows, and the loop around them.
 
 `rows` and `waiting` are modules of small functions: the order of rows, and what is done while programs are compiled.
+
+Of meshes training knows which devices and processes a run has (`meshes`, `processes`): a mesh by its text, and the
+`Layout` that its axes' names stand for.
 """
 
 from liger_jax.training.checkpoints import Checkpoints as Checkpoints

@@ -16,7 +16,7 @@ from liger_jax.models.core.parallel.sequence_shards import SequenceShards
 from liger_jax.models.core.parallel.tensor_shards import TensorShards
 from liger_jax.models.core.parallel.vocabulary_shards import loss_on_shards
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
-from liger_jax.ops.layout import Names, along, devices_along, partition
+from liger_jax.ops.layout import Names, along, devices_along, names, partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Layout:
                 raise TypeError(f"Layout: {role}={getattr(self, role)!r} must be a mesh axis name, or None.")
         if self.expert is not None and self.expert not in self.batch:
             object.__setattr__(self, "batch", (*self.batch, self.expert))
-        for names in (self.axes, self.fsdp_axes):
-            if twice := sorted({name for name in names if names.count(name) > 1}):
+        for axes in (self.axes, self.fsdp_axes):
+            if twice := sorted({name for name in axes if axes.count(name) > 1}):
                 raise ValueError(f"{self}: {twice} is named twice. An axis splits one thing.")
         if idle := [name for name in self.fsdp_axes if name not in (*self.batch, self.sequence)]:
             raise ValueError(
@@ -298,8 +298,7 @@ class Layout:
         Returns:
             (the sum over all tokens, the arrays).
         """
-
-        axes = tuple(name for name in (*self.batch, self.sequence) if name in open_axes(self))
+        axes = names(along(self.in_loss, open_axes(self)))
 
         def local(*arrays):
             total, others = function(*arrays)
@@ -339,9 +338,7 @@ class Layout:
         Returns:
             Its tokens over the devices that split them. Inside a `jax.shard_map` the array is one device's already.
         """
-        sizes = open_axes(self)
-        splits = (*self.batch, *(axis for axis in (self.sequence, self.tensor) if axis is not None))
-        return rows * length // devices_along(splits, sizes)
+        return rows * length // devices_along(self.between_blocks, open_axes(self))
 
     def tensor_shards(self, sizes: Mapping[str, int] | None = None) -> TensorShards | None:
         """How the tensor axis splits a model.
@@ -358,10 +355,7 @@ class Layout:
         if self.tensor is None:
             return None
         sizes = open_axes(self) if sizes is None else sizes
-        if devices_along(self.tensor, sizes) == 1:
-            return None
-        between = along(self.between_blocks, sizes)
-        return TensorShards.of(self.tensor, sizes, self.fsdp_axes, self.batch, self.sequence, self.expert, between)
+        return TensorShards.of(self, sizes) if devices_along(self.tensor, sizes) > 1 else None
 
     def sequence_shards(self, sizes: Mapping[str, int] | None = None) -> SequenceShards | None:
         """How the sequence axis splits rows.

@@ -21,7 +21,7 @@ from liger_jax.models.core.parallel.expert_shards import own_experts
 from liger_jax.models.core.parallel.tensor_collectives import by_device
 from liger_jax.models.core.parallel.tensor_shards import KEY_HEADS, TensorShards
 from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
-from liger_jax.ops.layout import along, partition
+from liger_jax.ops.layout import along
 from liger_jax.ops.meshes import on_devices
 
 _WIDE_NORMS = ("q_norm", "k_norm")
@@ -71,8 +71,8 @@ def run_layers(
 
 def _of_input(shards: TensorShards, x: Any) -> P:
     """How a layer's input is sharded: segments (B, T) of whole rows, (B, T, …) of tokens, or (1, T, R) of rows."""
-    batch = shards.batch if x.shape[0] > 1 else ()
-    return partition(batch, shards.sequence_axes) if x.ndim == 3 else partition(batch)
+    spec = shards.tokens if x.ndim == 3 else shards.rows
+    return spec if x.shape[0] > 1 else P(None, *spec[1:])
 
 
 def _entry(shards: TensorShards, keys: Any, x: Any) -> P:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models.core.parallel.expert_shards import EXPERTS, entries_of_experts, width_field
 from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
 from liger_jax.models.core.parameters import ParameterInfo
-from liger_jax.ops.layout import Names, devices_along, partition
+from liger_jax.ops.layout import Names, along, devices_along, partition
 
 KEY_HEADS = ("k_proj", "v_proj")
 
@@ -25,37 +25,29 @@ class TensorShards:
     size: int  # its devices, more than one
     fsdp: Names  # the axes that split parameters once more
     fsdp_size: int  # the devices along these
-    batch: Names  # the axes that split the batch
-    sequence: str | None  # the axis that splits rows, or `None`
     axes: Names  # all axes of the mesh that are not Manual
+    rows: P  # how arrays (B, …) are sharded whose rows are whole
+    tokens: P  # how arrays (B, T, …) are sharded of which all devices of the axis have the same positions
     between: P  # how activations (B, T, D) are sharded between blocks
-    expert: str | None = None  # the axis that splits experts, or `None`
-    expert_size: int = 1  # its devices
+    logits: P  # how logits (B, T, V) are sharded
+    expert: str | None  # the axis that splits experts, or `None`
+    expert_size: int  # its devices
 
     @classmethod
-    def of(
-        cls,
-        axis: str,
-        sizes: Mapping[str, int],
-        fsdp: Names,
-        batch: Names,
-        sequence: str | None,
-        expert: str | None,
-        between: P,
-    ) -> "TensorShards":
-        """The shards on a mesh, of a layout whose other axes the mesh may lack."""
-        has = lambda names: tuple(name for name in names if name in sizes)
-        experts = devices_along(expert, sizes)
+    def of(cls, layout: Any, sizes: Mapping[str, int]) -> "TensorShards":
+        """The shards of a `Layout` on a mesh, which may lack other axes of the layout."""
+        fsdp, experts = tuple(name for name in layout.fsdp_axes if name in sizes), devices_along(layout.expert, sizes)
         return cls(
-            axis=axis,
-            size=sizes[axis],
-            fsdp=has(fsdp),
+            axis=layout.tensor,
+            size=sizes[layout.tensor],
+            fsdp=fsdp,
             fsdp_size=devices_along(fsdp, sizes),
-            batch=has(batch),
-            sequence=sequence if sequence in sizes else None,
             axes=tuple(sizes),
-            between=between,
-            expert=expert if experts > 1 else None,
+            rows=along(layout.of_rows, sizes),
+            tokens=along(layout.in_loss, sizes),
+            between=along(layout.between_blocks, sizes),
+            logits=along(layout.of_logits, sizes),
+            expert=layout.expert if experts > 1 else None,
             expert_size=experts,
         )
 
@@ -68,16 +60,6 @@ class TensorShards:
     def others_size(self) -> int:
         """The devices along these."""
         return self.fsdp_size // (self.expert_size if self.expert in self.fsdp else 1)
-
-    @property
-    def tokens(self) -> P:
-        """How arrays (B, T, …) are sharded of which all devices of the axis have the same positions."""
-        return partition(self.batch, self.sequence_axes)
-
-    @property
-    def sequence_axes(self) -> Names:
-        """The axis that splits rows, as a tuple that is empty if there is none."""
-        return () if self.sequence is None else (self.sequence,)
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
         """How a parameter is sharded over the mesh.

@@ -15,7 +15,7 @@ from liger_jax.models.core.embedding import embed, head_logits
 from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
 from liger_jax.models.core.parallel.tensor_collectives import all_positions, summed
 from liger_jax.models.core.parallel.tensor_shards import TensorShards
-from liger_jax.ops.layout import along, gathered, partition, sent_dtype
+from liger_jax.ops.layout import along, gathered, sent_dtype
 from liger_jax.ops.linear.split_head import SplitHead, head_split, taken_apart
 from liger_jax.ops.meshes import on_devices
 
@@ -66,8 +66,7 @@ def logits_shards(shards: TensorShards, hidden: jax.Array, head: jax.Array) -> j
 
     of_head = shards.of_vocabulary(*head.shape)
     head = padded(head.astype(sent_dtype(head.dtype, hidden.dtype)), shards.size)
-    out = partition(shards.batch, shards.sequence, shards.axis)
-    return on_devices(local, in_specs=(rows, of_head), out_specs=out)(hidden, head)
+    return on_devices(local, in_specs=(rows, of_head), out_specs=shards.logits)(hidden, head)
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
