@@ -126,6 +126,7 @@ class CausalLM(Pretrained):
         shift_labels: Integer[Array, "B T"] | None = None,
         loss_weights: Float[Array, "B T"] | None = None,
         loss_normalizer: Num[Array, ""] | float | int | None = None,
+        token_scaling: bool = False,
         logits_to_keep: int | Int[Array, "kept"] = 0,
         return_logits: bool | None = None,
         return_metrics: bool = False,
@@ -155,6 +156,8 @@ class CausalLM(Pretrained):
             shift_labels: labels that are shifted already: position t is scored against shift_labels[:, t].
             loss_weights: weight of each position t that is scored (not of the label's own position).
             loss_normalizer: denominator of the mean. With the whole batch's, the losses of micro-batches add up.
+            token_scaling: multiply each position's loss by its label's probability, without gradient through that, as
+                dynamic fine-tuning does (arXiv:2508.05629). The denominator stays as it is.
             logits_to_keep: score and return only the last k positions (0: all), or these positions. The hidden
                 states are cut before the head; each kept position keeps its label.
             return_logits: see the table.
@@ -178,7 +181,8 @@ class CausalLM(Pretrained):
                 needs more than `KernelOptions.memory_budget_bytes`; and, outside of jit, there is such a row.
             TypeError: ids or labels are not integers, or an argument has a name of transformers that is not ours.
         """
-        arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
+        scaling = token_scaling or None
+        arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer, scaling)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
         kept = logits_to_keep if cache is None else 0  # the decoder says what is wrong with a cache
         targets = self._targets(labels, shift_labels, segment_ids, kept)
@@ -189,7 +193,8 @@ class CausalLM(Pretrained):
             out = predicted(self._loss, hidden, head, **wanted)
         else:
             wanted = dict(return_logits=bool(return_logits), return_metrics=return_metrics)
-            out = scored(self._loss, hidden, head, targets, loss_weights, loss_normalizer, **wanted)
+            loss = dataclasses.replace(self._loss, token_scaling=token_scaling)
+            out = scored(loss, hidden, head, targets, loss_weights, loss_normalizer, **wanted)
         experts = None
         if self.config.experts is not None and (sums := decoded.aux.get(EXPERTS)) is not None:
             experts = expert_metrics(sums) if return_metrics else None
@@ -226,7 +231,7 @@ class CausalLM(Pretrained):
             ValueError: a shape does not fit.
             TypeError: `input_ids` are not integers.
         """
-        arguments.check_call(input_ids, None, None, None, None)
+        arguments.check_call(input_ids, None, None)
         return self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask)[0].hidden
 
     @refusing_foreign_names
@@ -359,7 +364,7 @@ class CausalLM(Pretrained):
 
     def _labelled(self, caller, input_ids, labels, shift_labels, logits_to_keep, rows):
         """Hidden states and labels of the kept positions, and the head; `rows` are `_decoded_and_head`'s."""
-        arguments.check_call(input_ids, labels, shift_labels, None, None)
+        arguments.check_call(input_ids, labels, shift_labels)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
         targets = self._targets(labels, shift_labels, rows[1], logits_to_keep)
         if targets is None:

@@ -90,6 +90,7 @@ def cross_entropy(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     reduction: str = "mean",
+    token_scaling: bool = False,
     return_metrics: bool = False,
     vocab_axis: str | None = None,
     implementation: Implementation = None,
@@ -123,6 +124,8 @@ def cross_entropy(
         logit_scale: a finite Python number.
         logit_softcap: s > 0, a finite Python number, or None for no capping.
         reduction: "mean", "sum" or "none".
+        token_scaling: whether each token's loss, all of it, is multiplied by the probability of its label, without
+            gradient through that; the denominators stay as they are. It is the loss of dynamic fine-tuning.
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `logits` and `class_weights` are equal shards of
             the vocabulary, while labels and the tokens' other arrays are the same on all. Labels count from the first
@@ -143,6 +146,7 @@ def cross_entropy(
 
     References:
         Szegedy et al., 2016 (label smoothing, arXiv:1512.00567); Chowdhery et al., 2022 (z-loss, arXiv:2204.02311).
+        Wu et al., "On the Generalization of SFT", 2025 (arXiv:2508.05629), for the token scaling.
     """
     op = "cross_entropy"
     (logits,) = checks.floating(op, logits=logits)
@@ -150,7 +154,7 @@ def cross_entropy(
         raise ValueError(f"{op}: logits has shape (), but must be (..., V); the last axis holds the classes.")
     vocab_size = logits.shape[-1]
     loss_options = loss_terms.LossOptions(
-        op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction
+        op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction, token_scaling
     )
     labels, where, token_weights, class_weights = loss_terms.as_arrays(labels, where, token_weights, class_weights)
     loss_terms.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
@@ -216,6 +220,6 @@ def reduced_cross_entropy(
     if vocab_axis is not None:
         merged = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         statistics = formulas.where(terms.counts, merged)
-    losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
+    losses = loss_terms.row_losses(statistics, terms, loss_options)
     loss = loss_terms.reduced(losses, loss_options, labels.shape)
     return (loss, loss_terms.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss

@@ -18,6 +18,7 @@ from jax.core import Tracer
 from liger_jax._tree import tree_dataclass
 from liger_jax.ops import checks
 from liger_jax.ops.labels import as_labels
+from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
 
@@ -75,6 +76,7 @@ class LossOptions:
     logit_scale: float
     logit_softcap: float | None
     reduction: str
+    token_scaling: bool = False
     token_axes: tuple[str, ...] = ()  # over which tokens are split, inside shard_map: sums go over them, too
 
     def __post_init__(self) -> None:
@@ -83,6 +85,8 @@ class LossOptions:
         if self.ignore_index is not None and not isinstance(self.ignore_index, int):
             raise TypeError(f"{op}: ignore_index={self.ignore_index!r} must be a Python int; None ignores no label.")
         checks.check_choice(op, "reduction", self.reduction, REDUCTIONS)
+        if not isinstance(self.token_scaling, bool):
+            raise TypeError(f"{op}: token_scaling={self.token_scaling!r} must be True or False.")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"{op}: label_smoothing={self.label_smoothing} must be in [0, 1]; 0.0 switches it off.")
         if not 0.0 <= self.z_loss < math.inf:
@@ -212,8 +216,16 @@ def denominator(total: jax.Array, any_counts: jax.Array) -> jax.Array:
     return jnp.where(any_counts, jnp.where(total == 0, jnp.nan, total), 1.0)
 
 
+def row_losses(statistics: Statistics, terms: TokenTerms, options: LossOptions) -> jax.Array:
+    """The losses of the tokens (N,). The coefficients hold a mean's denominator already."""
+    coefficients = terms.coefficients
+    if options.token_scaling:
+        statistics, coefficients = formulas.by_own_probability(statistics, coefficients)
+    return formulas.row_losses(statistics, coefficients, terms.class_weight_sum)
+
+
 def reduced(losses: jax.Array, options: LossOptions, shape: tuple[int, ...]) -> jax.Array:
-    """The tokens' losses in the labels' shape, or their sum. The coefficients hold a mean's denominator already."""
+    """The tokens' losses in the labels' shape, or their sum."""
     return losses.reshape(shape) if options.reduction == "none" else options.sum(losses)
 
 
@@ -224,6 +236,8 @@ def metrics(statistics: Statistics, terms: TokenTerms, options: LossOptions, sha
     right = (statistics.predicted_token == terms.labels) & terms.counts
     correct, num_counting = (options.sum(x.astype(jnp.float32)) for x in (right, terms.counts))
     squared = terms.coefficients.squared
+    if options.token_scaling:
+        squared = formulas.by_own_probability(statistics, terms.coefficients)[1].squared
     z_losses = (
         jnp.zeros(terms.counts.shape, jnp.float32)
         if squared is None

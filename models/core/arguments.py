@@ -42,7 +42,14 @@ def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -
     return tuple(None if x is None else x[:, length - count if count else 0 :] for x in (hidden, *per_token))
 
 
-def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any, loss_normalizer: Any) -> None:
+def check_call(
+    input_ids: Any,
+    labels: Any,
+    shift_labels: Any,
+    loss_weights: Any = None,
+    loss_normalizer: Any = None,
+    token_scaling: Any = None,
+) -> None:
     """Raises an error if arguments of `CausalLM.__call__` exclude each other, are ignored, or have a wrong type."""
     if input_ids.ndim != 2:
         raise ValueError(f"input_ids has shape {input_ids.shape}; it must be (batch, length). Add the missing axis.")
@@ -56,7 +63,8 @@ def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any
     if labels is not None and shift_labels is not None:
         raise ValueError("labels and shift_labels exclude each other: pass the unshifted or the shifted ones.")
     if labels is None and shift_labels is None:
-        for name, value in (("loss_weights", loss_weights), ("loss_normalizer", loss_normalizer)):
+        of_loss = dict(loss_weights=loss_weights, loss_normalizer=loss_normalizer, token_scaling=token_scaling)
+        for name, value in of_loss.items():
             if value is not None:
                 raise ValueError(f"{name} is given without labels, so there is no loss to use it. Pass labels.")
     if jnp.ndim(loss_normalizer if loss_normalizer is not None else 0):

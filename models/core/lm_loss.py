@@ -35,6 +35,7 @@ class LanguageModelLoss:
     kernels: KernelOptions  # which of the losses runs, and how
     remat: Remat  # what the model's layers keep for the backward, for the fused loss's share of memory
     table_dtype: Any  # dtype of the parameter that the head is. A tied bfloat16 head reaches the loss as float32.
+    token_scaling: bool = False  # whether each position's loss is multiplied by its label's probability
 
     def __call__(
         self,
@@ -168,6 +169,7 @@ class LanguageModelLoss:
             token_weights=loss_weights,
             ignore_index=IGNORE_INDEX,
             reduction=reduction,
+            token_scaling=self.token_scaling,
             return_metrics=return_metrics,
             implementation=kernels.implementation,
             **vocabulary,
@@ -181,7 +183,8 @@ class LanguageModelLoss:
         elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
             result = ops.cross_entropy(logits, targets, **options)
         else:
-            loss, metrics = plain.cross_entropy(logits, targets, loss_weights, IGNORE_INDEX, reduction)
+            options = dict(reduction=reduction, token_scaling=self.token_scaling)
+            loss, metrics = plain.cross_entropy(logits, targets, loss_weights, IGNORE_INDEX, **options)
             return loss, metrics if return_metrics else None
         return result if return_metrics else (result, None)
 
@@ -199,6 +202,8 @@ class LanguageModelLoss:
             **logit_options_of(self.config),
             **vocabulary,
         )
+        if self.token_scaling:
+            weights = weights * jax.lax.stop_gradient(jnp.exp(output.log_probs))
         loss = -jnp.sum(weights * output.log_probs, where=counts)
         per_token = output.predicted_tokens, output.max_logit, output.log_normalizer
         return _with_metrics(loss, targets, loss_weights, reduction, per_token if return_metrics else None)

@@ -82,12 +82,14 @@ def cross_entropy(
     labels: Integer[Array, "*tokens"],
     token_weights: Float[Array, "*tokens"] | None,
     ignore_index: int,
+    *,
     reduction: str,
+    token_scaling: bool,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """Σ t·(lse(z) − z_y), over Σ t if the reduction is "mean", in float32; t are the token weights, z the logits.
 
-    A label that is neither in [0, V) nor `ignore_index` makes the loss NaN. Under jit the metrics cost nothing unless
-    used.
+    With `token_scaling` each token's loss is multiplied by exp(z_y − lse(z)), without gradient through that. A label
+    that is neither in [0, V) nor `ignore_index` makes the loss NaN. Under jit the metrics cost nothing unless used.
     """
     z = logits.astype(jnp.float32)
     t = jnp.ones(labels.shape, jnp.float32) if token_weights is None else token_weights.astype(jnp.float32)
@@ -95,7 +97,10 @@ def cross_entropy(
     inside = (labels >= 0) & (labels < z.shape[-1])
     target = jnp.take_along_axis(z, jnp.where(inside, labels, 0)[..., None], axis=-1)[..., 0]
     lse = jax.nn.logsumexp(z, axis=-1)
-    losses = jnp.where(counts, t * jnp.where(inside, lse - target, jnp.nan), 0.0)
+    losses = t * jnp.where(inside, lse - target, jnp.nan)
+    if token_scaling:
+        losses *= jax.lax.stop_gradient(jnp.exp(target - lse))
+    losses = jnp.where(counts, losses, 0.0)
     num_tokens = jnp.sum(jnp.where(counts, t, 0.0))
     loss = jnp.sum(losses)
     if reduction == "mean":

@@ -100,6 +100,23 @@ def row_cotangents(statistics: Statistics, coefficients: Coefficients, class_wei
     return Cotangents(g_lse, -coefficients.target, g_sum)
 
 
+def by_own_probability(statistics: Statistics, coefficients: Coefficients) -> tuple[Statistics, Coefficients]:
+    """Coefficients times p_y, the label's probability, which has no gradient; and statistics for `row_losses`.
+
+    A row whose p_y rounds to 0 has loss 0 and no gradient, though its −log p_y may be infinite: its statistics are
+    zeros. So has a row whose coefficients are 0, whatever it holds.
+    """
+    lse = statistics.log_normalizer
+    p = jnp.exp(jax.lax.stop_gradient(statistics.target_logit - lse))
+    vanishes = (p == 0) & jnp.isfinite(lse)
+    of_losses = statistics._replace(
+        log_normalizer=jnp.where(vanishes, 0.0, lse),
+        target_logit=jnp.where(vanishes, 0.0, statistics.target_logit),
+        logit_sum=None if statistics.logit_sum is None else jnp.where(vanishes, 0.0, statistics.logit_sum),
+    )
+    return of_losses, jax.tree.map(lambda c: jnp.where(c == 0, 0.0, c * p), coefficients)
+
+
 def is_live(cotangents: Cotangents) -> jax.Array:
     """Whether anything depends on a row's loss. Other rows must not reach a product, because 0 · NaN is NaN."""
     live = (cotangents.log_normalizer != 0) | (cotangents.target_logit != 0)

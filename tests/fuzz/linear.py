@@ -167,7 +167,7 @@ def logit_options(draw: Draw, forbidden: bool = False) -> dict[str, Any]:
 
 
 def _loss_options(draw: Draw, forbidden: bool) -> dict[str, Any]:
-    options = draw.optional(z_loss=(1e-2,), reduction=("mean", "sum", "none"))
+    options = draw.optional(z_loss=(1e-2,), reduction=("mean", "sum", "none"), token_scaling=(True,))
     options |= logit_options(draw, forbidden)
     # A forbidden class has a loss of infinity, and smoothing asks for it.
     return options | ({} if forbidden else draw.optional(label_smoothing=(0.1, 1.0)))
@@ -175,7 +175,7 @@ def _loss_options(draw: Draw, forbidden: bool) -> dict[str, Any]:
 
 def cross_entropy_truth(
     logits, labels, dead, token_weights=None, class_weights=None, where=None,
-    *, label_smoothing=0.0, z_loss=0.0, reduction="mean", **logit_options,
+    *, label_smoothing=0.0, z_loss=0.0, reduction="mean", token_scaling=False, **logit_options,
 ):  # fmt: skip
     z = scaled(living(logits, dead), **logit_options)
     weights = jnp.ones(dead.shape) if token_weights is None else token_weights
@@ -184,7 +184,11 @@ def cross_entropy_truth(
     ce = -(1 - label_smoothing) * class_weight * at(labels, log_p, dead)
     if label_smoothing:
         ce -= label_smoothing * jnp.mean(classes * log_p, axis=-1)
-    return reduced(reduction, dead, weights, class_weight, ce, z_loss * log_normalizer(z)[..., 0] ** 2)
+    squares = z_loss * log_normalizer(z)[..., 0] ** 2
+    if token_scaling:
+        p = jax.lax.stop_gradient(jnp.exp(at(labels, log_p, dead)))
+        ce, squares = p * ce, p * squares
+    return reduced(reduction, dead, weights, class_weight, ce, squares)
 
 
 def without(op, *names):

@@ -340,6 +340,25 @@ def test_padding_may_have_any_id(model, tokens):
         assert loss(jnp.where(mask == 0, padding, tokens)) == loss(tokens)
 
 
+@pytest.mark.parametrize(
+    "kernels", first(1, [LOGITS_KERNELS["plain"], KernelOptions(), LOGITS_KERNELS["cross_entropy kernel"]])
+)
+def test_token_scaling_multiplies_losses_by_probabilities_without_gradient(kernels, tokens, rng):
+    weights = jnp.asarray(rng.uniform(0.5, 2.0, tokens.shape), jnp.float32)
+
+    def scaled(model):
+        return model(tokens, labels=tokens, loss_weights=weights, token_scaling=True).loss
+
+    def expected(model):
+        losses = token_losses(model, tokens)
+        p = jax.lax.stop_gradient(jnp.exp(-losses))
+        return jnp.sum(weights[:, :-1] * p * losses) / jnp.sum(weights[:, :-1])
+
+    model = make_model(kernels=kernels)
+    found, truth = (nnx.jit(nnx.value_and_grad(f))(model) for f in (scaled, expected))
+    jax.tree.map(lambda x, y: close(x, y, atol=1e-4 * np.max(np.abs(y))), found, truth)
+
+
 def test_loss_weights_weigh_scoring_positions(model, tokens, rng):
     weights = jnp.asarray(rng.uniform(0.0, 2.0, tokens.shape), jnp.float32)
     scored = weights[:, :-1]
@@ -426,6 +445,7 @@ WRONG_CALLS = {
     "shift_labels": (dict(shift_labels=IDS[:1]), ValueError, r"shift_labels has shape \(1, 12\).*\(2, 12\)"),
     "both": (dict(labels=IDS, shift_labels=IDS), ValueError, "exclude each other"),
     "loss_weights": (dict(labels=IDS, loss_weights=jnp.ones(12)), ValueError, r"loss_weights has shape \(12,\)"),
+    "token_scaling alone": (dict(token_scaling=True), ValueError, "token_scaling .*without labels"),
     "loss_weights alone": (dict(loss_weights=jnp.ones((2, 12))), ValueError, "loss_weights .*without labels"),
     "loss_normalizer alone": (dict(loss_normalizer=3.0), ValueError, "loss_normalizer .*without labels"),
     "loss_normalizer": (dict(labels=IDS, loss_normalizer=jnp.ones(2)), ValueError, "must be a scalar"),

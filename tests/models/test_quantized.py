@@ -95,7 +95,8 @@ def test_loss_and_gradients_are_those_of_the_dense_weights_that_the_codes_say(op
 
     def value_and_gradients(model):
         graph, adapters, base = trainable(model)
-        loss = lambda adapters, base: nnx.merge(graph, adapters, base)(tokens, labels=tokens).loss
+        call = dict(labels=tokens, token_scaling="remat" in options)
+        loss = lambda adapters, base: nnx.merge(graph, adapters, base)(tokens, **call).loss
         return jax.jit(jax.value_and_grad(loss))(adapters, base)
 
     found = value_and_gradients(model)

@@ -71,6 +71,49 @@ def test_plain_loss_matches_float64(op, reduction, implementation, rng):
     check_against_float64(op, make_case(rng), rng, implementation, reduction, class_weights=False)
 
 
+@both_ops
+@pytest.mark.parametrize("reduction", first(1, ["mean", "none", "sum"]))
+def test_token_scaling_of_every_other_option_matches_float64(op, reduction, implementation, rng):
+    check_against_float64(op, make_case(rng), rng, implementation, reduction, token_scaling=True, **ALL_OPTIONS)
+
+
+@both_ops
+def test_token_scaling_is_the_label_s_probability_and_has_no_gradient(op, rng):
+    """In NumPy: Σ w·p_y·(−log p_y) / Σ w, and w·p_y·(p − 1[y]) / Σ w.
+
+    In the first row p_y is e^−200, in the second 0, and the third does not count.
+    """
+    n, v = 9, 7
+    z, labels, weights = rng.standard_normal((n, v)), rng.integers(0, v, n), rng.uniform(0.5, 2.0, n)
+    z[0, labels[0]], z[1, labels[1]], counts = -200.0, -1e30, np.arange(n) != 2
+    log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
+    log_p_y, w = log_p[np.arange(n), labels], np.where(counts, weights, 0.0)
+    p_y, losses = np.exp(log_p_y), -np.exp(log_p_y) * log_p_y
+    expected = np.sum(w * losses) / np.sum(w)
+    gradient = (w * p_y / np.sum(w))[:, None] * (np.exp(log_p) - np.eye(v)[labels])
+    of_weights = np.where(counts, (losses - expected) / np.sum(w), 0.0)
+
+    def loss(z, weights):
+        z = jnp.where(counts[:, None], z, jnp.inf)
+        inputs = [z] if op is CROSS_ENTROPY else [z, jnp.eye(v), jnp.zeros(v)]
+        return op(inputs, jnp.where(counts, labels, IGNORE), token_weights=weights, token_scaling=True)
+
+    value, grads = value_and_grad(loss, (0, 1))(*arrays([z, weights]))
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for found, truth in zip(grads, (gradient, of_weights), strict=True):
+        np.testing.assert_allclose(found, truth, rtol=2e-5, atol=1e-7)
+
+
+@both_ops
+def test_token_scaling_of_a_forbidden_label_is_no_loss(op):
+    """Its p_y is 0, and its −log p_y infinite."""
+    forbids = jnp.array([0.0, -jnp.inf])
+    inputs = [forbids[None]] if op is CROSS_ENTROPY else [jnp.zeros((1, 2)), jnp.eye(2), forbids]
+    loss = lambda inputs, weights: op(inputs, jnp.array([1]), token_weights=weights, token_scaling=True)
+    value, grads = value_and_grad(loss, (0, 1))(inputs, jnp.ones(1))
+    assert value == 0 and not any(np.any(grad) for grad in jax.tree.leaves(grads))
+
+
 @pytest.mark.full
 @both_ops
 @reductions

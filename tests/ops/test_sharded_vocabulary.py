@@ -26,8 +26,9 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mode, mes
     # All of one sign: a sum that cancels would have no relative error to speak of.
     cotangent = jnp.asarray(rng.uniform(0.5, 2.0, 24 if reduction == "none" else ()), jnp.float32)
     options = dict(
-        reduction=reduction, return_metrics=True, label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0, ignore_index=-100
-    )
+        reduction=reduction, return_metrics=True, label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0,
+        token_scaling=reduction == "mean",
+    )  # fmt: skip
     split, same = jax.P("shard"), jax.P()
 
     def whole(inputs, t):

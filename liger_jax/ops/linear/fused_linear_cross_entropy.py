@@ -20,19 +20,33 @@ from liger_jax.ops.linear.split_head import SplitHead, taken_apart, whole_weight
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
-_CROSS_ENTROPY = RowLoss(formulas.row_losses, formulas.row_cotangents, is_shared=True)
-
 
 @functools.lru_cache  # so that all calls have the same functions
-def _cross_entropy_of_shards(axis: str, devices: int, shard_size: int) -> RowLoss:
+def _row_loss(token_scaling: bool) -> RowLoss:
+    """The loss of rows, from their coefficients and Σ_v c_v."""
+    if not token_scaling:
+        return RowLoss(formulas.row_losses, formulas.row_cotangents, is_shared=True)
+
+    def losses(statistics, coefficients, class_weight_sum):
+        return formulas.row_losses(*formulas.by_own_probability(statistics, coefficients), class_weight_sum)
+
+    def cotangents(statistics, coefficients, class_weight_sum):
+        return formulas.row_cotangents(*formulas.by_own_probability(statistics, coefficients), class_weight_sum)
+
+    return RowLoss(losses, cotangents, is_shared=True)
+
+
+@functools.lru_cache
+def _row_loss_of_shards(token_scaling: bool, axis: str, devices: int, shard_size: int) -> RowLoss:
     """The same where each of the devices along an axis has the statistics of its shard of the vocabulary."""
+    of_whole = _row_loss(token_scaling)
 
     def losses(statistics, *others):
-        return formulas.row_losses(_vocab_shards.merged_over(statistics, axis, shard_size), *others)
+        return of_whole.losses(_vocab_shards.merged_over(statistics, axis, shard_size), *others)
 
     def cotangents(statistics, *others):
         whole = _vocab_shards.merged_over(statistics, axis, shard_size)
-        rows = formulas.row_cotangents(whole, *others)
+        rows = of_whole.cotangents(whole, *others)
         share = _vocab_shards.share_of_rows(statistics, whole)
         return rows._replace(log_normalizer=share * rows.log_normalizer)
 
@@ -58,6 +72,7 @@ def fused_linear_cross_entropy(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     reduction: str = "mean",
+    token_scaling: bool = False,
     return_metrics: bool = False,
     vocab_axis: str | None = None,
     mode: str = "auto",
@@ -102,6 +117,8 @@ def fused_linear_cross_entropy(
         logit_scale: a finite Python number.
         logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
         reduction: "mean", "sum" or "none".
+        token_scaling: whether each token's loss, all of it, is multiplied by the probability of its label, without
+            gradient through that; the denominators stay as they are. It is the loss of dynamic fine-tuning.
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
             of the vocabulary, while hidden, labels and token arguments are the same on all. With `check_vma=False`
@@ -130,28 +147,29 @@ def fused_linear_cross_entropy(
     References:
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the
         blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
+        Wu et al., "On the Generalization of SFT", 2025 (arXiv:2508.05629), for the token scaling.
     """
     return named_loss(
         OP, hidden, weight, labels,
         bias=bias, weight_layout=weight_layout, where=where, token_weights=token_weights, class_weights=class_weights,
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
-        logit_softcap=logit_softcap, reduction=reduction, return_metrics=return_metrics, vocab_axis=vocab_axis,
-        mode=mode, chunk_size=chunk_size, memory_budget_bytes=memory_budget_bytes, precision=precision,
-        implementation=implementation,
+        logit_softcap=logit_softcap, reduction=reduction, token_scaling=token_scaling, return_metrics=return_metrics,
+        vocab_axis=vocab_axis, mode=mode, chunk_size=chunk_size, memory_budget_bytes=memory_budget_bytes,
+        precision=precision, implementation=implementation,
     )  # fmt: skip
 
 
 def named_loss(
     op, hidden, weight, labels, *, bias, weight_layout, where, token_weights, class_weights, ignore_index,
-    label_smoothing, z_loss, logit_scale, logit_softcap, reduction, return_metrics, vocab_axis, mode, chunk_size,
-    memory_budget_bytes, precision, implementation,
+    label_smoothing, z_loss, logit_scale, logit_softcap, reduction, token_scaling, return_metrics, vocab_axis, mode,
+    chunk_size, memory_budget_bytes, precision, implementation,
 ):  # fmt: skip
     """`fused_linear_cross_entropy` for a public function of another name, with which messages begin."""
     weight, split = taken_apart(weight)
     hidden, weight, bias, vocab_size = checks.linear_head(op, hidden, weight, bias, weight_layout, split=split)
     checks.check_mode(op, mode, chunk_size)
     loss_options = loss_terms.LossOptions(
-        op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction
+        op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction, token_scaling
     )
     labels, where, token_weights, class_weights = loss_terms.as_arrays(labels, where, token_weights, class_weights)
     loss_terms.check_tokens(op, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
@@ -215,9 +233,10 @@ def _local(
         h, w, b, c, c_sum, y, *coefficients = meshes.align_varying(
             hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients
         )
-        coefficients, row_loss = formulas.Coefficients(*coefficients), _CROSS_ENTROPY
+        coefficients, row_loss = formulas.Coefficients(*coefficients), _row_loss(options.token_scaling)
         if vocab_axis is not None:
-            row_loss = _cross_entropy_of_shards(vocab_axis, jax.lax.axis_size(vocab_axis), problem.v)
+            devices = jax.lax.axis_size(vocab_axis)
+            row_loss = _row_loss_of_shards(options.token_scaling, vocab_axis, devices, problem.v)
         loss, statistics = linear_sum(
             h, w, b, coefficients, c, c_sum, y, problem=problem, options=linear_options, row_loss=row_loss
         )
@@ -229,6 +248,6 @@ def _local(
         arrays = hidden, weight, bias, class_weights, kernel_labels
         static = dict(problem=problem, options=linear_options, vocab_axis=vocab_axis)
         statistics = statistics_of_tokens(*arrays, counts=terms.counts, **static)
-        losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
+        losses = loss_terms.row_losses(statistics, terms, options)
         loss = loss_terms.reduced(losses, options, tokens_shape)
     return (loss, loss_terms.metrics(statistics, terms, options, tokens_shape)) if return_metrics else loss

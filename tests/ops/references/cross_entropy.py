@@ -13,10 +13,11 @@ def cross_entropy_rows(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    token_scaling: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The cross-entropy and the z-loss of each row of logits (N, V), for labels (N,) in [0, V).
 
-    ce = (1 − ε)·c_y·(lse − z_y) + (ε/V)·Σ_v c_v·(lse − z_v)      z_loss · lse²
+    ce = (1 − ε)·c_y·(lse − z_y) + (ε/V)·Σ_v c_v·(lse − z_v)      z_loss · lse²      both times p_y with token_scaling
     """
     z = logits if logit_softcap is None else logit_softcap * jnp.tanh(logits / logit_softcap)
     z = logit_scale * z
@@ -26,7 +27,8 @@ def cross_entropy_rows(
     target = jnp.take_along_axis(lse - z, labels[:, None], axis=-1)[:, 0]
     smooth = jnp.sum(c[None, :] * (lse - z), axis=-1) / vocab_size
     ce = (1 - label_smoothing) * c[labels] * target + label_smoothing * smooth
-    return ce, z_loss * lse[:, 0] ** 2
+    p = jax.lax.stop_gradient(jnp.exp(-target)) if token_scaling else jnp.ones_like(ce)
+    return p * ce, p * z_loss * lse[:, 0] ** 2
 
 
 def cross_entropy(
@@ -36,7 +38,7 @@ def cross_entropy(
     class_weights: jax.Array | None = None,
     *,
     reduction: str = "mean",
-    **options: float | None,
+    **options: float | bool | None,
 ) -> jax.Array:
     """Reduces the rows. Where token_weights (N,) are 0, a row does not count and its logits are not read."""
     counts = token_weights != 0

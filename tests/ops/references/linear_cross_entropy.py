@@ -13,7 +13,7 @@ def linear_cross_entropy(
     token_weights: jax.Array,
     bias: jax.Array | None = None,
     class_weights: jax.Array | None = None,
-    **options: str | float | None,
+    **options: str | float | bool | None,
 ) -> jax.Array:
     """`cross_entropy(hidden · weightᵀ + bias)`; hidden (N, D), weight (V, D), labels and token_weights (N,)."""
     logits = hidden @ weight.T
