@@ -65,7 +65,8 @@ def token_words(
     count rows from 0. `first`: the position of the first token, where rows do not begin with it. `sequence`: how a mesh
     axis splits rows, which are then in the order of its chunks; `None` where none does.
     """
-    manual = _manual_axes()
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = {name: mesh.shape[name] for name in mesh.manual_axes if mesh.shape[name] > 1}
     if sequence is not None and sequence.axis in manual:
         raise ValueError(
             f"with_dropout: the model runs inside jax.shard_map over {manual}, where a device does not know which "
@@ -106,12 +107,6 @@ def _counted(shape: tuple[int, ...], ids: list[Any], sequence: SequenceShards | 
         begins = jnp.pad(begins, ((0, 0), (1, 0)))
         positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
     return positions if sequence is None else in_chunks(positions, 1, sequence.size)
-
-
-def _manual_axes() -> dict[str, int]:
-    """The axes of several devices of the `jax.shard_map` that is being traced."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return {name: mesh.shape[name] for name in mesh.manual_axes if mesh.shape[name] > 1}
 
 
 def words_of(projection: Any, x: Float[Array, "*rows D"]) -> UInt32[Array, "*rows 2"]:

@@ -326,7 +326,7 @@ class Layout:
 
     def expert_axis(self) -> str | None:
         """The axis that splits experts, if the mesh in context has several devices along it."""
-        return self.expert if self._parameter_shards(open_axes(self)).splits_experts else None
+        return self.expert if devices_along(self.expert, open_axes(self)) > 1 else None
 
     def tokens_of_device(self, rows: int, length: int) -> int:
         """How many tokens between blocks each device has.
@@ -368,9 +368,7 @@ class Layout:
             The shards; `None` where no axis of several devices does.
         """
         sizes = jax.sharding.get_abstract_mesh().shape if sizes is None else sizes
-        if self.sequence is None or devices_along(self.sequence, sizes) == 1:
-            return None
-        return SequenceShards.of(self.sequence, sizes, self.tensor, self.of_rows)
+        return SequenceShards.of(self, sizes) if devices_along(self.sequence, sizes) > 1 else None
 
     def _parameter_shards(self, sizes: Mapping[str, int]) -> ParameterShards:
         return ParameterShards(self.fsdp_axes, self.expert, self.batch, sizes)

@@ -38,10 +38,10 @@ class SequenceShards:
     rows: P  # how arrays (B, …) are sharded whose rows are whole
 
     @classmethod
-    def of(cls, axis: str, sizes: Mapping[str, int], tensor: str | None, rows: P) -> "SequenceShards":
-        """The shards on a mesh."""
-        size = sizes[axis]
-        return cls(axis, size, size * math.lcm(2, devices_along(tensor, sizes)), rows)
+    def of(cls, layout: Any, sizes: Mapping[str, int]) -> "SequenceShards":
+        """The shards of a `Layout` on a mesh."""
+        size = sizes[layout.sequence]
+        return cls(layout.sequence, size, size * math.lcm(2, devices_along(layout.tensor, sizes)), layout.of_rows)
 
     def prepared(self, batch: Any) -> dict[str, Any]:
         """A model's arguments for rows that are split.
