@@ -31,22 +31,35 @@ def trees() -> dict[str, ast.Module]:
 
 
 @functools.cache
-def imports(module: str) -> dict[str, int]:
-    """What a module imports of the package, wherever in it: modules and names of modules, with the lines."""
-    found = {}
+def names_in(module: str) -> tuple[dict[str, int], dict[str, int]]:
+    """What a module imports of the package, wherever in it, and the private names that it reads of imported modules.
+
+    Both are names after "liger_jax.", with their lines.
+    """
+    imported, called, read = {}, {}, []
     for node in ast.walk(trees()[module]):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"liger_jax.{module}, line {node.lineno}: imports say liger_jax."
-            named = [f"{node.module}.{each.name}" for each in node.names]
+            named = {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            named = {each.asname or each.name: each.name for each in node.names}
         else:
-            named = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-        found |= {each.removeprefix("liger_jax."): node.lineno for each in named if each.startswith("liger_jax.")}
-    return found
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and isinstance(node.value, ast.Name):
+                read.append((node.value.id, node.attr, node.lineno))
+            continue
+        for here, name in named.items():
+            if name.startswith("liger_jax."):
+                imported[name.removeprefix("liger_jax.")] = node.lineno
+                called[here] = name.removeprefix("liger_jax.")
+    of_modules = {name: each for name, each in called.items() if each in trees()}
+    private = {f"{of_modules[name]}.{attr}": line for name, attr, line in read if name in of_modules}
+    return imported, {name: line for name, line in private.items() if not name.endswith("__")}
 
 
-def module_of(name: str) -> str:
-    """The module that an imported name is, or is of."""
-    return name if name in trees() else name.rpartition(".")[0]
+def needs(module: str) -> set[str]:
+    """The modules that a module imports."""
+    modules = {name if name in trees() else name.rpartition(".")[0] for name in names_in(module)[0]}
+    return modules & trees().keys() - {module}
 
 
 def wrong_way(module: str) -> list[str]:
@@ -55,7 +68,7 @@ def wrong_way(module: str) -> list[str]:
     allowed = {room, *ROOMS.get(room, ()), *(BELOW if room in ROOMS else {"_install"})}
     return [
         f"liger_jax.{module}, line {line}: {room} must not import {name.partition('.')[0]}, as it does by {name}."
-        for name, line in imports(module).items()
+        for name, line in names_in(module)[0].items()
         if name.partition(".")[0] not in allowed
     ]
 
@@ -63,16 +76,8 @@ def wrong_way(module: str) -> list[str]:
 def private(module: str) -> list[str]:
     """A sentence for each private name of another folder that a module imports or reads."""
     room, found = module.partition(".")[0], []
-    modules = {}  # by the names that they have here
-    for node in ast.walk(trees()[module]):
-        for each in node.names if isinstance(node, ast.ImportFrom) else ():
-            modules[each.asname or each.name] = f"{node.module}.{each.name}".removeprefix("liger_jax.")
-    names = dict(imports(module))
-    for node in ast.walk(trees()[module]):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if modules.get(node.value.id) in trees() and not node.attr.startswith("__"):
-                names[f"{modules[node.value.id]}.{node.attr}"] = node.lineno
-    for name, line in names.items():
+    imported, read = names_in(module)
+    for name, line in (imported | read).items():
         other, *parts = name.split(".")
         if other in ROOMS and other != room and any(part.startswith("_") for part in parts):
             found.append(f"liger_jax.{module}, line {line}: {name} is private to liger_jax.{other}.")
@@ -106,8 +111,7 @@ def test_a_room_imports_those_below_it_and_nothing_private_of_another(room):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    needs = {module: {module_of(name) for name in imports(module)} & trees().keys() - {module} for module in trees()}
-    found = circle(needs)
+    found = circle({module: needs(module) for module in trees()})
     assert not found, f"a circle of imports: {' → '.join(found)}"
 
 
@@ -126,10 +130,9 @@ def test_a_wrong_import_is_named(monkeypatch):
 
 
 def test_commands_are_few_and_shallow():
-    modules = {name: tree for name, tree in trees().items() if name.partition(".")[0] == "commands"}
-    needs = {name: {module_of(each) for each in imports(name)} & modules.keys() - {name} for name in modules}
-    depth = functools.cache(lambda name: 1 + max(map(depth, needs[name]), default=0))
-    assert len(modules) <= 25 and max(map(depth, needs)) <= 5
+    modules = [name for name in trees() if name.partition(".")[0] == "commands"]
+    depth = functools.cache(lambda name: 1 + max(map(depth, needs(name).intersection(modules)), default=0))
+    assert len(modules) <= 25 and max(map(depth, modules)) <= 5
 
 
 def test_the_modules_that_decide_about_tokens_are_those_that_the_cache_of_tokens_names():
@@ -142,5 +145,5 @@ def test_the_modules_that_decide_about_tokens_are_those_that_the_cache_of_tokens
     while left:
         module = left.pop()
         needed.add(module)
-        left |= {other for other in map(module_of, imports(module)) if other.startswith(("chat.", "data."))} - needed
+        left |= {other for other in needs(module) if other.startswith(("chat.", "data."))} - needed
     assert {name.replace("/", ".") for name in named} == needed
