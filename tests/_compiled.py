@@ -66,10 +66,19 @@ def share_contexts(most: int = 100) -> None:
     context = functools.lru_cache(1)(lambda _: make())
 
     def shared(*arguments, **options):
-        if arguments or options:
+        if arguments or options or _is_lowering():
             return make(*arguments, **options)
         found = context(next(lowered) // most)
         found.allow_unregistered_dialects = False  # as in a new one, whatever a program before has left
         return found
 
     vars(mlir)["make_ir_context"] = shared
+
+
+def _is_lowering() -> bool:
+    """Whether a program is being lowered, in which JAX now runs another one: in one context its code would be part of
+    the first."""
+    try:
+        return mlir.ir.Context.current is not None
+    except ValueError:
+        return False

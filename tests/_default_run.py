@@ -1,4 +1,4 @@
-"""What `make test` leaves out, so that it takes ten minutes on two cores.
+"""What `make test` leaves out, so that it takes six minutes on two cores.
 
 By file, a regular expression that the case's name begins with.
 """
@@ -215,7 +215,7 @@ FULL = {
     "models/test_checkpoint.py": r"test_each_parameter.*(False-(rule|none)|True-(none|rule))",
     # commands/test_generate.py loads such a model and speaks with it.
     "models/test_adapted_source.py": r"test_adapters_load_as",
-    # The loss under two axes that split the parameters is in models/parallel/test_sequence_parallel.py.
+    # The loss under two axes that split the parameters is in models/parallel/test_tensor_and_sequence.py.
     "models/parallel/test_layout.py": r"test_an_axis_that.*Auto|test_parameters_that_two_axes",
     # Commands and the rest: what differs between cases is shown by faster tests of the same part.
     "chat/test_template.py": r"test_two_thousand.*(added|tilde)",

@@ -253,9 +253,14 @@ WITH_FORWARD_MODE = {
 @pytest.mark.parametrize("name", ["group_norm", "dyt", "poly_norm", "relu_squared", "sparsemax"])
 def test_the_tangent_of_plain_jax_is_the_gradients_product_with_the_direction(name, rng):
     (total, arrays, others), (_, directions, _) = case(name, rng), case(name, rng)
-    tangent = jax.jvp(lambda arrays: total(arrays, others), (arrays,), (directions,))[1]
-    gradients = jax.grad(total)(arrays, others)
-    expected = sum(jnp.vdot(gradients[argument], directions[argument]) for argument in arrays)
+
+    @jax.jit
+    def found(arrays, directions):
+        of_arrays = lambda arrays: total(arrays, others)
+        return jax.jvp(of_arrays, (arrays,), (directions,))[1], jax.grad(of_arrays)(arrays)
+
+    tangent, gradients = found(arrays, directions)
+    expected = sum(np.vdot(gradients[argument], directions[argument]) for argument in arrays)
     np.testing.assert_allclose(tangent, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -278,16 +278,17 @@ def test_codes_are_looked_up_on_the_device_that_has_them(rng, devices):
 def test_a_mesh_may_split_blocks(width, axis_type, rng, devices):
     """State and update are one device's; what is sent is as small as maxima of pieces."""
     optimizer, rows = scale_by_adam_8bit(), 64
-    first, second = jnp.asarray(rng.normal(size=(2, rows, width)), jnp.float32)
-    _, state = optimizer.update(first, optimizer.init(first))
-    expected: Any = jax.jit(optimizer.update)(second, state)
+    first, second = rng.normal(size=(2, rows, width)).astype(np.float32)
+    update: Any = jax.jit(optimizer.update)
+    _, state = update(first, jax.jit(optimizer.init)(first))
+    expected = update(second, state)
     mesh = jax.make_mesh((len(devices),), ("tensor",), axis_types=(axis_type,), devices=devices)
     with jax.set_mesh(mesh):
         own = jax.device_put(second, NamedSharding(mesh, P(None, "tensor")))
         places = jax.tree.map(lambda x: x.sharding, optimizer.init(own))
         arguments = own, jax.device_put(state, places)
-        found: Any = jax.jit(optimizer.update)(*arguments)
-        program: Any = jax.jit(optimizer.update).lower(*arguments).compile().as_text()
+        compiled = update.lower(*arguments).compile()
+        found, program = compiled(*arguments), compiled.as_text()
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-6)
     for ours, theirs in zip(found[1][1:], expected[1][1:], strict=True):  # a code between two may become the other
         difference = np.abs(np.float64(ours) - np.float64(theirs))
