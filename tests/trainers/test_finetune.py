@@ -238,7 +238,7 @@ def test_rows_that_fill_a_batch_weigh_nothing(source, packed):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 300, size).astype(np.int32) for size in (16, 9, 14)]
     laid = (pack if packed else pad)(documents, 16)
-    (filled,) = rows.parts(laid, 8)
+    (filled,) = rows.batched(laid, 8)
     assert rows.num_rows(laid) == 3 and rows.num_rows(filled) == 8 and rows.num_tokens(filled) == 39
     graph, params = nnx.split(model)
     optimizer = optax.sgd(1.0)
@@ -342,7 +342,7 @@ def test_perplexity_counts_the_tokens_of_each_document_by_itself(source, packed)
     scored = [np.where(rng.random(len(tokens)) < 0.7, tokens, -100) for tokens in documents]
     held_out = (pack if packed else pad)(documents, 16, labels=scored)
     graph, params, frozen = nnx.split(model, nnx.Param, ...)
-    found = scoring(score_sums(graph), frozen)(params, list(rows.parts(held_out, 4)))
+    found = scoring(score_sums(graph), frozen)(params, list(rows.batched(held_out, 4)))
 
     padded = np.stack([np.pad(tokens, (0, 16 - len(tokens))) for tokens in documents])
     logits = np.asarray(jax.jit(lambda tokens: model(tokens).logits)(padded), np.float64)
