@@ -45,7 +45,13 @@ from liger_jax.models.qwen2 import Qwen2Config as Qwen2Config
 from liger_jax.models.qwen2 import Qwen2ForCausalLM as Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3Config as Qwen3Config
 from liger_jax.models.qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
+from liger_jax.models.qwen3_5 import Qwen3_5ForCausalLM as Qwen3_5ForCausalLM
+from liger_jax.models.qwen3_5 import Qwen3_5MoeForCausalLM as Qwen3_5MoeForCausalLM
+from liger_jax.models.qwen3_5 import Qwen3_5MoeTextConfig as Qwen3_5MoeTextConfig
+from liger_jax.models.qwen3_5 import Qwen3_5TextConfig as Qwen3_5TextConfig
 from liger_jax.models.qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from liger_jax.models.qwen3_moe import Qwen3MoeForCausalLM as Qwen3MoeForCausalLM
+from liger_jax.models.qwen3_next import Qwen3NextConfig as Qwen3NextConfig
+from liger_jax.models.qwen3_next import Qwen3NextForCausalLM as Qwen3NextForCausalLM
 from liger_jax.models.smollm3 import SmolLM3Config as SmolLM3Config
 from liger_jax.models.smollm3 import SmolLM3ForCausalLM as SmolLM3ForCausalLM

@@ -23,7 +23,9 @@ from liger_jax.models.olmoe import OlmoeForCausalLM
 from liger_jax.models.phi3 import Phi3ForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3ForCausalLM
+from liger_jax.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from liger_jax.models.qwen3_moe import Qwen3MoeForCausalLM
+from liger_jax.models.qwen3_next import Qwen3NextForCausalLM
 from liger_jax.models.smollm3 import SmolLM3ForCausalLM
 
 FAMILIES = {
@@ -46,7 +48,10 @@ FAMILIES = {
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "qwen3_vl_text": Qwen3ForCausalLM,
+    "qwen3_5_moe_text": Qwen3_5MoeForCausalLM,
+    "qwen3_5_text": Qwen3_5ForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
+    "qwen3_next": Qwen3NextForCausalLM,
     "smollm3": SmolLM3ForCausalLM,
 }
 

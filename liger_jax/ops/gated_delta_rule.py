@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
@@ -17,6 +18,8 @@ from liger_jax.pallas_kernels.tiles import promoted
 _OP = "gated_delta_rule"
 _CHUNK = 64  # tokens: the products within a chunk are as wide as those with its state
 _CHUNKS_A_STATE = 16  # the backward keeps the state before every so many chunks, and makes those between again
+TOKENS_A_STATE = _CHUNK * _CHUNKS_A_STATE
+GATED_DELTA_RULE_STATES = "gated_delta_rule_states"  # `checkpoint_name` of the states that the backward needs
 _SMALLEST_GATE = -1e4  # exp of it is 0, and no difference of two sums is NaN
 
 
@@ -226,7 +229,9 @@ def _chunked(arrays, number, scale) -> tuple[jax.Array, jax.Array]:
     last = jnp.pad(flat[:-1], ((1, 0), (0, 0))).reshape(numbers.shape[:3])
     chunks = *by_heads, numbers, last
     step = jax.checkpoint(functools.partial(_chunk, scale=scale))
-    state, out = jax.lax.scan(jax.checkpoint(lambda s, xs: jax.lax.scan(step, s, xs)), state, chunks)
+    of_group = jax.checkpoint(lambda state, chunks: jax.lax.scan(step, state, chunks))
+    named = lambda state: checkpoint_name(state, GATED_DELTA_RULE_STATES)
+    state, out = jax.lax.scan(lambda state, chunks: of_group(named(state), chunks), state, chunks)
     out = jnp.moveaxis(jnp.swapaxes(out, 3, 4), 2, 0).reshape(batch, length + padding, heads, width)
     return out[:, :length], state
 
@@ -253,10 +258,11 @@ def _chunk(state, chunk, *, scale: float) -> tuple[jax.Array, jax.Array]:
     continues = (number == before[:, None])[:, None, :, None]  # of the state's document
 
     steps = jnp.where(is_before, gate[..., None], 0.0)  # [u, s]: the gate of u for what s wrote
-    until = jnp.tril(jnp.ones((size, size), state.dtype))
-    decay = jnp.exp(dot("tu,bhus->bhts", until, steps))
+    # With the axes of a batch, since remat policies that keep products without them would keep these.
+    until = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), state.dtype)), (*gate.shape, size))
+    decay = jnp.exp(dot("bhtu,bhus->bhts", until, steps))
     decay = jnp.where(same & (is_before | is_diagonal), decay, 0.0)
-    kept = jnp.where(continues, jnp.exp(dot("tu,bhu->bht", until, gate))[..., None], 0.0)  # (B, H, C, 1)
+    kept = jnp.where(continues, jnp.exp(dot("bhtu,bhu->bht", until, gate))[..., None], 0.0)  # (B, H, C, 1)
 
     system = jnp.where(is_before, beta * decay * dot("bhtd,bhsd->bhts", k, k), 0.0)
     writes = dot("bhts,bhse->bhte", _unit_inverse(system, dot), beta * (v - kept * dot("bhtd,bhde->bhte", k, state)))

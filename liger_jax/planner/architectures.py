@@ -229,11 +229,16 @@ class Architecture:
 
     @functools.cached_property
     def parameters(self) -> list[tuple[ParameterInfo, Any]]:
-        """All parameters and types. One stack holds all layers, since those of other types have equal parameters."""
+        """All parameters and types. One stack holds all layers where those of other types have equal parameters."""
         config, count = self.config, self.config.num_hidden_layers
+        if config.num_linear_layers:
+            return self._described(config)
         of_one_type = dict(layer_types=("full_attention",) * count, no_rope_layers=(1,) * count)
         fields = {field.name for field in dataclasses.fields(config)}
         config = dataclasses.replace(config, **{name: x for name, x in of_one_type.items() if name in fields})
+        return self._described(config)
+
+    def _described(self, config: Any) -> list[tuple[ParameterInfo, Any]]:
         state = dataclasses.replace(self, config=config).abstract()[1]
         return list(zip(describe(state).values(), jax.tree.leaves(state), strict=True))
 

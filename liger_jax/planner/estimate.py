@@ -28,15 +28,15 @@ class Estimate:
     """Bytes on each device.
 
     Attributes:
-        bytes_of: what each of `STATIC` and `DYNAMIC` takes at the peak.
+        parts: what each of `STATIC` and `DYNAMIC` takes at the peak.
         peak: the moment of the peak, "loss" or "backward".
         loss_bytes: the logits or the fused loss's buffers, wherever the peak is.
         static: parameters, all gradients and the optimizer's state, which do not depend on the batch. If the peak is in
-            the loss, some gradients do not exist yet, and `bytes_of` has less of them.
+            the loss, some gradients do not exist yet, and `parts` has less of them.
         host: bytes of the host's pinned memory for each device: layers' inputs and optimizer state that are there.
     """
 
-    bytes_of: dict[str, int]
+    parts: dict[str, int]
     peak: str
     loss_bytes: int
     static: int
@@ -44,8 +44,8 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """The sum of `bytes_of`."""
-        return sum(self.bytes_of.values())
+        """The sum of all parts."""
+        return sum(self.parts.values())
 
 
 def moment_bytes(optimizer: str, state_dtype: str) -> float:
@@ -66,15 +66,15 @@ def estimate(run: Run) -> Estimate:
     """The memory of a run on each device, and what takes it."""
     config, sizes = run.model.config, _Parameters.of(run)
     param, size = jnp.dtype(run.param_dtype).itemsize, jnp.dtype(run.dtype).itemsize
-    layers = config.num_hidden_layers
+    layers = run.layer.each
     static = {
         "parameters": sizes.held_bytes,
         "optimizer state": math.ceil(moment_bytes(run.optimizer, run.state_dtype) * sizes.trained),
     }
-    host = run.layer.offloaded * layers
+    host = sum(count * layer.offloaded for layer, count in layers)
     if run.state_memory == "host":
         host, static["optimizer state"] = host + static["optimizer state"], 0
-    kept = {name: layers * value for name, value in run.layer.kept.items()}
+    kept = {name: sum(count * layer.kept[name] for layer, count in layers) for name in run.layer.kept}
     # A layer's sharded parameters are gathered, or cast, or made dense where they are quantised. On GPUs gradients that
     # wait for their sum over devices take the places of activations and of parameters that were needed before. On TPUs
     # the next layer's parameters are gathered meanwhile.
@@ -122,11 +122,11 @@ def estimate(run: Run) -> Estimate:
     in_backward = {
         "gradients": sizes.gradient_bytes + sums + remainder,
         "copies of parameters": of_layers + in_layers + of_tokens,
-        "one layer's work": run.layer.worked_on,
+        "one layer's work": max(layer.worked_on for layer, _ in layers),
     }
     peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
-    bytes_of = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
-    return Estimate(bytes_of, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums, host)
+    parts = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
+    return Estimate(parts, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums, host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,15 +157,14 @@ class _Parameters:
             held_bytes += int(share * (quantized if is_quantized else param))
             if run.lora is not None:
                 adapters += _adapters_of(run, info, x.shape)
-            if info.stacked:
+            if info.is_in("layers", "last_layers"):
                 own_layers += share
                 # Devices of a tensor axis, and of an expert axis, multiply with different shards, and gather none.
                 apart = ("tensor",) if info.expert_axis is None else ("tensor", "expert")
                 of_layers = math.prod(x.shape) // devices_along([axis for axis in axes if axis in apart], run.mesh)
                 if info.kind == "experts" and run.quantize is not None:  # a few are dense at once
                     codes += int(of_layers * quantized)
-                    count = x.shape[1] // run.expert
-                    in_width, out_width = x.shape[2], x.shape[3] // run.tensor
+                    count, in_width, out_width = x.shape[-3] // run.expert, x.shape[-2], x.shape[-1] // run.tensor
                     of_layers = of_layers // count * experts_at_once((count, in_width, out_width), run.dtype)
                 layers += of_layers
                 if run.tensor > 1 and info.kind == "experts" and "gate_up" in info.name and run.quantize is None:

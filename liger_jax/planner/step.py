@@ -142,6 +142,8 @@ class Run:
             )
         if (tensor := self.layout.tensor_shards(self.mesh)) is not None:
             tensor.check(self.model.config)
+        if (sequence := self.layout.sequence_shards(self.mesh)) is not None:
+            sequence.check(self.model.config)
 
     @property
     def divides_blocks(self) -> bool:

@@ -81,7 +81,7 @@ def let_pool_grow(settings: Settings) -> str:
     config = architecture_of(adapters.found(settings)[1]).config
     described = devices.target(memory="2GiB").description
     layer = LayerMemory(config, KernelOptions(), remat, settings.dtype or "bfloat16", rows, settings.length, described)
-    if (limit := devices.pinned_limit(layer.offloaded * config.num_hidden_layers)) is None:
+    if (limit := devices.pinned_limit(sum(count * one.offloaded for one, count in layer.each))) is None:
         return ""
     if (there := devices.machine_memory()) is not None:
         limit = min(limit, max(PINNED_GIB, there // GIB))

@@ -68,12 +68,12 @@ class Attention(nnx.Module):
         self.kernels, self.remat = kernels, remat
         width, self.head_width = config.hidden_size, config.head_dim
         query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.has_qkv = config.fused_qkv
+        self.has_qkv, self.is_gated = config.fused_qkv, config.gates_attention
         qkv_bias = config.qkv_bias or config.attention_bias
         if self.has_qkv:
             self.qkv_proj = linear(width, query_width + 2 * kv_width, use_bias=qkv_bias)
         else:
-            self.q_proj = linear(width, query_width, use_bias=qkv_bias)
+            self.q_proj = linear(width, (2 if config.gates_attention else 1) * query_width, use_bias=qkv_bias)
             self.k_proj = linear(width, kv_width, use_bias=qkv_bias)
             self.v_proj = linear(width, kv_width, use_bias=qkv_bias)
         self.o_proj = linear(query_width, width, use_bias=config.output_bias)
@@ -105,6 +105,10 @@ class Attention(nnx.Module):
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
         q, k, v = self._projected(x, tensor)
+        gate = None
+        if self.is_gated:  # a head's gate follows its query
+            q, gate = jnp.split(q.reshape(*q.shape[:2], -1, 2 * self.head_width), 2, axis=-1)
+            q, gate = (part.reshape(*part.shape[:2], -1) for part in (q, gate))
         v = heads(v)
         if self.q_norm is None or self.k_norm is None:
             q, k = heads(q), heads(k)
@@ -154,6 +158,8 @@ class Attention(nnx.Module):
             attends = dict(attend_to_own=attend_to_own, attend_to_cache=attend_to_cache)
             out = cache.attend(q, k, v, **attends, **options, sinks=sinks)
         out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
+        if gate is not None:
+            out = out * jax.nn.sigmoid(in_rows(gate, tensor).astype(jnp.float32)).astype(out.dtype)
         if tensor is not None or cache is not None:
             return product_of_shards(self.o_proj, by_device(out, tensor), tensor)
         return over_tokens(lambda layers, tile: layers[0](tile), (self.o_proj,), out, self.remat, layout)

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 from liger_jax import ops
 from liger_jax.models.core import plain
 from liger_jax.models.core.attention import Attention
-from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS
+from liger_jax.models.core.experts import EXPERTS
+from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS, SharedExpertFeedForward
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 
@@ -68,9 +69,11 @@ class Blocks:
         remat: Remat = "none",
         scan: bool = True,
         feed_forward: str = DENSE,
+        is_linear: bool = False,
     ):
         self.config, self.kernels, self.dtype, self.param_dtype = config, kernels, dtype, param_dtype
-        self.rngs, self.remat, self.scan, self.feed_forward = rngs, remat, scan, feed_forward
+        self.rngs, self.remat, self.scan = rngs, remat, scan
+        self.feed_forward, self.is_linear = feed_forward, is_linear  # of which kinds they are
 
     def linear(self, in_width: int, out_width: int, *, use_bias: bool = False) -> nnx.Linear:
         """Makes a projection."""
@@ -111,4 +114,6 @@ class Blocks:
 
         Returns a layer from (B, T, D) to (B, T, D) and its sums over tokens.
         """
-        return FEED_FORWARDS[self.feed_forward](self)
+        experts = self.config.experts
+        has_shared = self.feed_forward == EXPERTS and experts is not None and experts.shared_width
+        return SharedExpertFeedForward(self) if has_shared else FEED_FORWARDS[self.feed_forward](self)

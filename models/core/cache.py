@@ -21,21 +21,36 @@ from liger_jax.pallas_kernels.attention.xla import CHUNK, MASKED_SCORE
 
 
 @tree_dataclass
+class LinearCache:
+    """What layers of linear attention keep of the tokens before.
+
+    Attributes:
+        states: (layers, B, heads, key width, value width) float32, those of the gated delta rule.
+        tokens: (layers, B, W − 1, channels), the last tokens of the convolution of width W; 0 before the first one.
+    """
+
+    states: jax.Array
+    tokens: jax.Array
+
+
+@tree_dataclass
 class KVCache:
     """The keys and values of B rows with S slots each; `CausalLM.init_cache` makes an empty one.
 
     Attributes:
-        keys: (L, B, S, K, H), after the rotary embedding.
+        keys: (L, B, S, K, H), after the rotary embedding, of the L layers that have keys.
         values: (L, B, S, K, H).
         positions: (B, S) int32, the number of a slot's token among its row's tokens; −1 where there is no token.
         length: int32 scalar, the number of slots that are written. That of an empty cache is a NumPy array, so that a
             program which makes the cache knows it, too.
+        linear: what layers of linear attention keep; `None` in a model without them.
     """
 
     keys: jax.Array
     values: jax.Array
     positions: jax.Array
     length: jax.Array | np.ndarray
+    linear: LinearCache | None = None
 
     def is_known_empty(self) -> bool:
         """Whether it is known, in the running program or when one is made, that no slot is written."""
@@ -51,12 +66,20 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
             f"init_cache: length={length} must be in [1, {config.longest_sequence}], up to what the model takes "
             "(max_position_embeddings and rope_scaling). Take fewer tokens, or raise the config's field."
         )
-    shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
+    linear, num_linear = None, config.num_linear_layers
+    if (heads := config.linear_heads) is not None:
+        of_state = heads.value_heads, heads.key_width, heads.value_width
+        linear = LinearCache(
+            states=jnp.zeros((num_linear, batch, *of_state), jnp.float32),
+            tokens=jnp.zeros((num_linear, batch, heads.taps - 1, heads.channels), dtype),
+        )
+    shape = (config.num_hidden_layers - num_linear, batch, length, config.num_key_value_heads, config.head_dim)
     return KVCache(
         keys=jnp.zeros(shape, dtype),
         values=jnp.zeros(shape, dtype),
         positions=jnp.full((batch, length), -1, jnp.int32),
         length=np.zeros((), np.int32),
+        linear=linear,
     )
 
 
@@ -83,7 +106,13 @@ def with_tokens(
 
 
 def lengthened(cache: KVCache, length: int) -> KVCache:
-    """Makes a cache longer."""
+    """Makes a cache longer.
+
+    >>> from liger_jax.models import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    >>> lengthened(empty_cache(config, 2, 3, jnp.float32), 5).positions.tolist()
+    [[-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]]
+    """
     keys, values = _longer(cache.keys, 2, length), _longer(cache.values, 2, length)
     return dataclasses.replace(cache, keys=keys, values=values, positions=_longer(cache.positions, 1, length, -1))
 
@@ -94,16 +123,32 @@ def _longer(x, axis, length, value=0):
 
 
 def repeated(cache: KVCache, times: int) -> KVCache:
-    """Gives each row of a cache copies, which follow it."""
-    keys, values = (jnp.repeat(x, times, axis=1) for x in (cache.keys, cache.values))
-    return dataclasses.replace(cache, keys=keys, values=values, positions=jnp.repeat(cache.positions, times, axis=0))
+    """Gives each row of a cache copies, which follow it.
+
+    >>> from liger_jax.models import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    >>> repeated(empty_cache(config, 2, 3, jnp.float32), 4).keys.shape
+    (1, 8, 3, 1, 8)
+    """
+    again = functools.partial(jnp.repeat, repeats=times, axis=1)
+    keys, values, linear = jax.tree.map(again, (cache.keys, cache.values, cache.linear))
+    positions = jnp.repeat(cache.positions, times, axis=0)
+    return dataclasses.replace(cache, keys=keys, values=values, positions=positions, linear=linear)
 
 
 def of_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
-    """Takes some rows out of a cache."""
+    """Takes some rows out of a cache.
+
+    >>> from liger_jax.models import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    >>> of_rows(empty_cache(config, 4, 3, jnp.float32), jnp.array([1, 3])).keys.shape
+    (1, 2, 3, 1, 8)
+    """
     take = functools.partial(jnp.take, indices=rows, mode="clip", unique_indices=True, indices_are_sorted=True)
-    keys, values, positions = take(cache.keys, axis=1), take(cache.values, axis=1), take(cache.positions, axis=0)
-    return dataclasses.replace(cache, keys=keys, values=values, positions=positions)
+    arrays = cache.keys, cache.values, cache.linear
+    keys, values, linear = jax.tree.map(functools.partial(take, axis=1), arrays)
+    positions = take(cache.positions, axis=0)
+    return dataclasses.replace(cache, keys=keys, values=values, positions=positions, linear=linear)
 
 
 def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array, ""]) -> Bool[Array, ""] | bool:
@@ -126,11 +171,26 @@ def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array
 class LayerCache:
     """One layer's part of a cache during one call. Attention writes to it and reads from it.
 
-    `cache`: the model's cache. Its `positions` include the call's tokens; its `length` does not yet.
+    `cache`: the model's cache. Its `positions` include the call's tokens; its `length` does not yet. `layer`: the
+    layer's number among those with keys, or among those with linear attention.
     """
 
     def __init__(self, cache: KVCache, layer: Int[Array, ""], is_new: bool = False):
         self.cache, self.layer, self.is_new = cache, layer, is_new
+
+    def linear_states(self) -> tuple[Float[Array, "B H D E"], Float[Array, "B W_1 C"]]:
+        """The states of a layer of linear attention, and the last tokens of its convolution."""
+        assert self.cache.linear is not None
+        of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
+        return of_layer(self.cache.linear.states), of_layer(self.cache.linear.tokens)
+
+    def write_linear(self, state: Float[Array, "B H D E"], tokens: Float[Array, "B W_1 C"]) -> None:
+        """Writes what `linear_states` returns to the next call."""
+        linear = self.cache.linear
+        assert linear is not None
+        written = lambda x, own: jax.lax.dynamic_update_index_in_dim(x, own.astype(x.dtype), self.layer, 0)
+        linear = LinearCache(states=written(linear.states, state), tokens=written(linear.tokens, tokens))
+        self.cache = dataclasses.replace(self.cache, linear=linear)
 
     def attend(
         self,
@@ -202,6 +262,10 @@ def cached_attention(
     sees itself and window − 1 before it; `None` for all before it. `sinks`: one more score for each head, of a key
     without a value; `None` for none. Returns an array like `q`. For a query that sees no key the numbers are finite and
     mean nothing.
+
+    >>> q, k = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 1, 8))
+    >>> cached_attention(q, k, k, jnp.array([[2]]), jnp.array([[0, 1, 2, -1]])).shape
+    (1, 1, 2, 8)
     """
     (batch, length, _, width), kv_heads, dtype = q.shape, k.shape[2], q.dtype
     scale = width**-0.5 if scale is None else scale

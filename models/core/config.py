@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from liger_jax.models.core import config_fields
 from liger_jax.models.core.experts import Experts
+from liger_jax.models.core.linear_attention import LINEAR, LinearHeads
 from liger_jax.ops import LongRope, RopeScaling
 
 
@@ -41,9 +42,9 @@ class LlamaConfig:
         mlp_bias: whether the three projections of the feed-forward add biases.
 
     Raises:
-        ValueError: fields have a wrong type, are out of range or do not fit together, here and in the configs of other
-            families; the message lists them all. A size is an int from 1 to 2³¹ − 1, and there are at most 10,000
-            layers. Other numbers are finite and positive, and a base is more than 1.
+        ValueError: fields have a wrong type, are out of range or do not fit together; the message lists them all. A
+            size is an int from 1 to 2³¹ − 1, and there are at most 10,000 layers. Other numbers are finite and
+            positive, and a base is more than 1.
 
     Example:
         >>> LlamaConfig(hidden_size=64, num_attention_heads=4).head_dim
@@ -84,6 +85,7 @@ class LlamaConfig:
     gate: ClassVar[str] = "silu"
     norms_results: ClassVar[bool] = False  # whether the results of attention and feed-forward are normalised
     scales_full_layers: ClassVar[bool] = False  # whether rope_scaling belongs to layers with full attention alone
+    gates_attention: ClassVar[bool] = False  # whether q_proj has a gate of each head's result beside its query
     has_sinks: ClassVar[bool] = False  # whether attention's softmax has one more score per head, of no key
     embedding_scale: ClassVar[float | None] = None
     divides_logits: ClassVar[bool] = False  # whether config.json has 1/logit_scale, under the name logits_scaling
@@ -94,6 +96,7 @@ class LlamaConfig:
     sliding_window: ClassVar[int | None] = None
     sliding_window_pattern: ClassVar[int | None] = None  # n: every nth layer has full attention, and the others slide
     layer_types: ClassVar[tuple[str, ...] | None] = None  # each layer's type; an instance always has them
+    known_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
 
     @property
     def output_bias(self) -> bool:
@@ -104,6 +107,16 @@ class LlamaConfig:
     def experts(self) -> Experts | None:
         """The mixture of experts of the layers whose feed-forward is one; `None` in dense families."""
         return None
+
+    @property
+    def linear_heads(self) -> LinearHeads | None:
+        """The heads of layers with linear attention; `None` in families without such layers."""
+        return None
+
+    @property
+    def num_linear_layers(self) -> int:
+        """How many layers have linear attention."""
+        return (self.layer_types or ()).count(LINEAR)
 
     @property
     def longest_sequence(self) -> int:
@@ -184,7 +197,7 @@ class LlamaConfig:
         Returns:
             Its base and its scaling; `None` where nothing is rotated.
         """
-        return self.rope_theta, self.rope_scaling
+        return None if layer_type == LINEAR else (self.rope_theta, self.rope_scaling)
 
     def __post_init__(self, _followed: Mapping[str, Any] | None):
         self._set(**{name: None for name, value in (_followed or {}).items() if getattr(self, name) is value})
@@ -238,13 +251,14 @@ class LlamaConfig:
             if scaling.factor * in_training > most:
                 yield f"rope_scaling={scaling} reaches more than the {most} positions that int32 counts"
         for name in self.never:
-            if getattr(self, name):
-                yield f"{name}=True must be False: this family has no such biases"
+            if value := getattr(self, name):
+                what = "False: this family has no such biases" if value is True else "None: no layer is dense"
+                yield f"{name}={value} must be {what}"
         types, num_layers = self.layer_types or (), self.num_hidden_layers
-        if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        if len(types) != num_layers or not set(types) <= {*self.known_types}:
             yield (
-                f"layer_types={config_fields.short(types)} must be a 'full_attention' or 'sliding_attention' for each "
-                f"of num_hidden_layers={num_layers}. Pass None for the family's own"
+                f"layer_types={config_fields.short(types)} must be a {' or '.join(map(repr, self.known_types))} for "
+                f"each of num_hidden_layers={num_layers}. Pass None for the family's own"
             )
         if "sliding_attention" in types and self.sliding_window is None:
             yield "sliding_window=None must be positive, since layers slide"

@@ -18,7 +18,7 @@ from liger_jax.models.core.parallel import tensor_layers
 from liger_jax.models.core.parallel.vocabulary_shards import embed_shards
 from liger_jax.models.core.query_scale import query_scale
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.row_tokens import RowTokens, attention_segments, tokens_of
+from liger_jax.models.core.row_tokens import RowTokens, TokensInOrder, attention_segments, tokens_of
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
 from liger_jax.ops.segment_ids import check_segment_ids, numbered
@@ -43,7 +43,8 @@ class Decoder(nnx.Module):
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
         of_layer = functools.partial(Blocks, config, kernels, dtype, param_dtype, remat=remat, scan=scan_layers)
-        make_layer = lambda feed_forward, rngs: layer(of_layer(rngs=rngs, feed_forward=feed_forward))
+        of_kind = lambda kind: dict(feed_forward=kind.feed_forward, is_linear=kind.is_linear)
+        make_layer = lambda kind, rngs: layer(of_layer(rngs=rngs, **of_kind(kind)))
         kinds = tuple(
             LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in range(config.num_hidden_layers)
         )
@@ -111,6 +112,7 @@ class Decoder(nnx.Module):
         config, length, sequence = self.config, input_ids.shape[1], self.layout.sequence_shards()
         if sequence is not None:
             sequence.check_rows(length, positions, cache)
+            sequence.check(config)
         if length >= config.longest_sequence + (1 if sequence is None else sequence.multiple):  # rows may be padded
             raise ValueError(
                 f"input_ids has {length} positions, and {config.longest_sequence} are the most that this model takes "
@@ -146,7 +148,8 @@ class Decoder(nnx.Module):
         segments = None if ids is None else Segments.of(ids)._replace(is_valid=None)  # the embeddings are NaN instead
         growth = config.query_growth
         scale = None if growth is None else query_scale(positions, *growth)
-        rows = RowTokens(segments, is_token, scale)
+        in_order = None if config.linear_heads is None else TokensInOrder.of(segment_ids, attention_mask)
+        rows = RowTokens(segments, is_token, scale, in_order)
         inputs = {}
         for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
             tables = None, None

@@ -39,6 +39,7 @@ class Experts:
     # Whether a checkpoint has one tensor for a layer's experts, in which columns of gate and up take turns, and not
     # tensors of each expert.
     one_tensor: bool = False
+    shared_width: int = 0  # F of the expert that every token goes to, by a gate; 0 for none
 
 
 @tree_dataclass
@@ -166,8 +167,8 @@ class ExpertsFeedForward(nnx.Module):
     @staticmethod
     def values_kept(config: Any, remat: Remat, devices: int = 1) -> int:
         """What is kept for the backward: gate and up of a token's experts, where a layer keeps its products."""
-        rows = rows_of_token(config.experts, devices)
-        return 2 * rows * config.experts.width if keeps_products(remat) else 0
+        experts, rows = config.experts, rows_of_token(config.experts, devices)
+        return 2 * (rows * experts.width + experts.shared_width) if keeps_products(remat) else 0
 
     @staticmethod
     def values_in_backward(
@@ -193,6 +194,9 @@ def rows_of_token(experts: Experts, devices: int) -> int:
     """The rows for which a device has room, for each of its tokens: one for each choice, or those of an exchange.
 
     Returns rows of D, of which a router fills k on average over the devices.
+
+    >>> rows_of_token(Experts(128, 8, 768), 1), rows_of_token(Experts(128, 8, 768), 4)
+    (8, 32)
     """
     return devices * room_for(1, experts.per_token, experts.count // devices)
 

@@ -7,9 +7,10 @@ each expert.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from liger_jax import ops
 from liger_jax.layers.mlp import are_plain_products, in_one_op
@@ -38,9 +39,10 @@ def may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
 class DenseFeedForward(nnx.Module):
     """down(activation(gate(x))·up(x))."""
 
-    def __init__(self, blocks: Any):
+    def __init__(self, blocks: Any, inner_width: int | None = None):
         config, kernels, linear, remat = blocks.config, blocks.kernels, blocks.linear, blocks.remat
-        width, inner_width = config.hidden_size, config.intermediate_size
+        width = config.hidden_size
+        inner_width = int(config.intermediate_size if inner_width is None else inner_width)
         self.has_gate_up = config.fused_gate_up
         if self.has_gate_up:
             self.gate_up_proj = linear(width, 2 * inner_width, use_bias=config.mlp_bias)
@@ -112,6 +114,23 @@ class DenseFeedForward(nnx.Module):
         if not self.kernels.glu:
             return (plain.swiglu if is_silu else plain.geglu)(gate, up)
         return (ops.swiglu if is_silu else ops.geglu)(gate, up, implementation=self.kernels.implementation)
+
+
+class SharedExpertFeedForward(ExpertsFeedForward):
+    """A mixture, and an expert beside it that every token goes to: mixture(x) + sigmoid(gate(x))·shared(x)."""
+
+    def __init__(self, blocks: Any):
+        super().__init__(blocks)
+        self.shared_expert = DenseFeedForward(blocks, blocks.config.experts.shared_width)
+        self.shared_expert_gate = blocks.linear(blocks.config.hidden_size, 1)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], is_token: Bool[Array, "B row"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Aux]:
+        y, sums = super().__call__(x, is_token)
+        shared, _ = self.shared_expert(x)
+        gate = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32)).astype(x.dtype)
+        return y + gate * shared, sums
 
 
 # By the kind that a config names for a layer, `feed_forward_of`.

@@ -15,6 +15,8 @@ from liger_jax.models.core.cache import KVCache, LayerCache
 from liger_jax.models.core.dropout import give_words
 from liger_jax.models.core.feed_forward import DENSE, Aux
 from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.linear_attention import LINEAR
+from liger_jax.models.core.parameters import stack_of_place
 from liger_jax.models.core.remat import INPUT, POLICIES, Remat
 
 
@@ -22,7 +24,17 @@ class LayerKind(NamedTuple):
     """What a layer is made of."""
 
     attention: str  # the attention's kind, such as "sliding_attention". It says what the layer's inputs are.
-    feed_forward: str = DENSE  # the feed-forward's kind. Layers with equal ones have parameters of equal shapes.
+    feed_forward: str = DENSE  # the feed-forward's kind
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the layer has linear attention."""
+        return self.attention == LINEAR
+
+    @property
+    def structure(self) -> tuple[bool, str]:
+        """What a layer's parameters follow from: layers for which it is equal have the same ones."""
+        return self.is_linear, self.feed_forward
 
 
 class Decoded(NamedTuple):
@@ -40,9 +52,9 @@ class LayerStack:
     """Makes and runs layers: by a scan over stacked parameters, or by a Python loop.
 
     Layers may be of several kinds, in a pattern that repeats. The scan runs over the pattern's repetitions, and the
-    layers that are left over follow in a loop. The layers of each feed-forward have their own stack. Both ways
-    start from the same random numbers. A scan compiles its body once; it holds the gradients of all layers until the
-    optimizer runs.
+    layers that are left over follow in a loop. Layers with equal parameters are one stack; else each place of the
+    pattern has its own. Both ways start from the same random numbers. A scan compiles its body once; it holds the
+    gradients of all layers until the optimizer runs.
 
     The stack itself holds no parameters. The decoder holds the layers, so that the word "layers" stands only once in a
     parameter's name.
@@ -61,27 +73,33 @@ class LayerStack:
             raise ValueError(f"remat={self.remat!r} must be one of {list(POLICIES)}.")
 
     @property
-    def stacked(self) -> dict[str, list[int]]:
-        """For each kind of feed-forward, the numbers of the layers that are stacked, in order; empty without a scan."""
-        stacks: dict[str, list[int]] = {}
-        for i in range(len(self.kinds) - len(self.kinds) % pattern_length(self.kinds) if self.scan else 0):
-            stacks.setdefault(self.kinds[i].feed_forward, []).append(i)
-        return stacks
+    def stacked(self) -> dict[str, range]:
+        """The numbers of the layers of each stack, by its name, which one stack of all does not need.
 
-    def make(self, make_layer: Callable[[str, nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> tuple[Any, Any]:
+        It is empty without a scan.
+        """
+        if not self.scan:
+            return {}
+        length = pattern_length(self.kinds)
+        count = len(self.kinds) - len(self.kinds) % length
+        if len({kind.structure for kind in self.kinds}) == 1:
+            return {"": range(count)}
+        return {stack_of_place(place, length): range(place, count, length) for place in range(length)}
+
+    def make(self, make_layer: Callable[[LayerKind, nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> tuple[Any, Any]:
         """Makes the layers.
 
-        Returns with a scan: one layer with stacked parameters, and the layers after the scan by their numbers. If
-        layers have several feed-forwards, the first is a dict of one such layer for each. Without a scan: the list of
-        all layers, and an empty dict.
+        Returns with a scan: one layer with stacked parameters, and the layers after the scan by their numbers. If there
+        are several stacks, the first is a dict of one such layer for each. Without a scan: the list of all layers, and
+        an empty dict.
         """
         keys = jax.random.split(rngs.params(), len(self.kinds))
-        layer = lambda i: make_layer(self.kinds[i].feed_forward, nnx.Rngs(keys[i]))
+        layer = lambda i: make_layer(self.kinds[i], nnx.Rngs(keys[i]))
         if not self.scan:
             return nnx.List([layer(i) for i in range(len(keys))]), nnx.Dict({})
         stacks = {}
-        for kind, numbers in self.stacked.items():
-            stacks[kind] = _made(make_layer, kind, keys[jnp.array(numbers)])
+        for name, numbers in self.stacked.items():
+            stacks[name] = _made(make_layer, self.kinds[numbers[0]], keys[jnp.array(numbers)])
         num_stacked = sum(map(len, self.stacked.values()))
         stacked = nnx.Dict(stacks) if len(stacks) > 1 else next(iter(stacks.values()))
         return stacked, nnx.Dict({str(i): layer(i) for i in range(num_stacked, len(keys))})
@@ -106,7 +124,8 @@ class LayerStack:
         gathered = self.kernels.mesh_layout.gathered if gathered is None else gathered
         made = _made_by(gathered, dropout_words)
         # Without a cache the scan carries hidden states alone.
-        carry = (x, None if cache is None else (cache, jnp.zeros((), jnp.int32)))
+        none_yet = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        carry = (x, None if cache is None else (cache, none_yet))
         is_new = cache is not None and cache.is_known_empty()
         sums: dict[str, list[Any]] = {}  # for each feed-forward, trees of its layers' sums, stacked
         first = 0
@@ -118,9 +137,7 @@ class LayerStack:
         for i in range(first, len(self.kinds)):
             kind, (graphdef, state) = self.kinds[i], self._split(layers, last_layers, i)
             if (kind, graphdef) not in calls:
-                calls[kind, graphdef] = self._layer_call(
-                    graphdef, inputs[kind.attention], made, is_new, prevent_cse=True
-                )
+                calls[kind, graphdef] = self._layer_call(kind, graphdef, inputs, made, is_new, prevent_cse=True)
             carry, aux = calls[kind, graphdef](carry, state)
             sums.setdefault(kind.feed_forward, []).append(jax.tree.map(lambda leaf: leaf[None], aux))
         x, memory = carry
@@ -132,17 +149,18 @@ class LayerStack:
         """The graph and the state of one layer; that of a stacked layer is a slice."""
         if not self.scan:
             return nnx.split(layers[number])
-        for kind, numbers in self.stacked.items():
+        for name, numbers in self.stacked.items():
             if number in numbers:
-                graphdef, state = nnx.split(layers if len(self.stacked) == 1 else layers[kind])
+                graphdef, state = nnx.split(layers[name] if name else layers)
                 return graphdef, jax.tree.map(operator.itemgetter(numbers.index(number)), state)
         # By number: nnx.Dict sorts by name, and nnx.tabulate leaves a separate name among them.
         return nnx.split(last_layers[str(number)])
 
     def _layer_call(
         self,
+        kind: LayerKind,
         graphdef: Any,
-        inputs: Sequence[Any],
+        inputs: Mapping[str, Sequence[Any]],
         made: Callable[[Any, Any, Any], Any],
         is_new: bool,
         *,
@@ -150,6 +168,7 @@ class LayerStack:
         place: int | None = None,
     ) -> Callable[[Any, Any], Any]:
         """One layer's (carry, state) → (carry, aux). With a `place`, the state holds its whole group of layers."""
+        own_inputs = inputs[kind.attention]
 
         def call(carry, state):
             x, memory = carry
@@ -157,12 +176,13 @@ class LayerStack:
                 state = jax.tree.map(lambda leaf: leaf[place], state)
             layer, x = made(graphdef, state, x.dtype), checkpoint_name(x, INPUT)
             if memory is None:
-                x, aux = layer(x, *inputs)
+                x, aux = layer(x, *own_inputs)
                 return (x, None), aux
-            cache, number = memory
-            own = LayerCache(cache, number, is_new)
-            x, aux = layer(x, *inputs, own)
-            return (x, (own.cache, number + 1)), aux
+            cache, earlier = memory  # how many layers there were with attention, and with linear attention
+            own = LayerCache(cache, earlier[kind.is_linear], is_new)
+            x, aux = layer(x, *own_inputs, own)
+            earlier = tuple(number + (i == kind.is_linear) for i, number in enumerate(earlier))
+            return (x, (own.cache, earlier)), aux
 
         if self.remat == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):
             return call  # JAX's TPU interpreter has effects, which jax.checkpoint refuses
@@ -178,30 +198,23 @@ class LayerStack:
     ) -> tuple[Any, dict[str, list[Any]]]:
         """The carry after the stacked layers, and for each feed-forward a list of one tree of its layers' sums."""
         pattern = self.kinds[: pattern_length(self.kinds)]
-        feed_forwards = [kind.feed_forward for kind in pattern]
         graphdefs, groups = {}, {}
-        for kind in self.stacked:
-            graphdefs[kind], state = nnx.split(layers if len(self.stacked) == 1 else layers[kind])
-            size = feed_forwards.count(kind)
-            groups[kind] = jax.tree.map(lambda leaf, size=size: leaf.reshape(-1, size, *leaf.shape[1:]), state)
+        for name in self.stacked:
+            graphdefs[name], state = nnx.split(layers[name] if name else layers)
+            in_groups = lambda leaf: leaf.reshape(-1, len(pattern), *leaf.shape[1:])
+            groups[name] = state if name else jax.tree.map(in_groups, state)
         # The scan's loop already separates the recomputation from the forward, so no barriers are needed.
-        calls = [
-            self._layer_call(
-                graphdefs[of_layer],
-                inputs[attention],
-                made,
-                is_new,
-                prevent_cse=False,
-                place=feed_forwards[:i].count(of_layer),
-            )
-            for i, (attention, of_layer) in enumerate(pattern)
-        ]
+        calls = []
+        for i, kind in enumerate(pattern):
+            name, place = ("", i) if "" in groups else (stack_of_place(i, len(pattern)), None)
+            call = self._layer_call(kind, graphdefs[name], inputs, made, is_new, prevent_cse=False, place=place)
+            calls.append((name, kind, call))
 
         def group(carry, states):
-            sums: dict[str, list[Any]] = {kind: [] for kind in states}
-            for kind, call in zip(feed_forwards, calls, strict=True):
-                carry, aux = call(carry, states[kind])
-                sums[kind].append(aux)
+            sums: dict[str, list[Any]] = {}
+            for name, kind, call in calls:
+                carry, aux = call(carry, states[name])
+                sums.setdefault(kind.feed_forward, []).append(aux)
             return carry, {kind: jax.tree.map(lambda *leaves: jnp.stack(leaves), *of) for kind, of in sums.items()}
 
         carry, sums = jax.lax.scan(group, carry, groups)
@@ -221,11 +234,15 @@ def _made_by(gathered: Callable[[Any, Any], Any], dropout_words: Any) -> Callabl
     return made
 
 
-def _made(make_layer: Callable[[str, nnx.Rngs], nnx.Module], feed_forward: str, keys: Any) -> nnx.Module:
+def _made(make_layer: Callable[[LayerKind, nnx.Rngs], nnx.Module], kind: LayerKind, keys: Any) -> nnx.Module:
     """One layer, with parameters stacked for each of the keys."""
-    return nnx.vmap(lambda key: make_layer(feed_forward, nnx.Rngs(key)))(keys)
+    return nnx.vmap(lambda key: make_layer(kind, nnx.Rngs(key)))(keys)
 
 
 def pattern_length(kinds: Sequence[Any]) -> int:
-    """The length of the shortest pattern that gives these kinds when it is repeated; the last one may be incomplete."""
+    """The length of the shortest pattern that gives these kinds when repeated; the last repetition may be incomplete.
+
+    >>> pattern_length("aabaabaa"), pattern_length("aab"), pattern_length("aaaa")
+    (3, 3, 1)
+    """
     return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))

@@ -19,6 +19,7 @@ from liger_jax.models.core.remat import Remat, is_offloaded
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops.experts.grouped_matmul import KERNELS as GROUPED_PRODUCTS
+from liger_jax.ops.gated_delta_rule import TOKENS_A_STATE
 from liger_jax.ops.layout import pairs_of_chunks, sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.ops.place import Place
@@ -56,12 +57,22 @@ class LayerMemory:
     # The devices of an expert axis. Each has its experts, and buffers for all rows that may be sent to them.
     expert: int = 1
     trains_experts: bool = False  # whether the weights of experts have gradients
+    is_linear: bool = False  # whether the layer has linear attention
+
+    @property
+    def each(self) -> list[tuple["LayerMemory", int]]:
+        """What a layer of each kind holds, and how many there are of it."""
+        linear = self.config.num_linear_layers
+        counts = {False: self.config.num_hidden_layers - linear, True: linear}
+        return [(dataclasses.replace(self, is_linear=kind), count) for kind, count in counts.items() if count]
 
     @property
     def kept(self) -> dict[str, int]:
         """Bytes that the layer keeps for its backward: "layer inputs", "attention" and "feed-forward"."""
         c, kept = self.config, self._values_kept()
-        if self.remat == "none" and self.device.platform == "tpu":
+        if self.remat == "none" and self.is_linear:
+            kept["attention"] += self._rule_states() // (self.rows * self.seq * jnp.dtype(self.dtype).itemsize)
+        if self.remat == "none" and self.device.platform == "tpu" and not self.is_linear:
             # Narrower heads of queries, keys and results are padded to a row, and each of attention's sums takes a row.
             padding = max(0, LANES - c.head_dim) * (2 * c.num_attention_heads + self._key_heads)
             kept["attention"] += padding + (LANES - 1) * self._sums()
@@ -71,15 +82,15 @@ class LayerMemory:
     def offloaded(self) -> int:
         """Bytes that the layer keeps for its backward in the host's memory: its inputs, and attention's results."""
         c = self.config
-        of_attention = c.num_attention_heads * c.head_dim + self._sums() if self.remat == "offload_attention" else 0
+        has_result = self.remat == "offload_attention" and not self.is_linear
+        of_attention = c.num_attention_heads * c.head_dim + self._sums() if has_result else 0
         return self._bytes(c.hidden_size + of_attention) if is_offloaded(self.remat) else 0
 
     @property
     def worked_on(self) -> int:
         """Bytes of the backward of one layer beside what is kept: the activations made again, and their gradients."""
         c, kept = self.config, self._values_kept()
-        heads = (c.num_attention_heads + self._key_heads) * c.head_dim
-        values = (7 if c.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
+        values = (7 if c.norms_results else 5) * c.hidden_size + self._values_of_heads()
         values += 2 * c.hidden_size  # gradients
         values += (self.tensor - 1) * WHOLE_ROWS * c.hidden_size
         if self.sequence > 1:
@@ -103,20 +114,51 @@ class LayerMemory:
             feed_forward += 2 * 4 * c.rotary_width * self.seq
             if not self.has_adapters:  # tiles sum the weights' gradients in float32
                 feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size // self.tensor
+        if self.is_linear:
+            return self._bytes(values) + max(feed_forward, self._rule_work())
         return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
+
+    def _values_of_heads(self) -> int:
+        """What the backward holds of queries and keys, or of what linear attention projects: values for each token."""
+        c = self.config
+        if self.is_linear:
+            return c.linear_heads.channels + 2 * c.linear_heads.values
+        heads = (c.num_attention_heads + self._key_heads) * c.head_dim
+        gates = c.num_attention_heads * c.head_dim if c.gates_attention else 0
+        return (3 if c.qk_norm else 2) * heads + 2 * gates
+
+    def _rule_states(self) -> int:
+        """Bytes of the states of linear attention that are kept between chunks."""
+        heads = self.config.linear_heads
+        of_row = -(-self.seq // TOKENS_A_STATE) * heads.value_heads * heads.key_width * heads.value_width
+        return 4 * self.rows * of_row
+
+    def _rule_work(self) -> int:
+        """Bytes that the backward of the gated delta rule holds: arguments, result, and the gradients of all of them.
+
+        The convolution's gradient is float32.
+        """
+        heads = self.config.linear_heads
+        wide = 4 * 2 * heads.channels * self.rows * self.seq // self.tensor
+        return self._bytes(3 * heads.channels + 2 * heads.values) + wide + 2 * self._rule_states()
 
     def _values_kept(self) -> dict[str, int]:
         """What the layer keeps for its backward, by kind: values of the computation's dtype for each token."""
         c = self.config
         d, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, self._key_heads * c.head_dim
+        # What is projected to; what is kept of attention's result. Gates are projections, too.
+        projected, result = q + 2 * kv + (q if c.gates_attention else 0), q + self._sums()
+        if self.is_linear:
+            heads = c.linear_heads
+            projected, result = heads.channels + heads.values + 2 * heads.value_heads, heads.values
         inputs, of_attention = {
             "full": (d, 0),
             "offload": (0, 0),
             "offload_attention": (0, 0),
             # the matrix products' results
-            "dots": (d, q + 2 * kv + d),
+            "dots": (d, projected + d),
             # with attention's queries and keys (rotated, or before their norms), values, result and sums
-            "none": (d, d + 2 * q + 2 * kv + self._sums()),
+            "none": (d, projected + d + result),
         }[self.remat]
         where = lambda one: dict(devices=self.expert) if one is FEED_FORWARDS[EXPERTS] else {}
         of_feed_forward = max(one.values_kept(c, self.remat, **where(one)) for one in self._feed_forwards())

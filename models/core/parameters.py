@@ -7,6 +7,7 @@ transposed weight. A parameter that is stacked for a scan has one tensor for eac
 
 import contextlib
 import dataclasses
+import re
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 
 Kind = Literal[
     "embedding", "head", "kernel", "bias", "norm", "sinks", "router", "experts", "experts_bias",
+    "convolution", "decay",
     "kernel_codes", "kernel_scales", "head_codes", "head_scales", "experts_codes", "experts_scales",
     "experts_lora_a", "experts_lora_b",
     "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "dropout_pieces", "token_rows",
@@ -21,11 +23,13 @@ Kind = Literal[
 Path = tuple[Any, ...]  # names and numbers, as in `nnx.to_flat_state`
 
 _STACKS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers; a checkpoint calls all of them layers
+_OF_PLACE = re.compile(r"(\d+)_of_(\d+)")  # the name of a stack of every nth layer
 _QUANTIZED_PARTS = ("codes", "scales")  # of a `BlockQuantized`
 # A tensor's last name, by the parameter's: PEFT's names, and Hugging Face's where it is not "weight".
 ADAPTER_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 EMBEDDING_TENSORS = ADAPTER_TENSORS | {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _TENSORS = {"bias": "bias", "sinks": "sinks", "rows": "token_adapter.trainable_tokens_delta"} | ADAPTER_TENSORS
+_TENSORS |= {"A_log": "A_log", "dt_bias": "dt_bias"}
 # Weights of experts of which a checkpoint has one tensor for each expert, or two, side by side in ours: the tensors'
 # modules by the weight's name, in Mixtral and in other families.
 _OF_EACH_EXPERT = {"gate_up": (("w1", "w3"), ("gate_proj", "up_proj")), "down": (("w2",), ("down_proj",))}
@@ -42,6 +46,9 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "bias": ("bias", ("out",)),
     "scale": ("norm", ("out",)),
     "sinks": ("sinks", ("out",)),
+    "taps": ("convolution", ("out", "one", "tap")),
+    "A_log": ("decay", ("out",)),
+    "dt_bias": ("decay", ("out",)),
     "router_kernel": ("router", ("in", "out")),
     "gate_up": ("experts", ("expert", "in", "out")),
     "down": ("experts", ("expert", "in", "out")),
@@ -60,8 +67,8 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "rows": ("token_rows", ("tokens", "out")),
 }
 _MATRICES = (
-    "embedding", "head", "kernel", "router", "experts", "experts_lora_a", "experts_lora_b", "lora_a", "lora_b",
-    "token_rows",
+    "embedding", "head", "kernel", "convolution", "router", "experts", "experts_lora_a", "experts_lora_b", "lora_a",
+    "lora_b", "token_rows",
 )  # fmt: skip
 _VECTORS = ("scale", "bias")  # names in Flax's layers, whichever number of axes they have
 KEPT = "_kept"  # ends the name of a trained weight's original, or of a trained weight that is switched off
@@ -92,6 +99,7 @@ class ParameterInfo:
 
     name: str  # its path in the model, such as "model.layers.mlp.up_proj.kernel"
     # "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
+    # "convolution" (out, 1, taps) of linear attention and "decay" (out) of its heads;
     # "kernel_codes", "kernel_scales" and so on of quantised kernels, heads and experts, with the weight's axes; "sinks"
     # (out) of attention's heads; "router" (in, out), "experts" (expert, in, out) and "experts_bias" (expert, out);
     # their adapters' "experts_lora_a" (expert, in, rank) and "experts_lora_b" (expert, rank, out); "lora_a" (in, rank),
@@ -155,6 +163,13 @@ def describe(model: Any) -> dict[Path, ParameterInfo]:
     `model`: a model, its state, or any tree with the state's paths, such as gradients. Leaves need a shape alone.
     Returns the parameters by their paths, as `nnx.to_flat_state` has them, in the order of the tree's leaves. A
     quantised weight has two entries, whose paths end in "codes" and "scales".
+
+    >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+    >>> model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
+    >>> info = describe(model)["model", "layers", "mlp", "up_proj", "kernel"]
+    >>> info.kind, info.layer_axis, info.in_axis, info.out_axis, info.tensor_names[1]
+    ('kernel', 0, 1, 2, 'model.layers.1.mlp.up_proj.weight')
     """
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model) if isinstance(model, nnx.Module) else model)
     return {path_of(keys): parameter(path_of(keys), x.shape) for keys, x in leaves}
@@ -197,6 +212,10 @@ def matrices(tree: Any) -> Any:
     Embeddings, kernels, experts and adapters do. Norms, biases, sinks and DoRA's lengths do not, however many layers or
     experts are stacked in one array. Of what is no parameter of a model of ours, arrays with two axes or more do,
     unless a part of the path is "scale" or "bias" or ends in "_bias".
+
+    >>> import jax.numpy as jnp
+    >>> matrices(dict(kernel=jnp.ones((2, 3)), sinks=jnp.ones(3)))
+    {'kernel': True, 'sinks': False}
     """
     return jax.tree_util.tree_map_with_path(is_matrix, tree)
 
@@ -239,6 +258,11 @@ def _split_by_tensor(modules: list[str], last: str) -> str | None:
     return "in" if module in SPLIT_INPUTS else _OF_VOCABULARY.get(last)
 
 
+def stack_of_place(place: int, length: int) -> str:
+    """The name of the stack of the layers at one place of a pattern of this length, the first of which is 0."""
+    return f"{place}_of_{length}"
+
+
 def _layer_of(modules: list[str]) -> tuple[int | None, bool]:
     """Where the layers stand in a path, and whether the path means a stack of them and no numbered one."""
     at = next((modules.index(name) for name in _STACKS if name in modules), None)
@@ -268,5 +292,11 @@ def _tensor_names(
     if at is None:
         return tuple(".".join([*modules, *ends]) for ends in all_ends)
     stack, rest = [*modules[:at], "layers"], modules[at + 1 :]
-    numbers = [rest.pop(0)] if count is None else range(count)
+    if count is None:
+        numbers = [rest.pop(0)]
+    elif rest and (of_place := _OF_PLACE.fullmatch(rest[0])):
+        first, step = map(int, of_place.groups())
+        numbers, rest = range(first, first + step * count, step), rest[1:]
+    else:
+        numbers = range(count)
     return tuple(".".join([*stack, str(number), *rest, *ends]) for number in numbers for ends in all_ends)

@@ -7,6 +7,7 @@ from jax import lax
 
 from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
+from liger_jax.ops.gated_delta_rule import GATED_DELTA_RULE_STATES
 from liger_jax.ops.gated_mlp import UP_PROJECTION
 
 Remat = Literal["none", "full", "dots", "offload", "offload_attention"]
@@ -14,8 +15,16 @@ Remat = Literal["none", "full", "dots", "offload", "offload_attention"]
 INPUT = "layer_input"
 # Queries, keys and values as attention takes them.
 ATTENTION_INPUT = "attention_input"
+# What the gated delta rule returns for tokens, before its norm.
+LINEAR_ATTENTION_OUTPUT = "linear_attention_output"
 # The sum of a projection and its adapter. Where it is kept, neither of its terms is, which would be twice the memory.
 ADAPTED = "adapted_projection"
+
+
+_KEPT = (
+    ADAPTED, ATTENTION_INPUT, ATTENTION_OUTPUT, EXPERT_GATE_UP, GATED_DELTA_RULE_STATES, LINEAR_ATTENTION_OUTPUT,
+    UP_PROJECTION,
+)  # fmt: skip
 
 
 def keeps_products(remat: Remat) -> bool:
@@ -40,7 +49,7 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     if primitive.name == "reduce_scatter":  # a sublayer's result, summed over devices: theirs is not kept, then
         return True
     if primitive.name == "name":
-        return params["name"] in (ADAPTED, ATTENTION_INPUT, ATTENTION_OUTPUT, EXPERT_GATE_UP, UP_PROJECTION)
+        return params["name"] in _KEPT
     is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
     return _is_cudnn(primitive) or is_product
 

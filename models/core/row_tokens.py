@@ -3,10 +3,48 @@
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from liger_jax.ops import Segments
+
+
+class TokensInOrder(NamedTuple):
+    """A row's tokens one after another, as a recurrence takes them: what a mask hides is after all of them."""
+
+    documents: Int[Array, "B T"] | None  # the ids of their documents, 0 for padding; `None` for one document
+    order: Int[Array, "B T"] | None  # their positions in the row; `None` where the row is in this order
+    place: Int[Array, "B T"] | None  # the inverse of `order`
+    is_token: Bool[Array, "B T"] | None  # which of them the mask does not hide; `None` without an order
+
+    @classmethod
+    def of(
+        cls,
+        segment_ids: Int[Array, "B T"] | None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None,
+    ) -> "TokensInOrder":
+        """The tokens of rows, as a model's call gets them.
+
+        >>> TokensInOrder.of(None, jnp.array([[0, 1, 0, 1]])).order.tolist()
+        [[1, 3, 0, 2]]
+        """
+        if attention_mask is None:
+            return cls(segment_ids, None, None, None)
+        is_token = attention_mask.astype(bool)
+        order = jnp.argsort(~is_token, axis=1, stable=True).astype(jnp.int32)
+        documents = None if segment_ids is None else jnp.where(is_token, segment_ids, 0)
+        rows = cls(documents, order, jnp.argsort(order, axis=1).astype(jnp.int32), is_token)
+        ordered = None if documents is None else rows.in_order(documents)
+        return rows._replace(documents=ordered, is_token=rows.in_order(is_token))
+
+    def in_order(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+        """What belongs to positions, in this order."""
+        return x if self.order is None else _taken(x, self.order)
+
+    def in_place(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+        """The inverse of `in_order`."""
+        return x if self.place is None else _taken(x, self.place)
 
 
 class RowTokens(NamedTuple):
@@ -15,6 +53,7 @@ class RowTokens(NamedTuple):
     segments: Segments | None  # what attention stays within; `None` for rows of one document, which need no mask
     is_token: Bool[Array, "B row"] | None  # (B, T) bool of whole rows, which positions routers count; `None` for all
     query_scale: Float[Array, "#B T 1"] | None = None  # what queries are multiplied by; `None` for nothing
+    in_order: TokensInOrder | None = None  # what linear attention takes; `None` in models without it
 
 
 def attention_segments(
@@ -24,6 +63,9 @@ def attention_segments(
 
     Returns the segments' ids. What the mask hides, wherever it stands, has the largest int32. `None` if all tokens
     belong to one segment.
+
+    >>> attention_segments(None, jnp.array([[0, 1, 1]])).tolist()
+    [[2147483647, 1, 1]]
     """
     if attention_mask is None:
         return segment_ids
@@ -32,6 +74,14 @@ def attention_segments(
 
 
 def tokens_of(*masks: Num[Array, "B T"] | Bool[Array, "B T"] | None) -> Bool[Array, "B T"] | None:
-    """Where rows hold a token."""
+    """Where rows hold a token.
+
+    >>> tokens_of(jnp.array([[1, 2, 0]]), None).tolist()
+    [[True, True, False]]
+    """
     given = [mask != 0 for mask in masks if mask is not None]
     return functools.reduce(jnp.logical_and, given) if given else None
+
+
+def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)

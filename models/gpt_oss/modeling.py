@@ -24,6 +24,10 @@ class GptOssConfig(LlamaConfig):
         router_aux_loss_coef: the factor of the balancing loss.
         router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
 
+    Raises:
+        ValueError: as `LlamaConfig`; or a token goes to more experts than there are; or `layer_types` does not have one
+            type for each layer, or has an unknown one.
+
     Example:
         >>> GptOssConfig(num_hidden_layers=3).layer_types
         ('sliding_attention', 'full_attention', 'sliding_attention')

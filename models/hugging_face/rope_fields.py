@@ -46,6 +46,8 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
         return {}, []
     taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
     wrong = _lost(parameters, taken) if scaling else []
+    if getattr(config_type, "rope_sections", False):  # of images, which turn text alike
+        taken = {name: value for name, value in taken.items() if not name.startswith("mrope")}
     of_queries = {}
     if _BETA in defaults:
         taken.pop(_MOST, None)  # the config's own once more

@@ -20,6 +20,7 @@ from liger_jax.models.quantized import QuantizedParam
 from liger_jax.ops.block_quantized import BlockQuantized
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PREDICTORS = "mtp."  # layers that predict several tokens, which transformers does not read, either
 _LANGUAGE_PART = "language_model."  # of a multimodal checkpoint
 _DECODER, _OF_DECODER = "model.", ("embed_tokens.", "layers.", "norm.")
 FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
@@ -37,10 +38,11 @@ def language_part(names: Iterable[str]) -> dict[str, str]:
     """The names of tensors, by their names in a language model.
 
     In a multimodal checkpoint the language part's names have "language_model.model." or "model.language_model." for
-    "model.". All other names except the head's belong to other parts, and are left out. A checkpoint that was saved
+    "model.". All other names except the head's belong to other parts, and are left out, as are those of layers that
+    predict several tokens. A checkpoint that was saved
     without a head, as by transformers' `LlamaModel`, has no "model." before its names.
     """
-    names = {name: name for name in names}
+    names = {name: name for name in names if not name.startswith(_PREDICTORS)}
     if any(_LANGUAGE_PART in name for name in names):
         of_head = _HEAD.removesuffix("weight")
         own = (name for name in names if _LANGUAGE_PART in name or of_head in name)
@@ -266,7 +268,11 @@ def _of_tensor(tensor: Any, piece: Piece, stored: list[slice]) -> np.ndarray:
 
 
 def interleaved(width: int) -> np.ndarray:
-    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns."""
+    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns.
+
+    >>> interleaved(4).tolist()
+    [0, 2, 1, 3]
+    """
     return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
 
 

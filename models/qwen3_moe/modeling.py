@@ -26,6 +26,9 @@ class Qwen3MoeConfig(Qwen3Config):
         router_aux_loss_coef: the factor of the balancing loss.
         router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
 
+    Raises:
+        ValueError: as `Qwen3Config`; or a token goes to more experts than there are, or no layer has experts.
+
     Example:
         >>> Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=(0,)).feed_forward_of(0)
         'dense'

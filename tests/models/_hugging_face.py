@@ -62,6 +62,16 @@ YARN_BY_TYPE = dict(
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
 GROWTH = dict(original_max_position_embeddings=6, llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=0.5)
+DELTA = dict(
+    initializer_range=0.1,  # with 0.3 rounding is 1e-3 of some gradients: a norm divides small results of heads
+    head_dim=8,
+    rope_parameters=dict(rope_theta=100.0, rope_type="default", partial_rotary_factor=0.5),
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+)
+SHARED = dict(num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=12)
 ALPHA = dict(rope_type="dynamic", factor=1.0, alpha=50.0)
 MULTIPLIERS = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=1.7)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -140,6 +150,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**MOE, "num_local_experts": 4, "head_dim": 6, "sliding_window": 5, "rope_parameters": YARN},
     ),
+    # One pattern of four layers, and one layer left over. Two heads of values share one of keys.
+    "qwen3_next": ("Qwen3Next", {**MOE, **SHARED, **DELTA, "num_hidden_layers": 5}),
+    "qwen3_next_dense": (
+        "Qwen3Next",
+        {
+            **MOE,
+            **SHARED,
+            **DELTA,
+            "linear_num_key_heads": 1,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+            "layer_types": ["linear_attention", "full_attention"],
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5", {**NO_IDS, **DELTA, "num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**MOE, **SHARED, **DELTA, "layer_types": ["full_attention", "linear_attention"]}),
     "gemma": ("Gemma", GEMMA),
     "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "num_hidden_layers": 3}),  # one pattern of two, and one layer left over
     "gemma2_full": (
@@ -167,7 +195,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_next", "qwen3_5_moe")
 COMMITTED = (
     "llama",
     "qwen2",
@@ -182,6 +210,7 @@ COMMITTED = (
     "ministral3",
     "olmo3",
     "smollm3",
+    "qwen3_5",
     "llama_tied",
     "gemma",
     "qwen3",
@@ -222,13 +251,18 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     torch.manual_seed(seed)
     family, options = CASES[case]
-    text = "Text" if family == "Gemma3" else ""
-    config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **options})
+    text = "Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else ""
+    fields = {**SIZES, **options}
+    if family == "Qwen3_5Moe":  # in which no layer is dense
+        del fields["intermediate_size"]
+    config = getattr(transformers, f"{family}{text}Config")(**fields)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     model.set_attn_implementation("eager")  # the other ones ignore softcaps in some versions of transformers
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.normal_(parameter, 1.0, 0.3)
+        if name.endswith("A_log"):  # a state that decays too fast has gradients of rounding errors
+            torch.nn.init.normal_(parameter, -1.0, 0.5)
     model.save_pretrained(folder)
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (2, 20))

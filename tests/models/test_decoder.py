@@ -61,7 +61,7 @@ class Stacked(nnx.Module):
         # A capital is a layer of experts, whose attention is of the letter's kind.
         kinds = tuple(LayerKind(kind.lower(), "experts" if kind.isupper() else "dense") for kind in kinds)
         self.stack = LayerStack(kinds, scan, remat)
-        make_layer = lambda feed_forward, rngs: dict(dense=Affine, experts=Experts)[feed_forward](rngs)
+        make_layer = lambda kind, rngs: dict(dense=Affine, experts=Experts)[kind.feed_forward](rngs)
         self.layers, self.last_layers = self.stack.make(make_layer, nnx.Rngs(0))
 
     def __call__(self, x, inputs):
@@ -121,8 +121,8 @@ def run_with_sums(kinds, *, scan, remat="none"):
     if not scan:
         return found.hidden, found.aux, [kernels(layer) for _, layer in sorted(gradients["layers"].items())]
     by_number = {int(i): kernels(layer) for i, layer in gradients.get("last_layers", {}).items()}
-    for kind, numbers in model.stack.stacked.items():
-        stack = kernels(gradients["layers"] if len(model.stack.stacked) == 1 else gradients["layers"][kind])
+    for name, numbers in model.stack.stacked.items():
+        stack = kernels(gradients["layers"][name] if name else gradients["layers"])
         by_number |= dict(zip(numbers, stack, strict=True))
     return found.hidden, found.aux, [by_number[i] for i in range(len(kinds))]
 
@@ -175,7 +175,7 @@ def test_a_models_result_has_the_sums_of_its_layers_by_feed_forward(scan, monkey
     assert jax.tree.map(lambda x: x.shape, aux) == {"experts": {"load": (2, 16)}}
     assert jax.eval_shape(run(dense), dense_params, ids).aux is None
     if scan:
-        assert {"model.layers.dense.mlp", "model.layers.experts.mlp", "model.last_layers.4.mlp"} <= found
+        assert {"model.layers.0_of_2.mlp", "model.layers.1_of_2.mlp", "model.last_layers.4.mlp"} <= found
 
 
 def test_a_pattern_is_compiled_once():

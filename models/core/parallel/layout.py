@@ -197,6 +197,8 @@ class Layout:
             )
         if tensor is not None and config is not None:
             tensor.check(config)
+        if (sequence := self.sequence_shards(sizes)) is not None and config is not None:
+            sequence.check(config)
         params = nnx.state(params) if isinstance(params, nnx.Module) else params
         of_params = jax.tree_util.tree_map_with_path(of_leaf, params)
         if optimizer is None:

@@ -99,6 +99,14 @@ class SequenceShards:
                 "layout.place(batch) makes: it pads rows, puts them in order and attaches positions."
             )
 
+    def check(self, config: Any) -> None:
+        """Raises a ValueError unless the layers of an architecture can share rows."""
+        if config.num_linear_layers:
+            raise ValueError(
+                f"sequence={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of linear "
+                "attention, whose state passes through a row from token to token. Give the devices to fsdp."
+            )
+
     def check_labels(self, labels: Any, logits_to_keep: Any) -> None:
         """Raises a ValueError if a call asks for positions by their place in a row."""
         where = f"on a mesh with {self.size} devices along sequence={self.axis!r}"

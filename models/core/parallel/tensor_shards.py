@@ -96,6 +96,11 @@ class TensorShards:
 
     def check(self, config: Any) -> None:
         """Raises a ValueError unless the axis can split an architecture, and divides its heads and its feed-forward."""
+        if config.num_linear_layers:
+            raise ValueError(
+                f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of linear "
+                "attention, whose heads the axis cannot split. Give the devices to fsdp."
+            )
         numbers = dict(num_attention_heads=config.num_attention_heads)
         if any(config.feed_forward_of(i) != EXPERTS for i in range(config.num_hidden_layers)):
             numbers["intermediate_size"] = config.intermediate_size

@@ -1,0 +1,216 @@
+"""Qwen3-Next: linear attention in three of four layers, gated attention in the others, and a mixture of experts."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from liger_jax.models.causal_lm import CausalLM
+from liger_jax.models.core.attention import in_one_product
+from liger_jax.models.core.blocks import Blocks
+from liger_jax.models.core.cache import LayerCache
+from liger_jax.models.core.config_fields import fixed_fields
+from liger_jax.models.core.experts import EXPERTS, Experts, fed, misfits
+from liger_jax.models.core.feed_forward import DENSE, Aux
+from liger_jax.models.core.linear_attention import LINEAR, LinearAttention, LinearHeads, Projected
+from liger_jax.models.core.row_tokens import RowTokens
+from liger_jax.models.llama import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetConfig(LlamaConfig):
+    """The fields that Qwen3-Next and Qwen3.5 share, beside `LlamaConfig`'s.
+
+    Args:
+        partial_rotary_factor: the share of a head's columns that is rotated, the first ones.
+        linear_conv_kernel_dim: the tokens that the convolution before linear attention sees.
+        linear_key_head_dim: the width of a head's queries and keys in linear attention.
+        linear_value_head_dim: the width of a head's values in linear attention.
+        linear_num_key_heads: the heads of queries and keys in linear attention.
+        linear_num_value_heads: the heads of values in linear attention, a multiple of those of keys.
+        full_attention_interval: n: every nth layer has full attention, if `layer_types` is `None`.
+        layer_types: the type of each layer, "linear_attention" or "full_attention"; `None` for the field above.
+    """
+
+    hidden_size: int = 2048
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 2
+    head_dim: int | None = 256
+    max_position_embeddings: int = 32768
+    partial_rotary_factor: float = 0.25
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    full_attention_interval: int = 4
+    layer_types: tuple[str, ...] | None = None
+
+    never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
+    known_types: ClassVar[tuple[str, ...]] = (LINEAR, "full_attention")
+    qk_norm: ClassVar[bool] = True
+    gates_attention: ClassVar[bool] = True
+    norm_offset: ClassVar[float] = 1.0
+    norm_casting_mode: ClassVar[str] = "gemma"
+
+    @property
+    def linear_heads(self) -> LinearHeads:
+        """The heads of layers with linear attention."""
+        return LinearHeads(
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+        )
+
+    def type_of_layer(self, i: int) -> str:
+        """Every nth layer has full attention, and the others have linear attention."""
+        return LINEAR if (i + 1) % self.full_attention_interval else "full_attention"
+
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values % keys:
+            yield (
+                f"linear_num_key_heads={keys} must divide linear_num_value_heads={values}, since heads of values share "
+                "those of keys evenly"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3NextConfig(GatedDeltaNetConfig):
+    """The architecture: `GatedDeltaNetConfig`'s fields with Hugging Face's defaults for Qwen3-Next, and these.
+
+    Args:
+        decoder_sparse_step: n: every nth layer has experts.
+        moe_intermediate_size: the width of an expert; `intermediate_size` is that of a dense layer.
+        shared_expert_intermediate_size: the width of the expert that every token goes to.
+        num_experts_per_tok: k, the experts that each token goes to beside it.
+        num_experts: E, the experts of a layer that has them.
+        norm_topk_prob: whether the weights of a token's experts add up to 1.
+        mlp_only_layers: the numbers of layers that have no experts in any case.
+        output_router_logits: whether the loss has the balancing loss, as in transformers.
+        router_aux_loss_coef: the factor of the balancing loss.
+        router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
+
+    Raises:
+        ValueError: as `LlamaConfig`; or heads of linear attention do not share keys evenly, a token goes to more
+            experts than there are, or no layer has experts.
+
+    Example:
+        >>> Qwen3NextConfig(num_hidden_layers=4).layer_types
+        ('linear_attention', 'linear_attention', 'linear_attention', 'full_attention')
+    """
+
+    vocab_size: int = 151936
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 48
+    decoder_sparse_step: int = 1
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_experts_per_tok: int = 10
+    num_experts: int = 512
+    norm_topk_prob: bool = True
+    mlp_only_layers: tuple[int, ...] = ()
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    router_z_loss_coef: float = 0.0
+
+    other_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
+
+    @property
+    def experts(self) -> Experts:
+        """The experts of layers that have them."""
+        sizes = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size
+        return Experts(*sizes, normalized=self.norm_topk_prob, shared_width=self.shared_expert_intermediate_size)
+
+    def feed_forward_of(self, i: int) -> str:
+        """Every nth layer has experts, except for those that `mlp_only_layers` names."""
+        has_experts = i not in self.mlp_only_layers and (i + 1) % self.decoder_sparse_step == 0
+        return EXPERTS if has_experts else DENSE
+
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
+        yield from misfits(num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok)
+        if all(self.feed_forward_of(i) == DENSE for i in range(self.num_hidden_layers)):
+            yield (
+                f"decoder_sparse_step={self.decoder_sparse_step} and mlp_only_layers={self.mlp_only_layers} must leave "
+                "experts to a layer"
+            )
+
+
+class Qwen3NextLinearAttention(LinearAttention):
+    """Linear attention whose projections are in the order of the heads of keys: each head's q, k, v and z together."""
+
+    def __init__(self, blocks: Blocks):
+        super().__init__(blocks)
+        heads, width = self.heads, blocks.config.hidden_size
+        self.in_proj_qkvz = blocks.linear(width, heads.channels + heads.values)
+        self.in_proj_ba = blocks.linear(width, 2 * heads.value_heads)
+
+    def projected(self, x: Float[Array, "B T D"]) -> Projected:
+        """What the projections give of x, in the order of q, k, v and z."""
+        layers = self.in_proj_qkvz, self.in_proj_ba
+        of_heads = self.over_tokens(lambda layers, x: in_one_product(x, *layers), layers, x)
+        qkvz, ba = (y.reshape(*y.shape[:2], self.heads.key_heads, -1) for y in of_heads)
+        width, values = self.heads.key_width, self.heads.values // self.heads.key_heads
+        pieces = jnp.split(qkvz, [width, 2 * width, 2 * width + values], axis=-1)
+        q, k, v, z, b, a = (y.reshape(*y.shape[:2], -1) for y in (*pieces, *jnp.split(ba, 2, axis=-1)))
+        return Projected(jnp.concatenate([q, k, v], axis=-1), z, b, a)
+
+
+class Qwen3NextLayer(nnx.Module):
+    """h = x + attention(norm(x)), then h + mlp(norm(h)), where attention may be linear and the mlp of experts."""
+
+    linear_attention: type[LinearAttention] = Qwen3NextLinearAttention
+
+    def __init__(self, blocks: Blocks):
+        self.is_linear = blocks.is_linear
+        self.input_layernorm = blocks.norm()
+        if self.is_linear:
+            self.linear_attn = self.linear_attention(blocks)
+        else:
+            self.self_attn = blocks.attention()
+        self.post_attention_layernorm = blocks.norm()
+        self.mlp = blocks.mlp()
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        cos: Float[Array, "#B T R"] | None,
+        sin: Float[Array, "#B T R"] | None,
+        rows: RowTokens | None,
+        window: int | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], Aux]:
+        normed, x = self.input_layernorm.fork(x)
+        if self.is_linear:
+            attended = self.linear_attn(normed, rows, cache)
+        else:
+            attended = self.self_attn(normed, cos, sin, rows, window, cache)
+        normed, x = self.post_attention_layernorm.add(attended, x)
+        y, aux = fed(self.mlp, normed, rows)
+        return x + y, aux
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    """Qwen3-Next with a language-model head and its loss; the call is `CausalLM`'s, with a `Qwen3NextConfig`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> config = Qwen3NextConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        ...                          head_dim=8, full_attention_interval=2, linear_num_key_heads=1,
+        ...                          linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=4,
+        ...                          num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        ...                          shared_expert_intermediate_size=8)
+        >>> Qwen3NextForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape
+        (1, 8, 32)
+    """
+
+    layer = Qwen3NextLayer
+    config_type = Qwen3NextConfig
+    config_fixed = fixed_fields("qwen3_next")

@@ -1,0 +1,186 @@
+"""Layers of linear attention, in Qwen3-Next's form: their formula, packed and padded rows, caches, and what is kept."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from liger_jax.models import KernelOptions, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from liger_jax.models.core.memory import LayerMemory
+from liger_jax.models.core.parameters import describe
+from liger_jax.models.core.remat import POLICIES
+from liger_jax.planner.devices import target
+
+CONFIG = Qwen3NextConfig(
+    vocab_size=23,
+    hidden_size=12,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    partial_rotary_factor=0.5,
+    full_attention_interval=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=5,
+    linear_value_head_dim=3,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    initializer_range=0.4,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Qwen3NextForCausalLM(CONFIG, rngs=nnx.Rngs(0))
+
+
+@nnx.jit
+def logits_of(model, tokens, **rows):
+    return model(tokens, **rows).logits
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def truth(layer, x):
+    """A layer of linear attention on one row (T, D), token by token, in float64."""
+    of = lambda parameter: np.asarray(parameter[...], np.float64)
+    key_heads, heads, d, e = 2, 4, 5, 3
+    qkvz = (x @ of(layer.in_proj_qkvz.kernel)).reshape(len(x), key_heads, -1)
+    q, k, v, z = np.split(qkvz, np.cumsum([d, d, heads // key_heads * e]), axis=-1)
+    b, a = np.split((x @ of(layer.in_proj_ba.kernel)).reshape(len(x), key_heads, -1), 2, axis=-1)
+    b, a = b.reshape(len(x), heads), a.reshape(len(x), heads)
+    flat = np.concatenate([y.reshape(len(x), -1) for y in (q, k, v)], axis=-1)
+    taps = of(layer.conv1d.taps)[:, 0]
+    before = np.pad(flat, ((taps.shape[1] - 1, 0), (0, 0)))
+    mixed = silu(sum(before[j : j + len(x)] * taps[:, j] for j in range(taps.shape[1])))
+    q, k, v = np.split(mixed, [key_heads * d, 2 * key_heads * d], axis=-1)
+    q, k = (np.repeat(y.reshape(len(x), key_heads, d), heads // key_heads, axis=1) for y in (q, k))
+    q, k = (y / np.sqrt(np.sum(y * y, -1, keepdims=True) + 1e-6) for y in (q, k))
+    v, z = v.reshape(len(x), heads, e), z.reshape(len(x), heads, e)
+    decay = np.exp(-np.exp(of(layer.A_log)) * np.log1p(np.exp(a + of(layer.dt_bias))))
+    state, outs = np.zeros((heads, d, e)), []
+    for t in range(len(x)):
+        state = decay[t][:, None, None] * state
+        wrong = v[t] - np.einsum("hde,hd->he", state, k[t])
+        state = state + np.einsum("hd,he->hde", k[t], sigmoid(b[t])[:, None] * wrong)
+        outs.append(np.einsum("hde,hd->he", state, q[t]) / np.sqrt(d))
+    out = np.stack(outs)
+    out = out / np.sqrt(np.mean(out * out, -1, keepdims=True) + 1e-6) * of(layer.norm.scale) * silu(z)
+    return out.reshape(len(x), -1) @ of(layer.out_proj.kernel)
+
+
+def test_a_layer_is_its_formula(rng):
+    model = Qwen3NextForCausalLM(dataclasses.replace(CONFIG, num_hidden_layers=1), scan_layers=False, rngs=nnx.Rngs(1))
+    layer, x = model.model.layers[0].linear_attn, rng.normal(size=(2, 70, 12))
+    y = nnx.jit(lambda layer, x: layer(x, None))(layer, jnp.asarray(x, jnp.float32))
+    for found, row in zip(y, x, strict=True):
+        expected = truth(layer, row)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_packed_documents_have_the_logits_that_they_have_alone(model, rng):
+    tokens = jnp.asarray(rng.integers(0, 23, (1, 12)), jnp.int32)
+    ids = jnp.array([[1] * 7 + [2] * 4 + [0]])
+    packed = logits_of(model, tokens, segment_ids=ids)[0]
+    for begin, end in ((0, 7), (7, 11)):
+        row = jnp.pad(tokens[:, begin:end], ((0, 0), (0, 12 - end + begin)))
+        alone = logits_of(model, row, segment_ids=jnp.asarray(np.arange(12) < end - begin, jnp.int32)[None])[0]
+        np.testing.assert_allclose(packed[begin:end], alone[: end - begin], atol=2e-5)
+
+
+def test_padding_anywhere_changes_nothing(model, rng):
+    tokens = jnp.asarray(rng.integers(0, 23, (1, 12)), jnp.int32)
+    mask = jnp.array([[0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0]])
+    at = np.flatnonzero(mask[0])
+    positions = jnp.cumsum(mask, axis=1) - 1
+    padded = logits_of(model, tokens.at[0, 3].set(-5), attention_mask=mask, positions=positions)[0]
+    row = jnp.pad(tokens[:, at], ((0, 0), (0, 12 - len(at))))
+    alone = logits_of(model, row)[0]
+    np.testing.assert_allclose(padded[at], alone[: len(at)], atol=2e-5)
+
+
+@nnx.jit
+def step(model, tokens, mask, cache):
+    out = model(tokens, attention_mask=mask, cache=cache)
+    return out.logits, out.cache
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_cache_gives_the_logits_of_whole_rows(scan, rng):
+    """Prompts of 5 and of 3 tokens, padded on the left and in between; then 4 tokens at once, then one by one."""
+    model = Qwen3NextForCausalLM(CONFIG, scan_layers=scan, rngs=nnx.Rngs(0))
+    rows = jnp.asarray(rng.integers(0, 23, (2, 11)), jnp.int32)
+    whole = logits_of(model, rows)
+    cache = model.init_cache(2, 14)
+    prompts = jnp.stack([rows[0, :5], jnp.array([7, rows[1, 0], 7, rows[1, 1], rows[1, 2]])])
+    masks = jnp.array([[1] * 5, [0, 1, 0, 1, 1]])
+    out, cache = step(model, prompts, masks, cache)
+    np.testing.assert_allclose(out[0], whole[0, :5], atol=2e-5)
+    np.testing.assert_allclose(out[1, np.array([1, 3, 4])], whole[1, :3], atol=2e-5)
+    more = jnp.stack([jnp.append(rows[0, 5:8], 7), rows[1, 3:7]])
+    out, cache = step(model, more, jnp.array([[1, 1, 1, 0], [1] * 4]), cache)
+    np.testing.assert_allclose(out[0, :3], whole[0, 5:8], atol=2e-5)
+    np.testing.assert_allclose(out[1], whole[1, 3:7], atol=2e-5)
+    for i in range(3):
+        out, cache = step(model, jnp.stack([rows[:1, 8 + i], rows[1:, 7 + i]]), None, cache)
+        np.testing.assert_allclose(out[:, 0], jnp.stack([whole[0, 8 + i], whole[1, 7 + i]]), atol=2e-5)
+
+
+def test_generated_tokens_are_the_likeliest_of_whole_rows(model, rng):
+    prompts = jnp.asarray(rng.integers(0, 23, (2, 5)), jnp.int32)
+    mask = jnp.array([[1] * 5, [0, 0, 1, 1, 1]])
+    found = np.asarray(model.generate(prompts, attention_mask=mask, max_new_tokens=4, num_return_sequences=2))
+    for row, begin in ((found[0], 0), (found[2], 2)):
+        likeliest = np.asarray(logits_of(model, jnp.asarray(row[None, begin:]))[0]).argmax(-1)
+        assert likeliest[4 - begin : -1].tolist() == row[5:].tolist()
+    assert (found[0] == found[1]).all() and (found[2] == found[3]).all()
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_stacks_are_the_unrolled_layers_under_every_remat(remat, rng):
+    """Three layers of a pattern of two: one group, and one layer left over."""
+    tokens = jnp.asarray(rng.integers(0, 23, (2, 9)), jnp.int32)
+
+    def gradients(scan, remat):
+        model = Qwen3NextForCausalLM(CONFIG, scan_layers=scan, remat=remat, rngs=nnx.Rngs(0))
+        found = nnx.jit(nnx.grad(lambda model: model(tokens, labels=tokens).loss))(model)
+        by_name, infos = {}, describe(found)
+        for path, gradient in nnx.to_flat_state(found):
+            info, gradient = infos[path], gradient[...]
+            by_name |= {piece.name: gradient[piece.index] for piece in info.pieces(gradient.shape)}
+        return by_name
+
+    expected = gradients(False, "full")
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), gradients(True, remat), expected)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_layer_keeps_what_the_planner_counts(remat):
+    """Of 2,100 tokens a row, and so of three states."""
+    shared = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(Qwen3_5TextConfig)}
+    config = dataclasses.replace(Qwen3_5TextConfig(**shared), num_hidden_layers=1)
+    assert config.layer_types == ("linear_attention",)
+    model = nnx.eval_shape(lambda: Qwen3_5ForCausalLM(config, remat=remat, scan_layers=False, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model.model.layers[0])
+    layer = jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x, None, None, None, None), policy=POLICIES[remat])
+    x = jax.ShapeDtypeStruct((2, 2100, config.hidden_size), jnp.float32)
+    _, pull = jax.eval_shape(lambda state, x: jax.vjp(lambda *args: layer(*args)[0], state, x), state, x)
+    weights = [leaf.shape for leaf in jax.tree.leaves(state)]
+    kept = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(pull) if leaf.shape not in weights)
+    device = target("h200").description
+    counted = LayerMemory(config, KernelOptions(), remat, jnp.float32, rows=2, seq=2100, device=device).each
+    assert len(counted) == 1 and sum(counted[0][0].kept.values()) == pytest.approx(kept, rel=1e-3)
