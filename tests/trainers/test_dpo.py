@@ -1,5 +1,6 @@
 """`liger-jax dpo` on a tiny checkpoint: that its loss is the one of its name, that it learns, and what it refuses."""
 
+import functools
 import json
 import re
 import shutil
@@ -74,6 +75,7 @@ def each_pair(batch, log_probs):
     return np.reshape(sums, (-1, 2)), np.reshape(counts, (-1, 2)), np.array(whole[::2])
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def named_loss(name, policy, reference, counts, whole):
     """The mean loss by its function, of sequences that are not packed."""
     chosen, rejected = jnp.asarray(policy, jnp.float32).T
@@ -93,6 +95,17 @@ def named_loss(name, policy, reference, counts, whole):
     return losses.dpo_loss(chosen, rejected, *references, loss_type=name, **read, **options).losses.mean()
 
 
+@jax.jit
+def responses_of(log_probs, batch):
+    return dpo.responses(Model(log_probs), batch, 8).log_probs
+
+
+def loss_of(preference):
+    """The function of log probabilities, a batch and a normalizer, as one program."""
+    loss = dpo.loss_of(preference, 8)
+    return jax.jit(lambda log_probs, batch, *normalizer: loss(Model(log_probs), batch, *normalizer))
+
+
 @pytest.mark.parametrize("name", [*DPO, *FREE])
 def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
     rng = np.random.default_rng(1)
@@ -100,8 +113,8 @@ def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
     preference = Preference(loss_type=name, **SMOOTHED.get(name, {}))
     (found, counts, whole), (of_reference, *_) = each_pair(batch, policy), each_pair(batch, reference)
     assert found.shape == (9, 2)
-    log_probs = dpo.responses(Model(reference), batch, 8).log_probs
-    loss, figures = dpo.loss_of(preference, 8)(Model(policy), {**batch, reference_log_probs.NAME: log_probs})
+    stored = {**batch, reference_log_probs.NAME: responses_of(reference, batch)}
+    loss, figures = loss_of(preference)(policy, stored)
     np.testing.assert_allclose(loss, named_loss(name, found, of_reference, counts, whole), rtol=1e-5)
     if name in DPO:
         rewards = 0.1 * (found - of_reference)
@@ -116,12 +129,11 @@ def test_the_losses_of_micro_batches_add_up(batch, name):
     rng = np.random.default_rng(1)
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
     preference = Preference(loss_type=name)
-    batch = {**batch, reference_log_probs.NAME: dpo.responses(Model(reference), batch, 8).log_probs}
-    loss, normalizer = dpo.loss_of(preference, 8), dpo.normalizer_of(preference)
+    batch = {**batch, reference_log_probs.NAME: np.asarray(responses_of(reference, batch))}
+    loss, normalizer = loss_of(preference), jax.jit(dpo.normalizer_of(preference))(batch)
     halves = [slice(0, None, 2), slice(1, None, 2)]
-    parts = [({key: x[half] for key, x in batch.items()}, Model(policy[half])) for half in halves]
-    found = sum(loss(model, part, normalizer(batch))[0] for part, model in parts)
-    np.testing.assert_allclose(found, loss(Model(policy), batch)[0], rtol=1e-6)
+    parts = [loss(policy[half], {key: x[half] for key, x in batch.items()}, normalizer)[0] for half in halves]
+    np.testing.assert_allclose(sum(parts), loss(policy, batch)[0], rtol=1e-6)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -62,12 +63,23 @@ def answers_of(batch, log_probs, step):
     return np.array(sums), np.array(good)
 
 
+@jax.jit
+def responses_of(log_probs, batch):
+    return kto.responses(Model(log_probs), batch, 6).log_probs
+
+
+def loss_of(unpaired):
+    """The function of log probabilities, a batch and a normalizer, as one program."""
+    loss = kto.loss_of(unpaired, 6)
+    return jax.jit(lambda log_probs, batch, *normalizer: loss(Model(log_probs), batch, *normalizer))
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_the_loss_of_packed_rows_is_that_of_their_answers(batch, name, rng):
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
     unpaired = Unpaired(loss_type=name, beta=0.3, desirable_weight=2.0)
-    stored = kto.responses(Model(reference), batch, 6).log_probs
-    loss, figures = kto.loss_of(unpaired, 6)(Model(policy), {**batch, reference_log_probs.NAME: stored})
+    stored = {**batch, reference_log_probs.NAME: responses_of(reference, batch)}
+    loss, figures = loss_of(unpaired)(policy, stored)
     step = 2 if name == "kto" else 1
     (x, good), (y, _) = (answers_of(batch, of, step) for of in (policy, reference))
     z = 0.0
@@ -103,16 +115,16 @@ def test_there_is_no_figure_of_answers_that_there_are_not(batch, rng):
 
 def test_the_losses_of_micro_batches_add_up_without_a_baseline(batch, rng):
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
-    batch = {**batch, reference_log_probs.NAME: kto.responses(Model(reference), batch, 6).log_probs}
+    batch = {**batch, reference_log_probs.NAME: np.asarray(responses_of(reference, batch))}
     unpaired = Unpaired(loss_type="apo_zero_unpaired")
-    loss, normalizer = kto.loss_of(unpaired, 6), kto.normalizer_of(unpaired, 6)
+    loss, normalizer = loss_of(unpaired), jax.jit(kto.normalizer_of(unpaired, 6))(batch)
     halves = [slice(0, None, 2), slice(1, None, 2)]
-    parts = [loss(Model(policy[half]), {k: x[half] for k, x in batch.items()}, normalizer(batch)) for half in halves]
-    value, figures = loss(Model(policy), batch, normalizer(batch))
+    parts = [loss(policy[half], {k: x[half] for k, x in batch.items()}, normalizer) for half in halves]
+    value, figures = loss(policy, batch, normalizer)
     np.testing.assert_allclose(sum(part[0] for part in parts), value, rtol=1e-6)
     for name, figure in figures.items():
         np.testing.assert_allclose(sum(part[1][name] for part in parts), figure, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(loss(Model(policy), batch)[0], value, rtol=1e-6)  # the batch counts itself
+    np.testing.assert_allclose(loss(policy, batch)[0], value, rtol=1e-6)  # the batch counts itself
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

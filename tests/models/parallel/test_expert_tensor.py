@@ -1,9 +1,11 @@
 """Experts whose matrices a mesh axis splits compute what one device computes, alone and beside other axes."""
 
 import dataclasses
+import functools
+import os
+import zlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,36 +17,46 @@ from liger_jax.models.core.parallel.layout import Layout
 from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, trainable
 from liger_jax.models.quantized import quantize
 from liger_jax.training import make_step, optimizer_named
+from tests.models.parallel._mesh import filled
 from tests.models.test_experts import CONFIGS, make
 
 NAMES = ("fsdp", "expert", "sequence", "tensor")
 LAYOUT = Layout(batch=("fsdp",), expert="expert", sequence="sequence", tensor="tensor")
 
 
-def batch_of(rng, length, segments=True):
-    tokens = jnp.asarray(rng.integers(0, 28, (4, length)), jnp.int32)
-    batch = dict(input_ids=tokens, labels=jnp.where(jnp.asarray(rng.random(tokens.shape)) < 0.3, -100, tokens))
-    if segments:
-        batch["segment_ids"] = jnp.asarray(1 + np.cumsum(rng.random(tokens.shape) < 0.2, 1), jnp.int32)
-    return batch
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A family with these fields of its config, as pairs, and a batch; `adapters` are on weights of this kind."""
 
+    family: str
+    length: int
+    segments: bool = True
+    is_padded: bool = False
+    fields: tuple = ()
+    adapters: str | None = None
 
-def assert_like_one_device(
-    family, sizes, devices, rng, batch, *, prepare=lambda m: m, split=None, kind="Auto", fields=(), **options
-):
-    """Loss, what routers did, and every gradient on a mesh of these sizes, which must be those of one device."""
-    config = dataclasses.replace(
-        CONFIGS[family],
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-        router_z_loss_coef=0.01,
-        **dict(fields),
-    )
-    split = split or (lambda model: (*nnx.split(model), nnx.State({})))
+    def batch(self, rng):
+        tokens = rng.integers(0, 28, (4, self.length)).astype(np.int32)
+        batch = dict(input_ids=tokens, labels=np.where(rng.random(tokens.shape) < 0.3, -100, tokens).astype(np.int32))
+        if self.segments:
+            batch["segment_ids"] = (1 + np.cumsum(rng.random(tokens.shape) < 0.2, 1)).astype(np.int32)
+        if self.is_padded:
+            lengths = np.array([[12], [7], [9], [3]])
+            batch["attention_mask"] = (np.arange(self.length)[None] < lengths).astype(np.int32)
+        return batch
 
-    def value_and_gradients(layout):
-        kernels = models.KernelOptions(layout=layout)
-        graph, state, rest = split(prepare(make(family, config, kernels=kernels, **options)))
+    def model(self, **options):
+        losses = dict(output_router_logits=True, router_aux_loss_coef=0.5, router_z_loss_coef=0.01)
+        model = make(self.family, dataclasses.replace(CONFIGS[self.family], **losses, **dict(self.fields)), **options)
+        if self.adapters is None:
+            return model
+        model = model if self.adapters == "dense" else quantize(model, self.adapters, block_size=2)
+        return add_lora(model, 2, alpha=3, parameters=EXPERT_PARAMETERS, rngs=nnx.Rngs(1))
+
+    def value_and_gradients(self, **options):
+        """The function of what is trained, the rest and a batch, and the types of the first two."""
+        model = nnx.eval_shape(lambda: self.model(**options))
+        graph, state, rest = (*nnx.split(model), nnx.State({})) if self.adapters is None else trainable(model)
 
         def loss(state, rest, batch):
             out = nnx.merge(graph, state, rest)(**batch, return_metrics=True)
@@ -52,13 +64,21 @@ def assert_like_one_device(
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True)), state, rest
 
-    single, state, rest = value_and_gradients(None)
-    noisy = lambda x: np.asarray(x) + (0.1 * rng.standard_normal(x.shape)).astype(x.dtype)
-    state = jax.tree.map(lambda x: jnp.asarray(noisy(x)), state)
-    expected = single(state, rest, batch)
-    axis_types = (getattr(AxisType, kind),) * len(NAMES)
-    mesh = jax.make_mesh(sizes, NAMES, devices=devices[: int(np.prod(sizes))], axis_types=axis_types)
-    shared, *_ = value_and_gradients(LAYOUT)
+
+@functools.cache
+def on_one_device(problem):
+    """What is trained, the rest, a batch, and the result, which every mesh is compared with."""
+    rng = np.random.default_rng([int(os.environ["TEST_SEED"]), zlib.crc32(repr(problem).encode())])
+    single, state, rest = problem.value_and_gradients()
+    state, rest, batch = filled(state, rng), filled(rest, rng), problem.batch(rng)
+    return state, rest, batch, jax.tree.map(lambda x: np.asarray(x, np.float64), single(state, rest, batch))
+
+
+def assert_like_one_device(problem, sizes, devices, *, axis_type=AxisType.Auto, **options):
+    """Loss, what routers did, and every gradient on a mesh of these sizes, which must be those of one device."""
+    state, rest, batch, expected = on_one_device(problem)
+    mesh = jax.make_mesh(sizes, NAMES, (axis_type,) * len(NAMES), devices=devices[: int(np.prod(sizes))])
+    shared, *_ = problem.value_and_gradients(kernels=models.KernelOptions(layout=LAYOUT), **options)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(part, LAYOUT.shardings(part, mesh)) for part in (state, rest)]
         found = shared(*placed, LAYOUT.place(batch, mesh))
@@ -67,10 +87,10 @@ def assert_like_one_device(
         assert error <= 1e-5, (jax.tree_util.keystr(path), error)
 
 
-def test_one_layer_with_biases_is_that_of_one_device(devices, rng):
+def test_one_layer_with_biases_is_that_of_one_device(devices):
     """An odd length is padded, and padding does not count."""
-    one_layer = dict(num_hidden_layers=1, layer_types=None)
-    assert_like_one_device("gpt_oss", (1, 1, 1, 2), devices, rng, batch_of(rng, 11), fields=one_layer)
+    one_layer = ("num_hidden_layers", 1), ("layer_types", None)
+    assert_like_one_device(Problem("gpt_oss", 11, fields=one_layer), (1, 1, 1, 2), devices)
 
 
 @pytest.mark.full
@@ -87,43 +107,37 @@ def test_one_layer_with_biases_is_that_of_one_device(devices, rng):
         ("gpt_oss", (1, 1, 2, 2), 12),
     ],
 )
-def test_loss_routing_and_every_gradient_are_those_of_one_device(family, sizes, length, devices, rng):
-    assert_like_one_device(family, sizes, devices, rng, batch_of(rng, length))
+def test_loss_routing_and_every_gradient_are_those_of_one_device(family, sizes, length, devices):
+    assert_like_one_device(Problem(family, length), sizes, devices)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("remat", ["full", "dots"])
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_recomputed_layers_on_any_mesh_are_those_of_one_device(kind, remat, devices, rng):
-    options = dict(kind=kind, remat=remat)
-    assert_like_one_device("mixtral", (1, 2, 1, 2), devices, rng, batch_of(rng, 11, segments=False), **options)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_recomputed_layers_on_any_mesh_are_those_of_one_device(axis_type, remat, devices):
+    problem = Problem("mixtral", 11, segments=False)
+    assert_like_one_device(problem, (1, 2, 1, 2), devices, axis_type=axis_type, remat=remat)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 2, 1)])
-def test_padding_is_not_counted_on_any_device(sizes, devices, rng):
-    batch = batch_of(rng, 12, segments=False)
-    batch["attention_mask"] = jnp.asarray(np.arange(12)[None] < np.array([[12], [7], [9], [3]]), jnp.int32)
-    assert_like_one_device("olmoe", sizes, devices, rng, batch)
+def test_padding_is_not_counted_on_any_device(sizes, devices):
+    assert_like_one_device(Problem("olmoe", 12, segments=False, is_padded=True), sizes, devices)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize("sizes", [(1, 1, 2, 1), (1, 1, 2, 2)])
-def test_positions_that_a_placed_row_is_filled_up_with_are_not_counted(sizes, segments, devices, rng):
-    assert_like_one_device("olmoe", sizes, devices, rng, batch_of(rng, 11, segments))
+def test_positions_that_a_placed_row_is_filled_up_with_are_not_counted(sizes, segments, devices):
+    assert_like_one_device(Problem("olmoe", 11, segments), sizes, devices)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2)])
-@pytest.mark.parametrize("kind", [None, "nf4", "int8"])
+@pytest.mark.parametrize("weights", ["dense", "nf4", "int8"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_adapters_of_experts_are_split_with_them_quantised_or_not(family, kind, sizes, devices, rng):
-    def prepare(model):
-        model = model if kind is None else quantize(model, kind, block_size=2)
-        return add_lora(model, 2, alpha=3, parameters=EXPERT_PARAMETERS, rngs=nnx.Rngs(1))
-
-    assert_like_one_device(family, sizes, devices, rng, batch_of(rng, 11), prepare=prepare, split=trainable)
+def test_adapters_of_experts_are_split_with_them_quantised_or_not(family, weights, sizes, devices):
+    assert_like_one_device(Problem(family, 11, adapters=weights), sizes, devices)
 
 
 # --- how parameters are sharded, and what is refused ------------------------------------------------------------------
@@ -159,7 +173,7 @@ def test_what_the_axis_does_not_divide_is_named():
 
 @pytest.mark.full
 def test_ten_steps_learn_what_one_device_learns(devices, rng):
-    batch, optimizer = batch_of(rng, 11), optimizer_named("adamw", 1e-2, weight_decay=0.0, max_norm=0.5)
+    batch, optimizer = Problem("mixtral", 11).batch(rng), optimizer_named("adamw", 1e-2, weight_decay=0.0, max_norm=0.5)
     start = nnx.state(make("mixtral"))
 
     def train(layout, state):

@@ -1,6 +1,9 @@
 """A model on a mesh of several devices computes what it computes on one, and sends nothing but parameters."""
 
+import functools
 import itertools
+import os
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +47,7 @@ from liger_jax.models import (
 from liger_jax.ops import YarnRope
 from liger_jax.planner import mesh as meshes
 from liger_jax.training import make_step
+from tests.models.parallel._mesh import filled
 from tests.ops._oracle import each_by_itself, sent
 
 SIZES = dict(
@@ -139,24 +143,33 @@ def on_mesh(function, params, mesh, *tokens):
         return compiled(*placed), compiled.as_text()
 
 
+def value_and_grad(family, **options):
+    """The function of parameters and a batch, and the parameters' types."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: FAMILIES[family](**options)))
+    call = lambda p, t, y, w, s: nnx.merge(graph, p)(t, labels=y, loss_weights=w, segment_ids=s).loss
+    return jax.value_and_grad(call), params
+
+
+@functools.cache
+def on_one_device(family):
+    """Parameters, a batch, and loss and gradients, which every mesh, loss and remat is compared with."""
+    rng = np.random.default_rng([int(os.environ["TEST_SEED"]), zlib.crc32(family.encode())])
+    single, params = value_and_grad(family)
+    params = filled(params, rng)
+    tokens = rng.integers(0, SIZES["vocab_size"], (8, 37)).astype(np.int32)
+    labels = np.where(rng.random((8, 37)) < 0.3, -100, tokens)  # unequal numbers count on each device
+    weights = rng.random((8, 37)).astype(np.float32)
+    segments = (1 + np.cumsum(rng.random((8, 37)) < 0.1, axis=1)).astype(np.int32)
+    batch = tokens, labels.astype(np.int32), weights, segments
+    return params, batch, jax.tree.map(np.asarray, jax.jit(single)(params, *batch))
+
+
 @pytest.mark.parametrize("family, split, remat, loss, axis_type", CASES)
-def test_sharded_loss_and_gradients_are_those_of_one_device(family, split, remat, loss, axis_type, make_mesh, rng):
+def test_sharded_loss_and_gradients_are_those_of_one_device(family, split, remat, loss, axis_type, make_mesh):
     mesh = make_mesh(split, axis_type)
-    tokens = jnp.asarray(rng.integers(0, SIZES["vocab_size"], (8, 37)))
-    labels = jnp.where(jnp.asarray(rng.random((8, 37)) < 0.3), -100, tokens)  # unequal numbers count on each device
-    weights = jnp.asarray(rng.random((8, 37)), jnp.float32)
-    segments = jnp.asarray(1 + np.cumsum(rng.random((8, 37)) < 0.1, axis=1), jnp.int32)
-    batch = tokens, labels, weights, segments
-
-    def value_and_grad(batch_axes):
-        kernels = KernelOptions(fused_linear_cross_entropy=loss == "fused", batch_axes=batch_axes)
-        graph, params = nnx.split(FAMILIES[family](kernels=kernels, remat=remat))
-        call = lambda p, t, y, w, s: nnx.merge(graph, p)(t, labels=y, loss_weights=w, segment_ids=s).loss
-        return jax.value_and_grad(call), params
-
-    single, params = value_and_grad(None)
-    expected = jax.jit(single)(params, *batch)
-    (value, grads), text = on_mesh(value_and_grad(AXES)[0], params, mesh, *batch)
+    params, batch, expected = on_one_device(family)
+    kernels = KernelOptions(fused_linear_cross_entropy=loss == "fused", batch_axes=AXES)
+    (value, grads), text = on_mesh(value_and_grad(family, kernels=kernels, remat=remat)[0], params, mesh, *batch)
 
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     for (path, grad), truth in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected[1]), strict=True):
