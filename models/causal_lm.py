@@ -214,22 +214,13 @@ class CausalLM(Pretrained):
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The hidden states after the last norm: what the head makes logits of, for losses of one's own.
+        """The hidden states after the last norm: what the head makes logits of, for losses of your own.
 
-        Args:
-            input_ids: as the call takes them.
-            positions: as the call takes them.
-            segment_ids: as the call takes them.
-            attention_mask: as the call takes it.
-            token_mask: as the call takes it.
+        Arguments and errors are those of the call.
 
         Returns:
             (B, T, D) in the computation's dtype. With `head` they make the call's logits. An adapter on the head adds
             as many columns to them as to `head`.
-
-        Raises:
-            ValueError: a shape does not fit.
-            TypeError: `input_ids` are not integers.
         """
         arguments.check_call(input_ids, None, None)
         return self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask)[0].hidden
@@ -260,27 +251,19 @@ class CausalLM(Pretrained):
         as "yes" and "no" for a grader. With them labels may be left out. Each position is then scored, the last one
         too, as if the first of these tokens were its label.
 
+        Arguments that are not listed, and errors, are those of the call.
+
         Args:
-            input_ids: as the call takes them.
             labels: token ids, unshifted; neither -100 nor the last position of a sequence or a segment is scored.
             shift_labels: labels that are shifted already.
-            selected_token_ids: token ids in [0, V), at least one.
+            selected_token_ids: token ids in [0, V), at least one. Under jit any other id has NaN.
             temperature: by which logits are divided, a Python number > 0.
             entropy: whether entropies are wanted, too.
             logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
-            positions: as the call takes them.
-            segment_ids: as the call takes them.
-            attention_mask: as the call takes it.
-            token_mask: as the call takes it.
 
         Returns:
             `TokenLogProbs` of (B, kept) arrays, and `selected_log_probs` (B, kept, K). It, `log_probs` and `entropy`
             are differentiable.
-
-        Raises:
-            ValueError: a shape does not fit, there are two sorts of labels, or neither labels nor selected tokens, or
-                an id or an option is out of range. Under jit the log-probabilities of such an id are NaN.
-            TypeError: an argument is not of integers, or an option is no Python number.
         """
         rows = positions, segment_ids, attention_mask, token_mask
         selected = as_selected("log_probs", selected_token_ids, self.config.vocab_size)
@@ -309,29 +292,17 @@ class CausalLM(Pretrained):
         """Sums any function of a log-probability over the scored positions, without logits in memory.
 
         It is `fused_linear_token_loss` with the labels of `log_probs`: position t scores labels[:, t + 1].
+        Arguments that are not listed, and errors, are those of `log_probs`.
 
         Args:
             loss_fn: takes a token's log-probability, perhaps its entropy, and one number of each of `per_token`, and
                 returns its loss. It may close over traced values.
-            input_ids: as the call takes them.
-            labels: token ids, unshifted; neither -100 nor the last position of a sequence or a segment is scored.
-            shift_labels: labels that are shifted already.
             per_token: arrays that broadcast to (B, kept), by position, as `log_probs` returns them.
             denominator: what the sum is divided by, a number or a () array, for all devices and micro-batches together.
-            temperature: by which logits are divided, a Python number > 0.
             entropy: whether `loss_fn` takes the entropy.
-            logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
-            positions: as the call takes them.
-            segment_ids: as the call takes them.
-            attention_mask: as the call takes it.
-            token_mask: as the call takes it.
 
         Returns:
             (loss, `TokenLosses` of (B, kept) arrays).
-
-        Raises:
-            ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
-            TypeError: an argument is not of integers, `per_token` is no tuple, or an option is no Python number.
         """
         check_takes_all_axes("token_loss", self.kernels.mesh_layout)
         per_token = as_tuple("token_loss", per_token)

@@ -133,25 +133,10 @@ def stream(
 
     The device works at the next token while the caller has this one. Beside what `generate` compiles for, the prompt's
     program depends on the sum of the prompt's length and `max_new_tokens`, and the other one on nothing but that sum.
-
-    Args:
-        model: a `CausalLM`.
-        input_ids: as in `generate`.
-        max_new_tokens: as in `generate`.
-        attention_mask: as in `generate`.
-        temperature: as in `generate`.
-        top_p: as in `generate`.
-        top_k: as in `generate`.
-        eos_token_id: as in `generate`.
-        pad_token_id: as in `generate`.
-        key: as in `generate`.
+    Arguments and errors are those of `generate`.
 
     Yields:
         int32 (B,); a row that has ended gets padding. The last ones are yielded when all rows have ended.
-
-    Raises:
-        ValueError: an argument is out of its range, missing, or would be ignored.
-        TypeError: `key` is no key.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM

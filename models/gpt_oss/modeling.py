@@ -18,11 +18,7 @@ class GptOssConfig(LlamaConfig):
         sliding_window: how many positions a position sees in a sliding layer, itself included.
         layer_types: the type of each layer, "full_attention" or "sliding_attention"; `None` for a window in the first
             layer and in every other one.
-        num_local_experts: E, the experts of a layer, whose width is `intermediate_size`.
-        num_experts_per_tok: k, the experts that each token goes to.
-        output_router_logits: whether the loss has the balancing loss, as in transformers.
-        router_aux_loss_coef: the factor of the balancing loss.
-        router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
+        num_local_experts: as all that is said of experts and routers, that of `MixtralConfig`.
 
     Raises:
         ValueError: as `LlamaConfig`; or a token goes to more experts than there are; or `layer_types` does not have one

@@ -17,9 +17,7 @@ class OlmoeConfig(LlamaConfig):
         num_experts: E, the experts of a layer, whose width is `intermediate_size`.
         num_experts_per_tok: k, the experts that each token goes to.
         norm_topk_prob: whether the weights of a token's experts add up to 1.
-        output_router_logits: whether the loss has the balancing loss, as in transformers.
-        router_aux_loss_coef: the factor of the balancing loss.
-        router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
+        output_router_logits: as the factors of the routers' losses, that of `MixtralConfig`.
 
     Raises:
         ValueError: as `LlamaConfig`; or a token goes to more experts than there are.

@@ -22,9 +22,7 @@ class Qwen3MoeConfig(Qwen3Config):
         norm_topk_prob: whether the weights of a token's experts add up to 1.
         decoder_sparse_step: n: every nth layer has experts.
         mlp_only_layers: the numbers of layers that have none in any case.
-        output_router_logits: whether the loss has the balancing loss, as in transformers.
-        router_aux_loss_coef: the factor of the balancing loss.
-        router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
+        output_router_logits: as the factors of the routers' losses, that of `MixtralConfig`.
 
     Raises:
         ValueError: as `Qwen3Config`; or a token goes to more experts than there are, or no layer has experts.

@@ -24,14 +24,14 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import (
+    buffers,
     formulas,
     mosaic_tpu_gradients,
     mosaic_tpu_statistics,
     mosaic_tpu_tiles,
 )
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_tpu_buffers import MEMORY as MEMORY
-from liger_jax.pallas_kernels.tiles import full_like
+from liger_jax.pallas_kernels.tiles import cdiv, full_like, round_up
 
 _WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number, whose logarithm gives z back
 
@@ -163,3 +163,51 @@ def gradients_in_forward(
         grads.weight.astype(weight.dtype) if needs.weight else None,
         grads.bias.astype(bias.dtype) if needs.bias and bias is not None else None,
     )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+_LEAST_ENTRIES = 1024  # of a tile
+
+
+def _fast_bytes(sizes: buffers.Sizes, tokens: int) -> buffers.Buffers:
+    """A chunk holds E, which du overwrites, but no float32 logits."""
+    du = buffers.logit_gradient_bytes(sizes, tokens, sizes.v)
+    hidden = tokens * sizes.d * sizes.itemsize  # without the rows that do not count, and then its gradient
+    strip_maxima = 4 * tokens * round_up(cdiv(sizes.v, 256), 128)
+    chunk = du + strip_maxima + hidden + buffers.row_number_bytes(tokens)
+    is_whole = tokens >= sizes.n  # then dW is one product
+    of_weight = sizes.weight_copy_bytes if is_whole else buffers.summed_bytes(sizes, tokens, du)
+    return buffers.Buffers(chunk + sizes.gathered_bytes + of_weight, chunk)
+
+
+def _lean_bytes(sizes: buffers.Sizes, entries: int) -> buffers.Buffers:
+    """A slice has du: the weight's slice is read, and dW's is written, in its place."""
+    of_slice = _slice_bytes(sizes, entries)
+    fixed = sizes.weight_copy_bytes + buffers.row_number_bytes(sizes.n)
+    if not any(sizes.gradients):
+        return buffers.Buffers(fixed, of_slice)
+    return buffers.Buffers(of_slice + sizes.hidden_sum_bytes + fixed, of_slice)
+
+
+def _slice_bytes(sizes: buffers.Sizes, entries: int) -> int:
+    if sizes.weight_is_split:
+        return buffers.gathered_slice_bytes(sizes, entries)
+    return buffers.logit_gradient_bytes(sizes, max(sizes.n, 1), entries)
+
+
+def _entries(sizes: buffers.Sizes) -> int:
+    """Up to 64 MiB of du, and up to 7,168 entries."""
+    most = min(max(2048, 2**26 // (sizes.itemsize * max(sizes.n, 1))), 7168)
+    quarter = buffers.entries_of_a_quarter(sizes, _slice_bytes(sizes, 1))
+    return max(_LEAST_ENTRIES, min(most, quarter) // 1024 * 1024)
+
+
+MEMORY = buffers.Memory(
+    fast=_fast_bytes,
+    lean=_lean_bytes,
+    preferred_tokens=lambda sizes: buffers.one_chunk_or_8192(sizes, _fast_bytes),
+    preferred_entries=_entries,
+    least_entries=_LEAST_ENTRIES,
+)

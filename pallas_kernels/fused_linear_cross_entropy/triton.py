@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, formulas
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import buffers, config, formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Gradients,
     Inputs,
@@ -27,7 +27,6 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     TritonConfig,
     Typed,
 )
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.triton_buffers import MEMORY as MEMORY
 from liger_jax.pallas_kernels.tiles import cdiv, in_bounds, out_like, round_up, with_absent
 
 
@@ -208,3 +207,26 @@ def gradients(
     return formulas.lean_gradients(
         inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel
     )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _lean_bytes(sizes: buffers.Sizes, entries: int) -> buffers.Buffers:
+    """A slice has du, its rows of the weight in hidden's dtype, and its rows of dW in float32."""
+    of_slice = _slice_bytes(sizes, entries)
+    if not any(sizes.gradients):
+        return buffers.Buffers(sizes.weight_copy_bytes + buffers.row_number_bytes(sizes.n), of_slice)
+    masked_hidden = sizes.n * sizes.d * sizes.itemsize
+    return buffers.Buffers(of_slice + sizes.hidden_sum_bytes + masked_hidden + sizes.weight_copy_bytes, of_slice)
+
+
+def _slice_bytes(sizes: buffers.Sizes, entries: int) -> int:
+    if sizes.weight_is_split:
+        return buffers.gathered_slice_bytes(sizes, entries)
+    return buffers.logit_gradient_bytes(sizes, max(sizes.n, 1), entries) + entries * sizes.d * (4 + sizes.itemsize)
+
+
+MEMORY = buffers.Memory(
+    lean=_lean_bytes, preferred_entries=lambda sizes: buffers.entries_of_128_mib(sizes, _slice_bytes(sizes, 1))
+)

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy import xla as cross_entropy
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import buffers, formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import product, put, take
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.xla_buffers import MEMORY as MEMORY
 from liger_jax.pallas_kernels.tiles import full_like, is_symbolic
 
 _ENTRIES_OF_SYMBOLIC = 2048  # in a slice of logits where the number of tokens is not known
@@ -147,3 +146,52 @@ def gradients_in_forward(
         grads.weight.astype(weight.dtype) if needs.weight else None,
         grads.bias.astype(bias.dtype) if needs.bias else None,
     )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _fast_bytes(sizes: buffers.Sizes, tokens: int) -> buffers.Buffers:
+    """A chunk has float32 logits and du."""
+    logits, du = 4 * tokens * sizes.v, buffers.logit_gradient_bytes(sizes, tokens, sizes.v)
+    # A GPU adds a chunk's dX to what there is of it; on a CPU it is where the logits were.
+    dx = tokens * sizes.d * sizes.itemsize if sizes.platform == "gpu" else 0
+    chunk = logits + du + dx
+    return buffers.Buffers(chunk + sizes.gathered_bytes + buffers.summed_bytes(sizes, tokens, logits, du), chunk)
+
+
+def _lean_bytes(sizes: buffers.Sizes, entries: int) -> buffers.Buffers:
+    """A slice has float32 logits, du, its rows of the weight in hidden's dtype, and its rows of dW."""
+    n, d, itemsize = sizes.n, sizes.d, sizes.itemsize
+    of_slice = _slice_bytes(sizes, entries)
+    if not any(sizes.gradients):
+        return buffers.Buffers(4 * n * entries + entries * d * itemsize, of_slice)
+    if _writes_in_place(sizes):
+        # The forward holds a slice. The backward holds its logits, its weights, the masked hidden states, and dX.
+        of_gradients = 4 * (n * entries + entries * d + 2 * n * d)
+        return buffers.Buffers(max(of_slice, of_gradients) + 7 * 4 * n, of_slice)  # seven numbers a token
+    masked_hidden = n * d * itemsize
+    return buffers.Buffers(of_slice + sizes.hidden_sum_bytes + masked_hidden, of_slice)
+
+
+def _slice_bytes(sizes: buffers.Sizes, entries: int) -> int:
+    n, weights = max(sizes.n, 1), entries * sizes.d
+    du, logits = buffers.logit_gradient_bytes(sizes, n, entries), 4 * n * entries
+    if _writes_in_place(sizes):
+        return logits + max(logits, 4 * weights)
+    # On a GPU a float32 dW's slice is written where it belongs.
+    is_written_in_place = sizes.platform == "gpu" and sizes.weight_itemsize == 4
+    return du + logits + weights * (sizes.itemsize if is_written_in_place else 4 + sizes.itemsize)
+
+
+def _writes_in_place(sizes: buffers.Sizes) -> bool:
+    """Float32 on a CPU: the compiler writes du over the logits, and dW's slice where it belongs."""
+    is_float32 = sizes.itemsize == sizes.weight_itemsize == 4
+    return sizes.platform == "cpu" and is_float32 and not sizes.weight_is_split
+
+
+MEMORY = buffers.Memory(
+    fast=_fast_bytes,
+    lean=_lean_bytes,
+    preferred_entries=lambda sizes: buffers.entries_of_128_mib(sizes, _slice_bytes(sizes, 1)),
+)
