@@ -1,4 +1,8 @@
-"""The command `liger-jax`: `plan`, `data`, `finetune`, `dpo`, `grpo`, `distill`, `generate`, `chat` and `doctor`."""
+"""The command `liger-jax`: `plan`, `data`, `finetune`, `dpo`, `grpo`, `distill`, `generate`, `chat` and `doctor`.
+
+Each is a file, with its summary, its arguments and what it does. The package knows the command line: the parser, files
+of options, the words of other trainers, and what the terminal shows. What trains is `liger_jax.trainers`.
+"""
 
 import argparse
 import contextlib

@@ -50,7 +50,7 @@ def _is_doubted(values: Row) -> bool:
     return False
 
 
-def answered(where: str, values: Row, prompt: Any, answer: Any) -> Document:
+def _answered(where: str, values: Row, prompt: Any, answer: Any) -> Document:
     """A single answer as a conversation.
 
     Returns the conversation, of which the assistant's messages after the prompt are trained on; an empty text for an
@@ -211,7 +211,7 @@ def _labelled(where: str, values: Row) -> Document:
         if not isinstance(prompt, str | None):
             raise UserError(f"prompt holds {kind_of(prompt)}, and must hold a text or a list of messages.")
         return Document(where, completion, prompt=prompt or "", desirable=label)
-    document = answered(where, values, prompt, completion)
+    document = _answered(where, values, prompt, completion)
     return dataclasses.replace(document, desirable=label)
 
 
