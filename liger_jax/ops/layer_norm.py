@@ -33,7 +33,8 @@ def layer_norm(
 
     Args:
         x: (..., D), any float dtype.
-        scale: (D,), any float dtype, or None for no scale. So is the bias.
+        scale: (D,), any float dtype, or None for no scale.
+        bias: (D,), any float dtype, or None for no bias.
         eps: added to the variance, a finite Python number ≥ 0.
         implementation: None to choose, or "xla", "triton", "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `liger_jax.ops`.
 

@@ -103,3 +103,26 @@ def test_a_plot_opens_in_its_full_size(site):
     html = (site / "performance.html").read_text(encoding="utf-8")
     plots = re.findall(r'<img alt="[^"]*" src="(\w+\.png)"', html)
     assert len(plots) >= 4 and all(f'<a href="{plot}"><img ' in html for plot in plots)
+
+
+def described_arguments(name: str, known: frozenset[str] = frozenset()) -> set[str]:
+    """The arguments that a docstring lists, and those that the functions list whose arguments it shares."""
+    module, _, attribute = name.rpartition(".")
+    doc = inspect.getdoc(getattr(importlib.import_module(module), attribute)) or ""
+    listed = re.search(r"^Args:\n((?: .*\n|\n)*)", doc + "\n", re.MULTILINE)
+    described = set(re.findall(r"^    \**(\w+):", listed[1], re.MULTILINE)) if listed else set()
+    sentences = " ".join(
+        each for each in re.split(r"(?<=[.;:])\s", doc) if re.search("arguments?|options|those of", each)
+    )
+    shared = [each for each in public_names() if f"`{each.rpartition('.')[2]}`" in sentences and each not in known]
+    return described.union(*(described_arguments(each, known | {name}) for each in shared)) | described
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_every_argument_is_described_where_the_docstring_says(name):
+    module, _, attribute = name.rpartition(".")
+    function = getattr(importlib.import_module(module), attribute)
+    if inspect.isfunction(function):
+        arguments = [re.sub("^(student|teacher)_", "", each) for each in inspect.signature(function).parameters]
+        described = {re.sub("^(student|teacher)_", "", each) for each in described_arguments(name)}
+        assert not set(arguments) - described, f"{name}: no docstring that it names describes these"

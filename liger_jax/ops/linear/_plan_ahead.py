@@ -38,7 +38,7 @@ def plan_fused_linear_cross_entropy(
     Nothing is compiled or allocated. The op makes the same plan from the same arguments; `mode`, `chunk_size`,
     `memory_budget_bytes` and `implementation` given to the op override it.
 
-    Arguments that are not listed here are those of the op.
+    Arguments that are not listed here are those of `fused_linear_cross_entropy`.
 
     Args:
         n: tokens.
