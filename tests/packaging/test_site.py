@@ -111,9 +111,8 @@ def described_arguments(name: str, known: frozenset[str] = frozenset()) -> set[s
     doc = inspect.getdoc(getattr(importlib.import_module(module), attribute)) or ""
     listed = re.search(r"^Args:\n((?: .*\n|\n)*)", doc + "\n", re.MULTILINE)
     described = set(re.findall(r"^    \**(\w+):", listed[1], re.MULTILINE)) if listed else set()
-    sentences = " ".join(
-        each for each in re.split(r"(?<=[.;:])\s", doc) if re.search("arguments?|options|those of", each)
-    )
+    says_so = re.compile("argument|option|those of", re.IGNORECASE)
+    sentences = " ".join(filter(says_so.search, re.split(r"(?<=[.;:])\s", doc)))
     shared = [each for each in public_names() if f"`{each.rpartition('.')[2]}`" in sentences and each not in known]
     return described.union(*(described_arguments(each, known | {name}) for each in shared)) | described
 
