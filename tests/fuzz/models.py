@@ -113,7 +113,8 @@ def _model(family: str, draw: Draw) -> Case:
     plain = models.KernelOptions(
         rope=False, rms_norm=False, glu=False, fused_linear_cross_entropy=False, attention="xla", implementation="xla"
     )
-    rank, normalizer, dropout = draw.pick(0, 0, 1), draw.pick(None, None, 37.0), draw.pick(0.0, 0.5)
+    rank, dropout = draw.pick(0, 0, 1), draw.pick(0.0, 0.5)
+    call = dict(loss_normalizer=draw.pick(None, None, 37.0), token_scaling=draw.chance(0.2))
 
     def build(**others):
         model = FAMILIES[family][0](config, **options, **others, rngs=nnx.Rngs(0))
@@ -132,7 +133,7 @@ def _model(family: str, draw: Draw) -> Case:
             values = [cast(arrays.pop(name)) for name in parameters]
             model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
             model = lora.with_dropout(model, jax.random.key(1)) if rank and dropout else model
-            return model(**laid(arrays), loss_normalizer=normalizer).loss
+            return model(**laid(arrays), **call).loss
 
         return loss
 
@@ -145,7 +146,7 @@ def _model(family: str, draw: Draw) -> Case:
         ours,
         truth,
         inputs,
-        f"{config} {options_text({**options, **own, 'rank': rank, 'dropout': dropout, 'loss_normalizer': normalizer})}",
+        f"{config} {options_text({**options, **own, 'rank': rank, 'dropout': dropout, **call})}",
         has_products=True,
         # "fast" makes gradients before a loss scale reaches them, which float16 may round to 0.
         may_refuse=("mode",) if kernels.mode == "fast" and dtype == jnp.float16 else (),
