@@ -84,15 +84,7 @@ class TunixModel(nnx.Module):
     def inputs(
         attention_mask: jax.Array | None, segment_ids: jax.Array | None = None
     ) -> tuple[dict[str, jax.Array], jax.Array | bool]:
-        """The padding that a (B, T, T) mask leaves out, and the segments.
-
-        Args:
-            attention_mask: as the call takes it.
-            segment_ids: as the call takes them.
-
-        Returns:
-            The arguments of this library's call, and whether the mask is causal: () bool.
-        """
+        """The arguments of this library's call for those of tunix's, and whether the mask is causal: () bool."""
         inputs, is_causal = {}, jnp.asarray(True)
         if attention_mask is not None:
             seen = attention_mask != 0
