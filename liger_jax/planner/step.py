@@ -136,14 +136,7 @@ class Run:
             raise ValueError(f"{wrong[0]}. Names have commas between them, as in q_proj,v_proj.")
         if self.lora_experts and self.model.config.experts is None:
             raise ValueError(f"lora_experts=True: {self.model.name} has no experts. Leave it out.")
-        if self.expert > 1 and self.model.config.experts is None:
-            raise ValueError(
-                f"expert={self.expert} devices: {self.model.name} has no experts. Give the devices to fsdp."
-            )
-        if (tensor := self.layout.tensor_shards(self.mesh)) is not None:
-            tensor.check(self.model.config)
-        if (sequence := self.layout.sequence_shards(self.mesh)) is not None:
-            sequence.check(self.model.config)
+        self.layout.check(self.model.config, self.mesh)
 
     @property
     def divides_blocks(self) -> bool:

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.models.core.parallel.parameter_shards import sharding_like
 from liger_jax.models.core.parameters import is_matrix
 from liger_jax.ops.layout import devices_along, full_spec, is_explicit, named_sharding
 from liger_jax.ops.place import place_of
@@ -70,7 +71,7 @@ def adamw_8bit(
     parameter's 2, and a run goes on from a saved state as if it had not stopped. Codes have the parameter's shape, so
     they are sharded over a mesh as the parameter is. Blocks follow from that shape alone, and a saved state can be read
     onto another mesh. Where a mesh splits blocks, its devices exchange the maxima of pieces of them; scales whose
-    number the mesh does not divide are whole on every device.
+    number the mesh does not divide, or whose blocks are not equal, are whole on every device.
 
     Args:
         learning_rate: a finite number, at least 0, or an optax schedule. `optax.inject_hyperparams` may hand this
@@ -197,7 +198,9 @@ def _zeros(path, param, block_size, float32_names):
         zeros, one = (lambda: jnp.zeros_like(param, jnp.float32)), (lambda: jnp.ones((), jnp.float32))
         return zeros(), one(), zeros(), one()
     shape = code.scale_shape(param.shape, block_size)
-    scales = [jnp.zeros(shape, jnp.float32, device=_scales_sharding(param, shape[-1])) for _ in range(2)]
+    if (sharding := _sharding(param)) is not None:
+        sharding = sharding_like(shape, param.shape, sharding)
+    scales = [jnp.zeros(shape, jnp.float32, device=sharding) for _ in range(2)]
     return jnp.full_like(param, code.ZERO, jnp.uint8), scales[0], jnp.zeros_like(param, jnp.uint8), scales[1]
 
 
@@ -273,7 +276,7 @@ class _Blocks:
     def of(cls, x: jax.Array, size: int) -> "_Blocks":
         """The blocks of an array. Auto axes do not show which of them split its last axis: each may."""
         width, sharding = x.shape[-1], jax.typeof(x).sharding
-        mesh, explicit = sharding.mesh, _shards_of_last_axis(sharding, x.ndim)
+        mesh, explicit = sharding.mesh, devices_along(full_spec(sharding.spec, x.ndim)[-1], sharding.mesh.shape)
         auto = [mesh.shape[name] for name in mesh.auto_axes]
         own = width // explicit
         piece = size if explicit == 1 else math.gcd(own, size)
@@ -303,14 +306,6 @@ class _Blocks:
         if self.place is None or self.piece == self.size:
             return x
         return jax.sharding.reshard(x, NamedSharding(self.place.mesh, P(*self.place.spec[:-1])))
-
-
-def _scales_sharding(param, num_blocks):
-    """How a parameter's scales are sharded: like it, but with every block where the mesh does not divide them."""
-    if (sharding := _sharding(param)) is None or num_blocks % _shards_of_last_axis(sharding, param.ndim) == 0:
-        return sharding
-    spec = P(*sharding.spec[: param.ndim - 1])
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 # --- paths and meshes -------------------------------------------------------------------------------------------------
@@ -343,7 +338,3 @@ def _is_in_8_bits(path, param, float32_names):
     if param.size < MIN_SIZE or param.shape[-1] < MIN_WIDTH or not set(_names(path)).isdisjoint(float32_names):
         return False
     return is_matrix(path, param)
-
-
-def _shards_of_last_axis(sharding, ndim):
-    return devices_along(full_spec(sharding.spec, ndim)[-1], sharding.mesh.shape)

@@ -143,7 +143,7 @@ def test_quantised_experts_that_fsdp_splits_are_gathered_in_their_codes():
 
 
 def test_devices_for_experts_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="expert=2 devices: qwen2-0.5b has no experts. Give the devices to fsdp."):
+    with pytest.raises(ValueError, match="expert='expert' has 2 devices, and Qwen2Config has no experts. Give the dev"):
         make_run("qwen2-0.5b", batch=2, device="h200:2", mesh=dict(expert=2))
     with pytest.raises(ValueError, match="expert='expert' has 3 devices, which do not divide the 64 experts"):
         estimate(make_run("olmoe-1b-7b-0924", batch=3, device="h200:3", mesh=dict(expert=3)))

@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import optimizer_state
+from liger_jax.models import Layout
 from liger_jax.ops.place import Place
 from liger_jax.planner import compilers
 from liger_jax.training import adamw_8bit, dynamic_code, eight_bit, scale_by_adam_8bit, stochastic_rounding
@@ -259,7 +260,8 @@ def test_a_run_goes_on_exactly_from_a_saved_state_on_any_mesh(dtype, rng, device
             assert same(whole, found)
             fresh = optimizer.init(put(params, mesh, spec))
             scales = [x for x in jax.tree.leaves(fresh) if x.shape == (16, 8)]
-            assert len(scales) == 2 and all(x.sharding.spec == spec for x in scales)
+            wanted = NamedSharding(mesh, spec)
+            assert len(scales) == 2 and all(x.sharding.is_equivalent_to(wanted, 2) for x in scales)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -297,6 +299,20 @@ def test_a_mesh_may_split_blocks(width, axis_type, rng, devices):
     sent = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* (?:all-gather|all-to-all|all-reduce|collective)", program)
     largest = max((math.prod(map(int, shape.split(","))) for shape in sent), default=0)
     assert largest <= rows * width // (32 if width % 32 == 0 else 1)
+
+
+def test_scales_are_sharded_as_a_layout_says(devices):
+    """Those of blocks that are not equal are whole, also where the mesh divides their number."""
+    mesh = jax.make_mesh((1, len(devices)), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    layout, optimizer = Layout(batch=("fsdp",), tensor="tensor"), adamw_8bit(1e-3)
+    for width, are_split in ((449 * len(devices), False), (512 * len(devices), True)):
+        params = {"q_proj": {"kernel": jnp.ones((16, width))}}
+        state = optimizer.init(jax.device_put(params, layout.shardings(params, mesh)))
+        wanted = jax.tree.leaves(layout.shardings((params, state), mesh, optimizer)[1])
+        pairs, shape = zip(jax.tree.leaves(state), wanted, strict=True), (16, -(-width // BLOCK))
+        scales = [(x, sharding) for x, sharding in pairs if x.shape == shape]
+        assert len(scales) == 2 and all(x.sharding.is_equivalent_to(sharding, 2) for x, sharding in scales)
+        assert scales[0][1].is_fully_replicated != are_split
 
 
 def test_wrappers_with_a_condition_take_it_in_nnx_s_optimizer():

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from liger_jax.models.core.parallel.mesh_axes import does_not_divide
 from liger_jax.models.core.parameters import ParameterInfo
 from liger_jax.ops.layout import Names
 
@@ -33,7 +34,7 @@ def entries_of_experts(shards: Any, info: ParameterInfo, shape: tuple[int, ...])
         entries[other], sizes[other] = (*entries[other], *shards.others), sizes.get(other, 1) * shards.others_size
     for axis, size in sizes.items():
         if shape[axis] % size:
-            raise ValueError(shards.does_not_divide("·".join(entries[axis]), size, axis, info, shape))
+            raise ValueError(does_not_divide("·".join(entries[axis]), size, axis, info, shape))
     return entries
 
 

@@ -156,6 +156,25 @@ class Layout:
             return tensor.spec(info, shape)
         return self._parameter_shards(sizes).spec(info, shape)
 
+    def check(self, config: Any, sizes: Mapping[str, int]) -> None:
+        """Checks that the axes can split an architecture.
+
+        Args:
+            config: of a model.
+            sizes: the devices along each axis of the mesh.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if config.experts is None and devices_along(self.expert, sizes) > 1:
+            raise ValueError(
+                f"expert={self.expert!r} has {sizes[self.expert]} devices, and {type(config).__name__} has no experts. "
+                "Give the devices to fsdp."
+            )
+        for shards in (self.tensor_shards(sizes), self.sequence_shards(sizes)):
+            if shards is not None:
+                shards.check(config)
+
     def shardings(
         self, tree: Any, mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation | None = None
     ) -> Any:
@@ -189,16 +208,8 @@ class Layout:
             return NamedSharding(mesh, self.spec(parameter(path_of(keys), x.shape), x.shape, sizes))
 
         params, state = tree if optimizer is not None else (tree, None)
-        tensor, config = self.tensor_shards(sizes), getattr(params, "config", None)
-        if self._parameter_shards(sizes).splits_experts and config is not None and config.experts is None:
-            raise ValueError(
-                f"expert={self.expert!r} has {sizes[self.expert]} devices, and {type(config).__name__} has no experts. "
-                "Give the devices to fsdp."
-            )
-        if tensor is not None and config is not None:
-            tensor.check(config)
-        if (sequence := self.sequence_shards(sizes)) is not None and config is not None:
-            sequence.check(config)
+        if (config := getattr(params, "config", None)) is not None:
+            self.check(config, sizes)
         params = nnx.state(params) if isinstance(params, nnx.Module) else params
         of_params = jax.tree_util.tree_map_with_path(of_leaf, params)
         if optimizer is None:

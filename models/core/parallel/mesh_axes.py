@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from liger_jax.models.core.parameters import ParameterInfo
 from liger_jax.ops.layout import Names, devices_along, partition
 
 
@@ -79,6 +80,17 @@ def put(x: Any, sharding: NamedSharding | None) -> Any:
         return jax.device_put(x, sharding)
     whole = np.asarray(x)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def does_not_divide(
+    names: str, shards: int, axis: int, info: ParameterInfo, shape: tuple[int, ...], cure: str = ""
+) -> str:
+    """The sentence that says that so many devices do not divide an axis of a parameter of this shape."""
+    cure = cure or f"; the nearest to {shards} is {nearest_divisor(shape[axis], shards)}."
+    return (
+        f"{names}={shards} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
+        f"that divides {shape[axis]}{cure}"
+    )
 
 
 def nearest_divisor(number: int, size: int) -> int:

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.models.core.parallel.mesh_axes import does_not_divide
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
 from liger_jax.ops.layout import Names, devices_along, full_spec, gathered, partition
 from liger_jax.ops.linear.split_head import HeadSplit, SplitHead, head_split
@@ -47,15 +48,12 @@ class ParameterShards:
             return of_fsdp
         shards = devices_along(self.fsdp, self.sizes)
         axis = _split_axis(info, shape, shards)
-        split = "·".join(self.fsdp)
         others = next((name for name in self.batch if name not in self.fsdp), "an axis that splits the batch alone")
         padded = (
             " Layout(tensor=…) pads a vocabulary that its axis does not divide." if info.kind == "embedding" else ""
         )
-        raise ValueError(
-            f"{split}={shards} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a "
-            f"size that divides {shape[axis]}, and give the other devices to {others}.{padded}"
-        )
+        cure = f", and give the other devices to {others}.{padded}"
+        raise ValueError(does_not_divide("·".join(self.fsdp), shards, axis, info, shape, cure))
 
     def gathered(self, parameters: Any, dtype: Any) -> Any:
         """A layer's parameters, whole on every device but for experts, as `Layout.gathered` promises them."""
@@ -178,7 +176,7 @@ def state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, who
             return state
         children, structure = jax.tree.flatten(params, is_leaf=lambda x: x is not params)
         if jax.tree_util.treedef_is_leaf(structure):
-            return jax.tree.map(lambda x: _Placed(_like(_shape(x), params.shape, shardings), shardings), state)
+            return jax.tree.map(lambda x: _Placed(sharding_like(_shape(x), params.shape, shardings), shardings), state)
         parts = zip(structure.flatten_up_to(state), children, structure.flatten_up_to(shardings), strict=True)
         return jax.tree.unflatten(structure, [of_subtree(*part) for part in parts])
 
@@ -220,7 +218,7 @@ def _shape(x: Any) -> tuple[int, ...]:
     return tuple(getattr(x, "shape", ()))  # a state may hold Python numbers
 
 
-def _like(shape: tuple[int, ...], of_param: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+def sharding_like(shape: tuple[int, ...], of_param: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     """The sharding of an array held for a parameter: an axis that is one of the parameter's is split as it is.
 
     So is one that counts equal blocks of the parameter's axis, if the mesh divides them. Other axes are whole, and so

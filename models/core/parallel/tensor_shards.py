@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parallel.expert_shards import EXPERTS, entries_of_experts, width_field
-from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
+from liger_jax.models.core.parallel.mesh_axes import does_not_divide, nearest_divisor
 from liger_jax.models.core.parameters import ParameterInfo
 from liger_jax.ops.layout import Names, along, devices_along, partition
 
@@ -82,7 +82,7 @@ class TensorShards:
         if at is not None and shape[at] % self.size == 0:
             entries[at] = (self.axis,)
         elif at is not None and info.kind not in ("embedding", "head") and not info.is_in(*KEY_HEADS):
-            raise ValueError(self.does_not_divide(self.axis, self.size, at, info, shape))
+            raise ValueError(does_not_divide(self.axis, self.size, at, info, shape))
         is_vector = info.kind in ("bias", "norm")
         other = info.out_axis if is_vector else self.fsdp_axis(info, shape[-2] if len(shape) > 1 else 0)
         if other is not None and self.fsdp_size > 1:
@@ -91,7 +91,7 @@ class TensorShards:
                 entries[other] = (*entries[other], *self.fsdp)
             elif not is_vector:
                 names = "·".join((*entries[other], *self.fsdp))
-                raise ValueError(self.does_not_divide(names, shards, other, info, shape))
+                raise ValueError(does_not_divide(names, shards, other, info, shape))
         return partition(*entries)
 
     def check(self, config: Any) -> None:
@@ -173,10 +173,3 @@ class TensorShards:
             by_devices.append(piece.reshape(*x.shape[:-1], self.size, -1))
             start += heads * width
         return jnp.concatenate(by_devices, axis=-1)
-
-    def does_not_divide(self, names: str, shards: int, axis: int, info: ParameterInfo, shape: tuple[int, ...]) -> str:
-        """The sentence that says that so many devices do not divide an axis of a parameter of this shape."""
-        return (
-            f"{names}={shards} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a "
-            f"size that divides {shape[axis]}; the nearest to {shards} is {nearest_divisor(shape[axis], shards)}."
-        )
