@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.parallel.mesh_axes import is_placed, open_axes, placed, sizes_of
+from liger_jax.models.core.parallel.mesh_axes import open_axes, placed, sizes_of
 from liger_jax.models.core.parallel.parameter_shards import ParameterShards, on_shards, state_shardings
 from liger_jax.models.core.parallel.sequence_shards import SequenceShards
 from liger_jax.models.core.parallel.tensor_shards import TensorShards
@@ -247,12 +247,9 @@ class Layout:
         mesh = jax.sharding.get_mesh() if mesh is None else mesh
         if mesh.empty:
             raise ValueError("place: no mesh is in context. Call it under jax.set_mesh(mesh), or pass mesh=….")
-        sizes = sizes_of(mesh, self)
-        length = None
-        if (sequence := self.sequence_shards(sizes)) is not None:
-            if not is_placed(batch, sequence.axis):
-                has_types = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))
-                batch = jax.eval_shape(sequence.prepared, batch) if has_types else sequence.prepared(batch)
+        sequence, length = self.sequence_shards(sizes_of(mesh, self)), None
+        if sequence is not None:
+            batch = sequence.prepared(batch)
             length = batch["input_ids"].shape[1]
         return placed(batch, mesh, self.batch, self.sequence, length)
 
@@ -394,8 +391,7 @@ class Layout:
         here = lambda spec: along(spec, sizes)
         out = jax.tree.map(here, out, is_leaf=lambda x: isinstance(x, P))
         spec = tuple(map(here, spec)) if isinstance(spec, tuple) else here(spec)
-        tensor = self.tensor_shards(sizes)
-        if tensor is not None and head is not None:
+        if head is not None and (tensor := self.tensor_shards(sizes)) is not None:
             return loss_on_shards(tensor, function, split, whole, head, spec, out)
         fsdp = {name: sizes[name] for name in self.fsdp_axes if name in sizes}
         return on_shards(function, split, whole, head, spec, out, fsdp)

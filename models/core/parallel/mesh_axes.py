@@ -1,6 +1,5 @@
 """The axes of a mesh that a layout takes, and what is put on the mesh."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -63,13 +62,6 @@ def placed(batch: Any, mesh: Mesh, rows: Names, positions: str | None, length: i
         return partition(rows if rows_of(x) == number else None, positions if is_split else None)
 
     return jax.tree.map(lambda x: put(x, NamedSharding(mesh, spec_for(x))), batch)
-
-
-def is_placed(batch: Any, positions: str) -> bool:
-    """Whether a batch's rows are split already, by an earlier `Layout.place`."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    spec = getattr(getattr(ids, "sharding", None), "spec", ())
-    return len(spec) > 1 and spec[1] == positions
 
 
 def put(x: Any, sharding: NamedSharding | None) -> Any:

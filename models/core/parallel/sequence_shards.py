@@ -49,8 +49,13 @@ class SequenceShards:
         `batch`: (B, T) token ids, which are their own labels; or the model's arguments by name. An array (B, T, …) or
         (1, T, …) of any name belongs to the positions. Returns the arguments, with `shift_labels` in the place of
         `labels`, `positions`, and rows of T′ positions, the next multiple of `multiple`, in the order of the devices'
-        chunks. Where T′ is not T and nothing else tells padding there is a `token_mask`, 0 after the rows.
+        chunks. Where T′ is not T and nothing else tells padding there is a `token_mask`, 0 after the rows. A batch that
+        is split already stays as it is, and types are those of what their arrays become.
         """
+        if self._is_placed(batch):
+            return batch
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+            return jax.eval_shape(self.prepared, batch)
         named = dict(batch) if isinstance(batch, Mapping) else dict(input_ids=batch, labels=batch)
         if named.get("input_ids") is None:
             raise ValueError(
@@ -69,6 +74,12 @@ class SequenceShards:
         if shape[1] % self.multiple and all(named.get(name) is None for name in _PADDED_BEHIND):
             named["token_mask"] = jnp.ones(shape, bool)
         return {name: self._in_order(name, x, shape) for name, x in named.items()}
+
+    def _is_placed(self, batch: Any) -> bool:
+        """Whether a batch's rows are split already, by an earlier `Layout.place`."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        spec = getattr(getattr(ids, "sharding", None), "spec", ())
+        return len(spec) > 1 and spec[1] == self.axis
 
     def _in_order(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
         """An argument, padded and in the order of chunks if it belongs to positions."""
