@@ -37,6 +37,8 @@ from liger_jax.models.olmo2 import Olmo2Config as Olmo2Config
 from liger_jax.models.olmo2 import Olmo2ForCausalLM as Olmo2ForCausalLM
 from liger_jax.models.olmo3 import Olmo3Config as Olmo3Config
 from liger_jax.models.olmo3 import Olmo3ForCausalLM as Olmo3ForCausalLM
+from liger_jax.models.olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
+from liger_jax.models.olmo_hybrid import OlmoHybridForCausalLM as OlmoHybridForCausalLM
 from liger_jax.models.olmoe import OlmoeConfig as OlmoeConfig
 from liger_jax.models.olmoe import OlmoeForCausalLM as OlmoeForCausalLM
 from liger_jax.models.phi3 import Phi3Config as Phi3Config

@@ -19,6 +19,7 @@ from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.mixtral import MixtralForCausalLM
 from liger_jax.models.olmo2 import Olmo2ForCausalLM
 from liger_jax.models.olmo3 import Olmo3ForCausalLM
+from liger_jax.models.olmo_hybrid import OlmoHybridForCausalLM
 from liger_jax.models.olmoe import OlmoeForCausalLM
 from liger_jax.models.phi3 import Phi3ForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
@@ -43,6 +44,7 @@ FAMILIES = {
     "mixtral": MixtralForCausalLM,
     "olmo2": Olmo2ForCausalLM,
     "olmo3": Olmo3ForCausalLM,
+    "olmo_hybrid": OlmoHybridForCausalLM,
     "olmoe": OlmoeForCausalLM,
     "phi3": Phi3ForCausalLM,
     "qwen2": Qwen2ForCausalLM,

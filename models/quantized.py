@@ -137,7 +137,7 @@ def quantized(weight: jax.Array, kind: str, *, block_size: int = 64, axis: int =
     spec = [*full_spec(sharding.spec, weight.ndim)]
     other = -1 if axis == -2 else -2
     if spec[axis] is not None and spec[other] is None:
-        spec[axis], spec[other] = None, spec[axis]
+        spec[axis], spec[other] = None, spec[axis] if weight.shape[other] > 1 else None
     local = functools.partial(_quantized, kind=kind, block_size=block_size, axis=axis)
     mapped = on_devices(local, mesh=sharding.mesh, in_specs=P(*spec), out_specs=P(*spec))
     return jax.jit(mapped)(jax.device_put(weight, NamedSharding(sharding.mesh, P(*spec))))

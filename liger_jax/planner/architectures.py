@@ -83,6 +83,20 @@ _GPT_OSS = dict(
     model_type="gpt_oss", vocab_size=201088, head_dim=64, num_experts_per_tok=4, rope_theta=150000.0,
     sliding_window=128, attention_bias=True, max_position_embeddings=131072,
 )  # fmt: skip
+_GATED_DELTA_NET = dict(
+    head_dim=256, rope_theta=10000000.0, partial_rotary_factor=0.25, max_position_embeddings=262144,
+    linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+)  # fmt: skip
+_QWEN3_NEXT = _GATED_DELTA_NET | dict(
+    model_type="qwen3_next", vocab_size=151936, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)  # fmt: skip
+_QWEN3_5 = _GATED_DELTA_NET | dict(model_type="qwen3_5_text", vocab_size=248320)
+_QWEN3_5_MOE = _GATED_DELTA_NET | dict(
+    model_type="qwen3_5_moe_text", vocab_size=248320, hidden_size=2048, num_attention_heads=16, num_key_value_heads=2,
+    num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+)  # fmt: skip
+_OLMO_HYBRID = dict(model_type="olmo_hybrid", vocab_size=100352, rope_theta=None, max_position_embeddings=65536)
 _SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
 
 
@@ -207,6 +221,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe-1b-7b-0924": _OLMOE | _sizes(2048, 1024, 16, 16, 16),
     "gpt-oss-20b": _GPT_OSS | _sizes(2880, 2880, 24, 64, 8, num_local_experts=32),
     "gpt-oss-120b": _GPT_OSS | _sizes(2880, 2880, 36, 64, 8, num_local_experts=128),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT | _sizes(2048, 5120, 48, 16, 2),
+    "qwen3.5-9b": _QWEN3_5 | _sizes(4096, 12288, 32, 16, 4),
+    "qwen3.5-35b-a3b": _QWEN3_5_MOE | dict(num_hidden_layers=40, num_experts=256),
+    "olmo-hybrid-7b": _OLMO_HYBRID | _sizes(3840, 11008, 32, 30, 30),
     "smollm3-3b": _SMOLLM_3 | _sizes(2048, 11008, 36, 16, 4),
 }  # fmt: skip
 _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say how a model was trained

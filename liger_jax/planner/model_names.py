@@ -70,11 +70,12 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "tinyllama-1.1b-intermediate-step-1431k-3t": ("tinyllama-1.1b", dict(torch_dtype="float32")),
 }  # fmt: skip
 
+_HYBRID = re.compile(r"qwen3-next|qwen3\.5|olmo-hybrid")  # families that are here, whichever sizes are known
 # What a name says of a model that none of the families here is. The first kind that fits counts.
 _KINDS = {
     "a mixture of experts of another family": (
         r"mixtral|\d+x\d+(\.\d+)?b|\d+b-a\d+(\.\d+)?b|(?<![a-z])moe(?![a-z])|olmoe|phimoe|gpt-oss|llama-?4|dbrx|grok"
-        r"|deepseek-(v2|v3|r1(?!-distill|-0528-qwen)|coder-v2)|kimi-k2|glm-(4\.[5-9]|5)|minimax|qwen3-(next|coder)"
+        r"|deepseek-(v2|v3|r1(?!-distill|-0528-qwen)|coder-v2)|kimi-k2|glm-(4\.[5-9]|5)|minimax|qwen3-coder"
         r"|qwen2-57b|arctic|jetmoe"
     ),
     "a state-space or recurrent model": (
@@ -94,7 +95,7 @@ _KINDS = {
         r"(?<![a-z])(gpt-?2|distilgpt2?|gpt-?neox?|gpt-?j|pythia|opt|bloomz?|mpt|falcon2?|phi-?[12]|stablelm|starcoder2?"
         r"|olmo(?!-?[23])|command|aya|c4ai|granite(?!-3\.\d-\d+b$)|chatglm[23]?|glm(?!-(4|z1)-\d+b-(base-)?0414)|internlm[23]?|baichuan2?|minicpm[34]?|exaone(?!-4)|nemotron"
         r"|cerebras|dolly|openelm|santacoder|codegen|persimmon|xglm|hunyuan-(a13b|large)|seed-oss|apertus|ernie|mimo"
-        r"|qwen|qwen3\.5)(?![a-z\d])"
+        r"|qwen)(?![a-z\d])"
     ),
 }  # fmt: skip
 
@@ -107,6 +108,8 @@ def without_quantization(name: str) -> tuple[str, str | None]:
 
 def refusal(name: str, families: Iterable[str]) -> str | None:
     """Says of what kind a model is that cannot be planned, as far as its name says."""
+    if _HYBRID.match(name):
+        return None
     for kind, pattern in _KINDS.items():
         if (match := re.search(pattern, name)) is not None:
             what = f"{kind}, {match[0]!r}" if kind.startswith("of ") else kind

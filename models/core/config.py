@@ -42,9 +42,9 @@ class LlamaConfig:
         mlp_bias: whether the three projections of the feed-forward add biases.
 
     Raises:
-        ValueError: fields have a wrong type, are out of range or do not fit together, here and in the configs of other
-            families; the message lists them all. A size is an int from 1 to 2³¹ − 1, and there are at most 10,000
-            layers. Other numbers are finite and positive, and a base is more than 1.
+        ValueError: fields have a wrong type, are out of range or do not fit together; the message lists them all. A
+            size is an int from 1 to 2³¹ − 1, and there are at most 10,000 layers. Other numbers are finite and
+            positive, and a base is more than 1.
 
     Example:
         >>> LlamaConfig(hidden_size=64, num_attention_heads=4).head_dim
@@ -209,13 +209,16 @@ class LlamaConfig:
             wrong = list(self._misfits())
         if wrong:
             raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
-        follow = dict(
-            num_key_value_heads=self.num_attention_heads, head_dim=self.hidden_size // self.num_attention_heads
-        )
-        followed: dict[str, Any] = {name: _Followed(n) for name, n in follow.items() if getattr(self, name) is None}
+        follow = self._followers().items()
+        followed: dict[str, Any] = {name: _Followed(n) for name, n in follow if getattr(self, name) is None}
         if self.layer_types == own_types:  # checkpoints spell them out
             followed["layer_types"] = self.layer_types
         self._set(**followed, _followed=followed)
+
+    def _followers(self) -> dict[str, int]:
+        """What fields are where they are `None` in the call."""
+        heads = self.num_attention_heads
+        return dict(num_key_value_heads=heads, head_dim=self.hidden_size // heads)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

@@ -20,7 +20,14 @@ MOST = 2**31 - 1
 _MOST_FLOAT = float(np.finfo(np.float32).max)
 # A config has an entry for each layer. The deepest transformer that was published has 1,000 (arXiv:2203.00555).
 MOST_LAYERS = 10_000
-_FROM_ZERO = {"initializer_range", "max_window_layers", "mscale", "mscale_all_dim", "no_rope_layers"}
+_FROM_ZERO = {
+    "initializer_range",
+    "linear_a_log_min",
+    "max_window_layers",
+    "mscale",
+    "mscale_all_dim",
+    "no_rope_layers",
+}
 _FROM_ZERO |= {"router_aux_loss_coef", "router_z_loss_coef", "mlp_only_layers", "llama_4_scaling_beta"}
 _ABOVE_ONE = {"rope_theta", "rope_local_base_freq"}
 
@@ -42,6 +49,10 @@ def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
     """Finds wrong values for the fields of a config.
 
     Returns a clause for each wrong value: its name, the value, and what it must be.
+
+    >>> Sizes = dataclasses.make_dataclass("Sizes", [("vocab_size", int), ("head_dim", int | None)])
+    >>> problems(Sizes, {"vocab_size": True, "head_dim": None})
+    ['vocab_size=True (bool) must be an int from 1 to 2147483647']
     """
     hints = typing.get_type_hints(config_type)
     names = [field.name for field in dataclasses.fields(config_type) if field.name in values]

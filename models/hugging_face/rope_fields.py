@@ -31,6 +31,9 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
     for name, parameters in given.items():
         if not isinstance(parameters, dict):
             return {}, [f"{name}={config_fields.short(parameters)} must be an object, {{…}}, or null"]
+    no_base = (values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", True)}).get("rope_theta", True)
+    if getattr(config_type, "may_not_rotate", False) and no_base is None:
+        return {"rope_theta": None, "rope_scaling": None}, []
     defaults = {field.name: field.default for field in dataclasses.fields(config_type)}
     defaults |= getattr(config_type, "rope_defaults", {})
     given = {name: _renamed(part, getattr(config_type, "rope_aliases", {})) for name, part in given.items()}

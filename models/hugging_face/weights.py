@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
 from liger_jax.models.core.parameters import ParameterInfo, Piece, describe, kernel_of, parameter, path_of, projections
-from liger_jax.models.hugging_face import mxfp4, nf4
+from liger_jax.models.hugging_face import mxfp4, nf4, other_forms
 from liger_jax.models.hugging_face.checkpoint import weight_file, weight_files, why_no_weights
 from liger_jax.models.quantized import QuantizedParam
 from liger_jax.ops.block_quantized import BlockQuantized
@@ -147,7 +147,7 @@ def tensors_of(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, A
     """Slices of a folder's tensors, by their names in a language model; of a quantised weight, a view that is dense."""
     files = open_files(folder, stack)
     tensors = {own: files[name].get_slice(name) for own, name in language_part(files).items()}
-    return nf4.with_dense_views(mxfp4.with_dense_views(tensors))
+    return other_forms.as_in_models(nf4.with_dense_views(mxfp4.with_dense_views(tensors)))
 
 
 def open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -268,7 +268,11 @@ def _of_tensor(tensor: Any, piece: Piece, stored: list[slice]) -> np.ndarray:
 
 
 def interleaved(width: int) -> np.ndarray:
-    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns."""
+    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns.
+
+    >>> interleaved(4).tolist()
+    [0, 2, 1, 3]
+    """
     return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
 
 

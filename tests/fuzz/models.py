@@ -16,6 +16,7 @@ from tests.fuzz.case import Case, Draw, options_text
 
 GEMMA = dict(query_pre_attn_scalar=(3, 9), sliding_window=(1, 3, 500))
 MIXTURE = dict(output_router_logits=(True,), router_aux_loss_coef=(0.5,), router_z_loss_coef=(0.01,))
+DELTA = dict(full_attention_interval=(1, 2), linear_conv_kernel_dim=(1, 3))
 YARN = YarnRope(4.0, 8)
 GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logit_scale")
 FAMILIES = {
@@ -37,6 +38,10 @@ FAMILIES = {
     "gemma3": (models.Gemma3ForCausalLM, GEMMA | dict(final_logit_softcapping=(3.0,))),
     "mixtral": (models.MixtralForCausalLM, MIXTURE),
     "qwen3moe": (models.Qwen3MoeForCausalLM, MIXTURE | dict(norm_topk_prob=(True,), mlp_only_layers=((0,),))),
+    "qwen3next": (models.Qwen3NextForCausalLM, MIXTURE | DELTA | dict(mlp_only_layers=((0,),))),
+    "qwen3_5": (models.Qwen3_5ForCausalLM, DELTA),
+    "qwen3_5moe": (models.Qwen3_5MoeForCausalLM, MIXTURE | DELTA),
+    "olmohybrid": (models.OlmoHybridForCausalLM, DELTA | dict(linear_allow_neg_eigval=(False,), rope_theta=(None,))),
     "olmoe": (models.OlmoeForCausalLM, MIXTURE | dict(norm_topk_prob=(True,))),
     "gptoss": (models.GptOssForCausalLM, MIXTURE | dict(sliding_window=(1, 3, 500))),
 }
@@ -63,13 +68,20 @@ def _config(draw: Draw, family: str):
         num_local_experts=experts,
         num_experts_per_tok=experts,
         moe_intermediate_size=draw.size(50, 300),
+        shared_expert_intermediate_size=draw.size(50, 300),
+        linear_num_key_heads=kv_heads,
+        linear_num_value_heads=kv_heads * draw.pick(1, 2),
+        linear_key_head_dim=draw.pick(1, 4, 9),
+        linear_value_head_dim=draw.pick(1, 4, 9),
     )
     fields |= draw.optional(**choices)
     if fields["num_hidden_layers"] == 1:  # which then has experts
         fields.pop("mlp_only_layers", None)
+    if hasattr(model.config_type, "full_attention_interval"):  # a quarter of the columns is rotated, in halves
+        fields["head_dim"] *= 4
     if "partial_rotary_factor" in fields or family == "glm4":  # half of the columns are rotated, in halves
         fields["head_dim"] *= 2
-    known = {field.name for field in dataclasses.fields(model.config_type)}
+    known = {field.name for field in dataclasses.fields(model.config_type)} - {*model.config_type.never}
     return model.config_type(**{name: x for name, x in fields.items() if name in known})
 
 

@@ -62,14 +62,17 @@ YARN_BY_TYPE = dict(
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
 GROWTH = dict(original_max_position_embeddings=6, llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=0.5)
-DELTA = dict(
+DELTA_HEADS = dict(
     initializer_range=0.1,  # with 0.3 rounding is 1e-3 of some gradients: a norm divides small results of heads
-    head_dim=8,
-    rope_parameters=dict(rope_theta=100.0, rope_type="default", partial_rotary_factor=0.5),
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=6,
     linear_value_head_dim=5,
+)
+DELTA = dict(
+    DELTA_HEADS,
+    head_dim=8,
+    rope_parameters=dict(rope_theta=100.0, rope_type="default", partial_rotary_factor=0.5),
 )
 SHARED = dict(num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=12)
 ALPHA = dict(rope_type="dynamic", factor=1.0, alpha=50.0)
@@ -168,6 +171,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("Qwen3_5", {**NO_IDS, **DELTA, "num_hidden_layers": 5, "tie_word_embeddings": True}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**MOE, **SHARED, **DELTA, "layer_types": ["full_attention", "linear_attention"]}),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {**NO_IDS, **DELTA_HEADS, "num_hidden_layers": 5, "rope_theta": None, "linear_allow_neg_eigval": False},
+    ),
+    "olmo_hybrid_rope": (
+        "OlmoHybrid",
+        {**NO_IDS, "initializer_range": 0.1, "layer_types": ["full_attention", "linear_attention"], "hidden_size": 32},
+    ),
     "gemma": ("Gemma", GEMMA),
     "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "num_hidden_layers": 3}),  # one pattern of two, and one layer left over
     "gemma2_full": (
@@ -211,6 +222,7 @@ COMMITTED = (
     "olmo3",
     "smollm3",
     "qwen3_5",
+    "olmo_hybrid",
     "llama_tied",
     "gemma",
     "qwen3",

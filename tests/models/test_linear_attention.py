@@ -1,6 +1,7 @@
 """Layers of linear attention, in Qwen3-Next's form: their formula, packed and padded rows, caches, and what is kept."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -8,15 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from safetensors.numpy import load_file, save_file
 
-from liger_jax.models import KernelOptions, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from liger_jax.models import (
+    AutoModelForCausalLM,
+    KernelOptions,
+    Layout,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    lora,
+)
 from liger_jax.models.core.memory import LayerMemory
 from liger_jax.models.core.parameters import describe
 from liger_jax.models.core.remat import POLICIES
+from liger_jax.models.quantized import quantize
 from liger_jax.planner.devices import target
+from tests.models import _hugging_face as hugging_face
 
 CONFIG = Qwen3NextConfig(
-    vocab_size=23,
+    vocab_size=24,
     hidden_size=12,
     intermediate_size=16,
     num_hidden_layers=3,
@@ -93,7 +107,7 @@ def test_a_layer_is_its_formula(rng):
 
 
 def test_packed_documents_have_the_logits_that_they_have_alone(model, rng):
-    tokens = jnp.asarray(rng.integers(0, 23, (1, 12)), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, 24, (1, 12)), jnp.int32)
     ids = jnp.array([[1] * 7 + [2] * 4 + [0]])
     packed = logits_of(model, tokens, segment_ids=ids)[0]
     for begin, end in ((0, 7), (7, 11)):
@@ -103,7 +117,7 @@ def test_packed_documents_have_the_logits_that_they_have_alone(model, rng):
 
 
 def test_padding_anywhere_changes_nothing(model, rng):
-    tokens = jnp.asarray(rng.integers(0, 23, (1, 12)), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, 24, (1, 12)), jnp.int32)
     mask = jnp.array([[0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0]])
     at = np.flatnonzero(mask[0])
     positions = jnp.cumsum(mask, axis=1) - 1
@@ -123,7 +137,7 @@ def step(model, tokens, mask, cache):
 def test_a_cache_gives_the_logits_of_whole_rows(scan, rng):
     """Prompts of 5 and of 3 tokens, padded on the left and in between; then 4 tokens at once, then one by one."""
     model = Qwen3NextForCausalLM(CONFIG, scan_layers=scan, rngs=nnx.Rngs(0))
-    rows = jnp.asarray(rng.integers(0, 23, (2, 11)), jnp.int32)
+    rows = jnp.asarray(rng.integers(0, 24, (2, 11)), jnp.int32)
     whole = logits_of(model, rows)
     cache = model.init_cache(2, 14)
     prompts = jnp.stack([rows[0, :5], jnp.array([7, rows[1, 0], 7, rows[1, 1], rows[1, 2]])])
@@ -141,7 +155,7 @@ def test_a_cache_gives_the_logits_of_whole_rows(scan, rng):
 
 
 def test_generated_tokens_are_the_likeliest_of_whole_rows(model, rng):
-    prompts = jnp.asarray(rng.integers(0, 23, (2, 5)), jnp.int32)
+    prompts = jnp.asarray(rng.integers(0, 24, (2, 5)), jnp.int32)
     mask = jnp.array([[1] * 5, [0, 0, 1, 1, 1]])
     found = np.asarray(model.generate(prompts, attention_mask=mask, max_new_tokens=4, num_return_sequences=2))
     for row, begin in ((found[0], 0), (found[2], 2)):
@@ -153,7 +167,7 @@ def test_generated_tokens_are_the_likeliest_of_whole_rows(model, rng):
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_stacks_are_the_unrolled_layers_under_every_remat(remat, rng):
     """Three layers of a pattern of two: one group, and one layer left over."""
-    tokens = jnp.asarray(rng.integers(0, 23, (2, 9)), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, 24, (2, 9)), jnp.int32)
 
     def gradients(scan, remat):
         model = Qwen3NextForCausalLM(CONFIG, scan_layers=scan, remat=remat, rngs=nnx.Rngs(0))
@@ -184,3 +198,98 @@ def test_a_layer_keeps_what_the_planner_counts(remat):
     device = target("h200").description
     counted = LayerMemory(config, KernelOptions(), remat, jnp.float32, rows=2, seq=2100, device=device).each
     assert len(counted) == 1 and sum(counted[0][0].kept.values()) == pytest.approx(kept, rel=1e-3)
+
+
+LAYOUT = Layout(expert="expert")
+
+
+@pytest.mark.parametrize("kind", ["dense", pytest.param("nf4", marks=pytest.mark.full)])
+def test_several_devices_have_the_loss_and_gradients_of_one(kind, devices, rng):
+    """Packed rows; in nf4 with adapters of all projections."""
+    tokens = jnp.asarray(rng.integers(0, 24, (8, 9)), jnp.int32)
+    ids = jnp.asarray(1 + np.cumsum(rng.random((8, 9)) < 0.2, 1), jnp.int32)
+    batch = dict(input_ids=tokens, labels=tokens, segment_ids=ids)
+
+    def value_and_gradients(**options):
+        model = Qwen3NextForCausalLM(dataclasses.replace(CONFIG, num_hidden_layers=2), rngs=nnx.Rngs(0), **options)
+        if kind == "nf4":
+            model = lora.add_lora(quantize(model, kind, block_size=4), 2, alpha=3, rngs=nnx.Rngs(1))
+            graph, trained, base = lora.trainable(model)
+            trained = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), trained)
+        else:
+            graph, trained, base = nnx.split(model, nnx.Param, ...)
+        loss = lambda trained, base, batch: nnx.merge(graph, trained, base)(**batch).loss
+        return jax.jit(jax.value_and_grad(loss)), trained, base
+
+    single, *state = value_and_gradients()
+    expected, of_one = single(*state, batch)
+    mesh = jax.make_mesh((1, 2, 2), ("data", "fsdp", "expert"), devices=devices[:4], axis_types=(AxisType.Auto,) * 3)
+    shared, *_ = value_and_gradients(kernels=KernelOptions(layout=LAYOUT))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(part, LAYOUT.shardings(part, mesh)) for part in state]
+        found, of_many = shared(*placed, LAYOUT.place(batch, mesh))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for (path, x), y in zip(jax.tree.leaves_with_path(of_many), jax.tree.leaves(of_one), strict=True):
+        assert np.abs(np.asarray(x) - y).max() <= 1e-4 * max(np.abs(y).max(), 1e-3), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+def test_axes_that_would_split_heads_or_rows_are_refused(axis, devices, model):
+    layout = Layout(batch=("fsdp",), **{axis: axis})
+    mesh = jax.make_mesh((1, 2), ("fsdp", axis), devices=devices[:2], axis_types=(AxisType.Auto,) * 2)
+    message = f"{axis}='{axis}' has 2 devices, and Qwen3NextConfig has layers of linear attention, whose .* to fsdp"
+    with pytest.raises(ValueError, match=message):
+        layout.shardings(model, mesh)
+    split = Qwen3NextForCausalLM(CONFIG, kernels=KernelOptions(layout=layout), rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        batch = layout.place(dict(input_ids=jnp.ones((2, 8), jnp.int32)))
+        jax.eval_shape(lambda batch: split(**batch).logits, batch)
+
+
+def test_adapters_of_all_projections_are_saved_and_read(model, tmp_path):
+    """By their names in a checkpoint, in a stack of every second layer and in the layer that is left over."""
+    adapted = lora.add_lora(nnx.clone(model), 2, alpha=3, rngs=nnx.Rngs(1))
+    expected = nnx.state(adapted, nnx.LoRAParam)
+    lora.save_adapters(adapted, tmp_path)
+    found = nnx.state(lora.load_adapters(nnx.clone(model), tmp_path), nnx.LoRAParam)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    names = {name for path, _ in nnx.to_flat_state(expected) for name in path}
+    assert {"in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate", "q_proj", "0_of_2", "1_of_2"} <= names
+    some = lora.add_lora(nnx.clone(model), 2, alpha=3, targets=["2.linear_attn.out_proj", "q_proj"], rngs=nnx.Rngs(1))
+    paths = {path[1:3] for path, _ in nnx.to_flat_state(nnx.state(some, nnx.LoRAParam))}
+    assert paths == {("layers", "1_of_2"), ("last_layers", "2")}
+
+
+@pytest.mark.parametrize("case, form", [("qwen3_5_moe", "fused"), ("olmo_hybrid", "pieces")])
+def test_weights_in_the_form_of_public_files_are_read(case, form, tmp_path):
+    """Qwen3.5's experts in one tensor, in a multimodal checkpoint; OLMo Hybrid's convolution in three tensors."""
+    folder, _ = hugging_face.committed(case)
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    if form == "fused":
+        experts = {name: x for name, x in tensors.items() if ".mlp.experts." in name}
+        tensors = {name: x for name, x in tensors.items() if name not in experts}
+        for stem in {name.partition(".experts.")[0] + ".experts." for name in experts}:
+            each = lambda own, stem=stem: np.stack([experts[f"{stem}{e}.{own}_proj.weight"] for e in range(4)])
+            tensors[f"{stem}gate_up_proj"] = np.concatenate([each("gate"), each("up")], axis=1)
+            tensors[f"{stem}down_proj"] = each("down")
+        tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+        tensors |= {
+            "mtp.fc.weight": np.ones((2, 2), np.float32),
+            "model.visual.pos_embed.weight": np.ones(3, np.float32),
+        }
+        config = {"model_type": "qwen3_5_moe", "text_config": config, "vision_config": {}}
+    else:
+        widths, pieces = [12, 24], {}  # of queries and keys; transformers cuts it into equal pieces
+        for name in [name for name in tensors if "_conv1d" in name]:
+            stem, own = name.split(".linear_attn.")
+            pieces.setdefault(stem, {})[own[0]] = tensors.pop(name)
+        for stem, of_layer in pieces.items():
+            whole = np.concatenate([of_layer[x] for x in "qkv"])
+            for x, part in zip("qkv", np.split(whole, widths), strict=True):
+                tensors[f"{stem}.linear_attn.{x}_conv1d.weight"] = np.ascontiguousarray(part)
+        assert pieces
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))

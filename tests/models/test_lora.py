@@ -631,6 +631,7 @@ def live(test):
         ("granite", {}),
         ("ministral3", {}),
         ("hunyuan", {}),
+        ("qwen3_5", dict(use_dora=True)),
     ],
 )
 def test_peft_s_adapters_are_ours_both_ways(case, options, rng, tmp_path):

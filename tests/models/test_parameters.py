@@ -6,6 +6,7 @@ from flax import nnx
 from safetensors import safe_open
 
 from liger_jax.models.core.parameters import describe, parameter
+from liger_jax.models.hugging_face import weights
 from liger_jax.models.lora import add_lora, save_adapters, with_dropout
 from liger_jax.models.quantized import quantize
 from liger_jax.planner.architectures import architecture
@@ -34,8 +35,7 @@ def test_a_family_s_parameters_have_their_checkpoint_s_names_and_shapes(family, 
         assert not found.keys() & set(info.tensor_names)
         found |= dict.fromkeys(info.tensor_names, info.tensor_shape(shape))
         stacked.append(info.stacked)
-    with safe_open(folder / "model.safetensors", framework="numpy") as file:
-        assert found == {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    assert found == weights.shapes(folder)  # OLMo Hybrid's files hold a convolution in pieces
     assert any(stacked) == scan
 
 

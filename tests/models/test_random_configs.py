@@ -83,6 +83,25 @@ def of_experts(rng, layers):
     )
 
 
+def of_linear_attention(rng):
+    heads = int(rng.integers(1, 3))
+    return dict(
+        full_attention_interval=int(rng.integers(1, 4)),
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads * int(rng.integers(1, 3)),
+        linear_key_head_dim=int(rng.integers(1, 9)),
+        linear_value_head_dim=int(rng.integers(1, 9)),
+        linear_conv_kernel_dim=int(rng.integers(1, 5)),
+        linear_allow_neg_eigval=bool(rng.integers(2)),
+        linear_a_log_min=float(rng.uniform(0, 1)),
+        linear_a_log_max=float(rng.uniform(2, 9)),
+        linear_dt_min=1e-3,
+        linear_dt_max=1e-1,
+        linear_dt_init_floor=1e-4,
+        shared_expert_intermediate_size=int(rng.integers(4, 20)),
+    )
+
+
 def is_clear(router_logits, per_token):
     """Whether no rounding changes what the tokens choose, by all layers' logits."""
     for logits in router_logits:
@@ -97,8 +116,12 @@ def is_clear(router_logits, per_token):
 def drawn(rng, family):
     """A random config of the family."""
     fields = sizes(rng)
-    if "Olmoe" in family.__name__:  # whose norms in transformers know no other width of heads
+    if "Olmoe" in family.__name__ or "OlmoHybrid" in family.__name__:  # which know no other width of heads
         fields["head_dim"] = None
+    if "OlmoHybrid" in family.__name__:  # transformers wants layers of both types
+        fields["num_hidden_layers"] += 1
+    for name in {*family.config_type.never} & fields.keys():
+        del fields[name]
     width, part = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"], 1.0
     if "Glm4" in family.__name__:
         width = fields["head_dim"] = int(rng.choice([4, 8, 12]))
@@ -129,7 +152,13 @@ def drawn(rng, family):
         llama_4_scaling_beta=float(rng.uniform(0, 1)),
     )
     own |= of_experts(rng, layers)
-    own |= dict.fromkeys(family.config_type.never, False)
+    own |= {name: None if name == "intermediate_size" else False for name in family.config_type.never}
+    if family.config_type.known_types[0] == "linear_attention":
+        types = map(str, rng.choice(family.config_type.known_types, layers - 1))
+        own["layer_types"] = (*types, FULL)  # without keys transformers' cache has no length
+        own |= of_linear_attention(rng)
+    if "OlmoHybrid" in family.__name__:
+        own["layer_types"] = None
     if "Qwen3Moe" in family.__name__:
         own["layer_types"] = None  # transformers does not read them in this family: all layers slide, or none
     if "Gemma3" in family.__name__:
@@ -163,7 +192,7 @@ def test_transformers_computes_the_same_with_a_random_config_both_ways(family, d
         """Our model of random numbers, transformers' of its files, and what that computes."""
         model = family(config, scan_layers=scan, rngs=nnx.Rngs(int(rng.integers(2**31))))
         for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-            if path[-1] in ("scale", "bias", "sinks") or str(path[-1]).endswith("_bias"):
+            if path[-1] in ("scale", "bias", "sinks", "A_log") or str(path[-1]).endswith("_bias"):
                 parameter[...] += jnp.asarray(rng.normal(0, 0.3, parameter.shape), jnp.float32)
         # Some families' padding token in transformers is beyond these vocabularies.
         model.save_pretrained(folder, config_fields={"pad_token_id": None})

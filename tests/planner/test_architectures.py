@@ -38,6 +38,8 @@ PUBLISHED = {  # parameters as the models' publishers count them, in billions; o
     "phi-3-mini-4k": 3.821, "phi-3-mini-128k": 3.821, "phi-3-medium-4k": 13.96, "phi-3-medium-128k": 13.96,
     "phi-3.5-mini": 3.821, "phi-4": 14.66, "phi-4-mini": 3.836, "smollm3-3b": 3.075,
     "mixtral-8x7b-v0.1": 46.70, "mixtral-8x22b-v0.1": 140.6, "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.1,
+    # As transformers counts them, without vision and without layers that predict several tokens.
+    "qwen3-next-80b-a3b": 79.67, "qwen3.5-9b": 8.954, "qwen3.5-35b-a3b": 34.66, "olmo-hybrid-7b": 7.431,
     "olmoe-1b-7b-0924": 6.919, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.8,
 }  # fmt: skip
 
@@ -163,7 +165,7 @@ def test_a_name_with_a_known_model_in_it_is_no_other_model():
     with pytest.raises(ValueError, match="If it was trained from 'llama-3.1-8b', plan with that name"):
         architecture("NousResearch/Hermes-3-Llama-3.1-8B")
     with pytest.raises(ValueError) as refusal:
-        architecture("qwen3-9b")
+        architecture("qwen3-11b")
     assert "Did you mean" not in str(refusal.value)  # no neighbour of another size
 
 

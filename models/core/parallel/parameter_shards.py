@@ -103,7 +103,8 @@ class ParameterShards:
         axis = _split_axis(info, shape, shards)
         if shape[axis] % shards == 0:
             return partition(*[None] * axis, tuple(name for name in self.fsdp if name in self.sizes))
-        return P() if info.in_axis is None or info.kind in _ADAPTERS_OF_EXPERTS else None
+        is_small = info.in_axis is None or info.kind in _ADAPTERS_OF_EXPERTS or shape[axis] == 1
+        return P() if is_small else None
 
 
 def _split_axis(info: ParameterInfo, shape: tuple[int, ...], shards: int) -> Any:

@@ -25,7 +25,11 @@ NO_LOGIT = -jnp.inf
 
 
 def padded(table: jax.Array, size: int) -> jax.Array:
-    """A table (V, D) with zeros after its last entry, so that `size` devices have equal shards."""
+    """A table (V, D) with zeros after its last entry, so that `size` devices have equal shards.
+
+    >>> padded(jnp.ones((5, 2)), 4).shape
+    (8, 2)
+    """
     return jnp.pad(table, ((0, -table.shape[0] % size), (0, 0)))
 
 

@@ -1,0 +1,200 @@
+"""OLMo Hybrid: linear attention in three of four layers, and OLMo 2's layers in between, which may not rotate."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from liger_jax.models.causal_lm import CausalLM
+from liger_jax.models.core.attention import in_one_product
+from liger_jax.models.core.blocks import Blocks
+from liger_jax.models.core.cache import LayerCache
+from liger_jax.models.core.config_fields import fixed_fields
+from liger_jax.models.core.feed_forward import Aux
+from liger_jax.models.core.linear_attention import LINEAR, LinearAttention, LinearHeads, Projected
+from liger_jax.models.core.row_tokens import RowTokens
+from liger_jax.models.llama import LlamaConfig
+from liger_jax.ops import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class OlmoHybridConfig(LlamaConfig):
+    """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for OLMo Hybrid, and these.
+
+    Args:
+        rope_theta: the rotary embedding's base in layers with full attention; `None` for no rotation.
+        layer_types: the type of each layer, "linear_attention" or "full_attention"; `None` for full attention in every
+            fourth layer, or in the last one if there are fewer.
+        linear_num_key_heads: the heads of queries and keys in linear attention; `None` for `num_attention_heads`.
+        linear_num_value_heads: the heads of values in linear attention; `None` for `num_attention_heads`.
+        linear_key_head_dim: the width of a head's queries and keys; `None` for 3/4 of `hidden_size` over all heads.
+        linear_value_head_dim: the width of a head's values; `None` for twice that of keys.
+        linear_a_log_min: the least decay before training, of which A_log is the logarithm.
+        linear_a_log_max: the largest decay before training.
+        linear_dt_min: the least step before training, of which dt_bias is the inverse softplus.
+        linear_dt_max: the largest step before training.
+        linear_dt_init_floor: what a smaller step is raised to.
+        linear_conv_kernel_dim: the tokens that the convolution before linear attention sees.
+        linear_allow_neg_eigval: whether beta is up to 2, so that a state's component may change its sign.
+
+    Raises:
+        ValueError: as `LlamaConfig`; or heads of linear attention do not share keys evenly.
+
+    Example:
+        >>> OlmoHybridConfig().linear_heads.value_width
+        192
+    """
+
+    vocab_size: int = 100352
+    hidden_size: int = 3840
+    num_attention_heads: int = 30
+    max_position_embeddings: int = 65536
+    rope_theta: float | None = 10000.0  # pyright: ignore[reportIncompatibleVariableOverride]
+    layer_types: tuple[str, ...] | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_a_log_min: float = 0.0
+    linear_a_log_max: float = 16.0
+    linear_dt_min: float = 0.001
+    linear_dt_max: float = 0.1
+    linear_dt_init_floor: float = 1e-4
+    linear_conv_kernel_dim: int = 4
+    linear_allow_neg_eigval: bool = True
+
+    never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
+    known_types: ClassVar[tuple[str, ...]] = (LINEAR, "full_attention")
+    may_not_rotate: ClassVar[bool] = True
+    qk_norm: ClassVar[bool] = True
+    qk_norm_is_wide: ClassVar[bool] = True
+    norm_casting_mode: ClassVar[str] = "gemma"  # rounds after the scale, as OLMo 2 does; the scale is w, and not 1 + w
+    norms_results: ClassVar[bool] = True
+
+    @property
+    def linear_heads(self) -> LinearHeads:
+        """The heads of layers with linear attention."""
+        keys = self.linear_num_key_heads or self.num_attention_heads
+        width = self.linear_key_head_dim or int(0.75 * self.hidden_size / keys)
+        return LinearHeads(
+            keys,
+            self.linear_num_value_heads or self.num_attention_heads,
+            width,
+            self.linear_value_head_dim or 2 * width,
+            self.linear_conv_kernel_dim,
+            doubles_beta=self.linear_allow_neg_eigval,
+        )
+
+    def type_of_layer(self, i: int) -> str:
+        """Every fourth layer has full attention, or the last one of fewer, and the others have linear attention."""
+        is_full = (i + 1) % 4 == 0 or i + 1 == self.num_hidden_layers < 4
+        return "full_attention" if is_full else LINEAR
+
+    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
+        """The rotary embedding of layers with full attention, if there is one."""
+        return None if self.rope_theta is None else super().rope_of(layer_type)
+
+    def _followers(self) -> dict[str, int]:
+        heads = self.linear_heads
+        return super()._followers() | dict(
+            linear_num_key_heads=heads.key_heads,
+            linear_num_value_heads=heads.value_heads,
+            linear_key_head_dim=heads.key_width,
+            linear_value_head_dim=heads.value_width,
+        )
+
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
+        heads = self.linear_heads
+        if heads.value_heads % heads.key_heads:
+            yield (
+                f"linear_num_key_heads={heads.key_heads} must divide linear_num_value_heads={heads.value_heads}, since "
+                "heads of values share those of keys evenly"
+            )
+        if heads.key_width < 1:
+            yield "linear_key_head_dim must be given, since 3/4 of hidden_size is less than the heads of keys"
+        if self.linear_a_log_min >= self.linear_a_log_max or self.linear_dt_min >= self.linear_dt_max:
+            yield "linear_a_log_min and linear_dt_min must be less than linear_a_log_max and linear_dt_max"
+
+
+class OlmoHybridLinearAttention(LinearAttention):
+    """Linear attention with a projection for each of its inputs."""
+
+    out, out_norm = "o_proj", "o_norm"
+
+    def __init__(self, blocks: Blocks):
+        super().__init__(blocks, eps=1e-5)
+        heads, width = self.heads, blocks.config.hidden_size
+        self.q_proj, self.k_proj = blocks.linear(width, heads.keys), blocks.linear(width, heads.keys)
+        self.v_proj, self.g_proj = blocks.linear(width, heads.values), blocks.linear(width, heads.values)
+        self.b_proj, self.a_proj = (blocks.linear(width, heads.value_heads) for _ in range(2))
+
+    def first_decays(self, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+        """dt_bias (H,), the inverse softplus of random steps, and random exp(A_log) (H,)."""
+        config, shape = blocks.config, (self.heads.value_heads,)
+        assert blocks.rngs is not None
+        uniform = lambda least, most: jax.random.uniform(blocks.rngs.params(), shape, minval=least, maxval=most)
+        step = jnp.exp(uniform(math.log(config.linear_dt_min), math.log(config.linear_dt_max)))
+        step = jnp.maximum(step, config.linear_dt_init_floor)
+        decay = uniform(max(config.linear_a_log_min, 1e-6), config.linear_a_log_max)  # whose logarithm is finite
+        return step + jnp.log(-jnp.expm1(-step)), decay
+
+    def projected(self, x: Float[Array, "B T D"]) -> Projected:
+        """What the projections give of x."""
+        layers = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
+        q, k, v, z, b, a = self.over_tokens(lambda layers, x: in_one_product(x, *layers), layers, x)
+        return Projected(jnp.concatenate([q, k, v], axis=-1), z, b, a)
+
+
+class OlmoHybridLayer(nnx.Module):
+    """x + attention(norm(x)) of linear attention, or x + norm(attention(x)), and then the same of the feed-forward."""
+
+    def __init__(self, blocks: Blocks):
+        self.is_linear = blocks.is_linear
+        if self.is_linear:
+            self.input_layernorm = blocks.norm()
+            self.linear_attn = OlmoHybridLinearAttention(blocks)
+        else:
+            self.self_attn = blocks.attention()
+            self.post_feedforward_layernorm = blocks.norm()
+        self.post_attention_layernorm = blocks.norm()
+        self.mlp = blocks.mlp()
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        cos: Float[Array, "#B T R"] | None,
+        sin: Float[Array, "#B T R"] | None,
+        rows: RowTokens | None,
+        window: int | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], Aux]:
+        if self.is_linear:
+            normed, x = self.input_layernorm.fork(x)
+            normed, x = self.post_attention_layernorm.add(self.linear_attn(normed, rows, cache), x)
+            fed, aux = self.mlp(normed)
+            return x + fed, aux
+        x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, rows, window, cache))
+        fed, aux = self.mlp(x)
+        return x + self.post_feedforward_layernorm(fed), aux
+
+
+class OlmoHybridForCausalLM(CausalLM):
+    """OLMo Hybrid with a language-model head and its loss; the call is `CausalLM`'s, with an `OlmoHybridConfig`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> config = OlmoHybridConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        ...                           num_attention_heads=2)
+        >>> OlmoHybridForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape
+        (1, 8, 32)
+    """
+
+    layer = OlmoHybridLayer
+    config_type = OlmoHybridConfig
+    config_fixed = fixed_fields("olmo_hybrid")
