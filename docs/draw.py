@@ -99,8 +99,8 @@ def step() -> str:
     """A training step of Qwen2-0.5B, 8 × 2,048 tokens, on logits and fused."""
     estimates, gib = plan("qwen2-0.5b", batch=8, seq=2048, device="h200").estimates, 2**30
     fused, logits = estimates["fused"], estimates["logits"]
-    params, state = (fused.parts[name] / gib for name in ("parameters", "optimizer state"))
-    inputs, work = fused.parts["layer inputs"] / gib, fused.parts["one layer's work"] / gib
+    params, state = (fused.bytes_of[name] / gib for name in ("parameters", "optimizer state"))
+    inputs, work = fused.bytes_of["layer inputs"] / gib, fused.bytes_of["one layer's work"] / gib
     head = 4 * 151936 * 896 / gib  # its gradient, which the fused loss makes together with the loss
     names = ["parameters", "optimizer state", "layers' inputs", "gradients", "the loss", "one layer's work"]
     phases = [("forward", 3), ("loss", 2), ("backward", 3), ("update", 2)]

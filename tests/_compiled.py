@@ -10,6 +10,7 @@ import os
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -76,9 +77,9 @@ def share_contexts(most: int = 100) -> None:
 
 
 def _is_lowering() -> bool:
-    """Whether a program is being lowered, in which JAX now runs another one: in one context its code would be part of
-    the first."""
+    """Whether JAX runs a program while it lowers another one, of which it would become a part in the same context."""
+    ir: Any = vars(mlir)["ir"]
     try:
-        return mlir.ir.Context.current is not None
+        return ir.Context.current is not None
     except ValueError:
         return False

@@ -24,7 +24,7 @@ _NO_OPTIONS = ("help", "config")
 # Options of one name that mean different things, and the commands that agree on what each means.
 MEANINGS: Any = {
     "beta": ({"dpo"}, {"grpo"}, {"distill"}),
-    "loss_type": ({"dpo", "data"}, {"grpo"}),
+    "loss_type": ({"dpo", "data"}, {"grpo"}, {"finetune"}),
     "samples": ({"finetune", "dpo", "distill"}, {"grpo"}),
     "temperature": ({"distill"}, {"grpo", "generate", "chat"}),
     "top_k": ({"distill"}, {"grpo", "generate", "chat"}),

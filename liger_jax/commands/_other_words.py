@@ -54,6 +54,7 @@ _ELSEWHERE = {
     "--lora-target-modules": ("--lora-targets",),
     "--r": ("--lora",),
     "--optim": ("--optimizer",),
+    "--loss-type": ("--divergence",),
     "--report-to": ("--log",),
     "--overwrite-output-dir": ("--fresh",),
     "--accelerator": ("--device",),
@@ -125,9 +126,12 @@ _HINTS_OF_TRAINERS = {
     "--chat-template-path": _TEMPLATE,
     "--logging-steps": "Each step's figures are in log.csv",
     "--push-to-hub": "Nothing is uploaded: Hugging Face's command hf upload takes the result's folder",
-    "--loss-type": "finetune has cross-entropy, distill has --divergence, and liger-jax dpo and grpo have others",
 }
-_VALUES = {"constant_with_warmup": "It is constant with --warmup", "polynomial": "It is linear"}  # of other trainers
+_VALUES = {  # of other trainers
+    "constant_with_warmup": "It is constant with --warmup",
+    "polynomial": "It is linear",
+    "chunked_nll": "It is nll, which holds no logits",
+}
 # By an option and a value that it has: what is to be said of one that it does not have.
 _VALUES_OF = {
     ("--loss", "logits"): "plan's --loss says whether a step's logits are held, and none of dpo's losses changes its "

@@ -16,7 +16,7 @@ import argparse
 from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._arguments import add_data_arguments, add_training_arguments
 from liger_jax.commands._training_command import trained
-from liger_jax.trainers.options import Settings
+from liger_jax.trainers.finetune_options import LOSS_TYPES, FinetuneSettings
 
 SUMMARY = "train a model on your text or conversations"
 
@@ -28,9 +28,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", required=True, metavar="DATA", help=data)
     add("--stream", action="store_true", help="read a dataset from the hub while the run goes on; needs --steps")
     add_data_arguments(command)
-    add_training_arguments(command, Settings)
+    add("--loss-type", choices=LOSS_TYPES, help="dft: a token's loss times its own probability (default: nll)")
+    add_training_arguments(command, FinetuneSettings)
 
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tunes, and prints a user's error as one sentence."""
-    return trained("finetune", args, "task.TEXT")
+    return trained("finetune", args, "task.TEXT", FinetuneSettings)

@@ -8,7 +8,7 @@ import numpy as np
 
 from liger_jax.data.token_cache import Tokens
 from liger_jax.training import packing
-from liger_jax.training.rows import parts
+from liger_jax.training.rows import batched
 
 
 class Column:
@@ -82,13 +82,13 @@ class LaidRows(Mapping[str, Any]):
 
 
 class RowBatches:
-    """Rows in equal parts, as `training.rows.parts` makes them, each when it is asked for."""
+    """Rows in equal batches, as `training.rows.batched` makes them, each when it is asked for."""
 
     def __init__(self, rows: LaidRows | None, size: int):
         self._rows, self._size = rows, size
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(()) if self._rows is None else parts(self._rows, self._size)
+        return iter(()) if self._rows is None else batched(self._rows, self._size)
 
     def __len__(self) -> int:
         return 0 if self._rows is None else -(-self._rows.num_rows // self._size)

@@ -128,13 +128,18 @@ def compile_for(
     function: Any, arguments: Any, device: Any, platform: str, compiler_options: dict[str, str] | None = None
 ) -> Any:
     """A function compiled for one device."""
+    return lowered_for(function, arguments, device, platform).compile(compiler_options)
+
+
+def lowered_for(function: Any, arguments: Any, device: Any, platform: str) -> jax.stages.Lowered:
+    """A function lowered for one device."""
     sharding = SingleDeviceSharding(device)
     types = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arguments]
     # By the mesh in context ops know for which device they are traced.
     mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=described(device, platform))
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*types)
-        return traced.lower(lowering_platforms=(LOWERING[platform],)).compile(compiler_options)
+        return traced.lower(lowering_platforms=(LOWERING[platform],))
 
 
 def without_cudnn() -> str | None:

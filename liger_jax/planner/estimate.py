@@ -28,15 +28,15 @@ class Estimate:
     """Bytes on each device.
 
     Attributes:
-        parts: what each of `STATIC` and `DYNAMIC` takes at the peak.
+        bytes_of: what each of `STATIC` and `DYNAMIC` takes at the peak.
         peak: the moment of the peak, "loss" or "backward".
         loss_bytes: the logits or the fused loss's buffers, wherever the peak is.
         static: parameters, all gradients and the optimizer's state, which do not depend on the batch. If the peak is in
-            the loss, some gradients do not exist yet, and `parts` has less of them.
+            the loss, some gradients do not exist yet, and `bytes_of` has less of them.
         host: bytes of the host's pinned memory for each device: layers' inputs and optimizer state that are there.
     """
 
-    parts: dict[str, int]
+    bytes_of: dict[str, int]
     peak: str
     loss_bytes: int
     static: int
@@ -44,8 +44,8 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
-        return sum(self.parts.values())
+        """The sum of `bytes_of`."""
+        return sum(self.bytes_of.values())
 
 
 def moment_bytes(optimizer: str, state_dtype: str) -> float:
@@ -125,8 +125,8 @@ def estimate(run: Run) -> Estimate:
         "one layer's work": max(layer.worked_on for layer, _ in layers),
     }
     peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
-    parts = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
-    return Estimate(parts, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums, host)
+    bytes_of = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
+    return Estimate(bytes_of, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums, host)
 
 
 @dataclasses.dataclass(frozen=True)

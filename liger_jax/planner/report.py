@@ -49,7 +49,7 @@ def table(plan: MemoryPlan) -> str:
     estimates = [plan.estimates[loss] for loss in LOSSES]
     lines = [f"{'GiB on each device':<28}" + "".join(f"{loss:>10}" for loss in LOSSES)]
     for name in STATIC + DYNAMIC:
-        lines.append(row(f"  {_MARKS[name]} {name}", [e.parts[name] for e in estimates]))
+        lines.append(row(f"  {_MARKS[name]} {name}", [e.bytes_of[name] for e in estimates]))
     lines.append(row("needed (estimate)", [e.total for e in estimates]))
     lines.append(f"{'  which peaks in the':<28}" + "".join(f"{e.peak:>10}" for e in estimates))
     lines.append(row("  loss buffers, peak or not", [e.loss_bytes for e in estimates]))
@@ -87,7 +87,7 @@ def _marks(plan: MemoryPlan, loss: str, most: int) -> Iterator[str]:
     """The marks of a bar. Each bar ends at the rounded sum so far, so rounding errors do not add up."""
     done = 0
     for name in STATIC + DYNAMIC:
-        before, done = done, done + plan.estimates[loss].parts[name]
+        before, done = done, done + plan.estimates[loss].bytes_of[name]
         yield from _MARKS[name] * (round(_WIDTH * done / most) - round(_WIDTH * before / most))
 
 
@@ -243,7 +243,7 @@ def picture(plan: MemoryPlan, path: str | os.PathLike[str]) -> None:
     axes = figure.subplots()
     left = dict.fromkeys(LOSSES, 0.0)
     for name in STATIC + DYNAMIC:
-        widths = [plan.estimates[loss].parts[name] / GIB for loss in LOSSES]
+        widths = [plan.estimates[loss].bytes_of[name] / GIB for loss in LOSSES]
         axes.barh(LOSSES, widths, left=[left[loss] for loss in LOSSES], label=name, color=_COLORS[name])
         left = {loss: left[loss] + width for loss, width in zip(LOSSES, widths, strict=True)}
     capacity = plan.run.target.capacity_bytes / GIB

@@ -50,7 +50,7 @@ def fitted(
     def needs(run: Run) -> tuple[int, int, int]:
         """Bytes of a step with a teacher that stays, of the teacher, and of what is there before the first step."""
         estimated, of_teacher = estimate(run), teacher(run.micro_batches)
-        before = of_teacher and not teacher_stays and of_teacher + estimated.parts["parameters"]
+        before = of_teacher and not teacher_stays and of_teacher + estimated.bytes_of["parameters"]
         return estimated.total + (of_teacher if teacher_stays else 0), of_teacher, before
 
     run = _decided(settings, run, lambda run: max(needs(run)) <= capacity)

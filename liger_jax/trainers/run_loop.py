@@ -57,7 +57,7 @@ def loop(
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
     held_out = RowBatches(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
-    its_rows = lambda step: [next(rows.parts(inputs.rows_of(max(0, step - 1)), size))]
+    its_rows = lambda step: [next(rows.batched(inputs.rows_of(max(0, step - 1)), size))]
     unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
     # A model that writes its own batches notes some of them itself.
     held = data.held_out(settings.samples) if rollouts is None else []

@@ -1,6 +1,7 @@
 """What differs between the commands that train: a run asks its task, and all else of `run` is the same for them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,9 +58,10 @@ class Task:
         return ("step", "loss", *self.figures, "learning_rate", "tokens_per_second", "memory_gib", *self.scored)
 
 
-# That each token is predicted from those before it.
+# That each token is predicted from those before it, of `FinetuneSettings`. What is held out is scored by its
+# cross-entropy, whatever the loss: by "dft" a token of probability 0 would have none.
 TEXT = Task(
-    loss=lambda settings, data: loss_and_accuracy,
+    loss=lambda settings, data: functools.partial(loss_and_accuracy, token_scaling=settings.loss_type == "dft"),
     normalizer=lambda settings, data: scored_tokens,
     sums=lambda graph, settings, data: score_sums(graph),
     scores=mean_scores,

@@ -60,7 +60,7 @@ def training_inputs(run: Run) -> TrainingInputs:
     updates = task.updates(settings)
     optimizer = optimizer_of(settings, rate if updates == 1 else lambda count: rate(count // updates))
     rows_of = data.batches(settings, devices.own_rows(settings.batch))
-    filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
+    filled = lambda step: next(rows.batched(rows_of(step), settings.batch))
     batch_of = lambda step: devices.place(filled(step))
     if settings.lora_dropout and task.rollouts is None:
         pieces_of = data.pieces(settings)

@@ -14,7 +14,7 @@ from liger_jax.training.rows import Rows
 
 
 def loss_and_accuracy(
-    model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None
+    model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None, *, token_scaling: bool = False
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A loss function for `make_step` with `has_aux=True`. The accuracy costs nothing beside the loss.
 
@@ -22,6 +22,7 @@ def loss_and_accuracy(
         model: a causal language model.
         batch: its arguments.
         normalizer: the denominator of both means; `None` for the batch's own number of scored tokens.
+        token_scaling: multiply each token's loss by its own probability, as a model's call does.
 
     Returns:
         The mean loss, and `token_accuracy`, the share of tokens that the model predicts. Both are float32 scalars that
@@ -34,7 +35,7 @@ def loss_and_accuracy(
         >>> list(loss_and_accuracy(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), rows)[1])
         ['token_accuracy']
     """
-    out: Any = model(**batch, loss_normalizer=normalizer, return_metrics=True)
+    out: Any = model(**batch, loss_normalizer=normalizer, token_scaling=token_scaling, return_metrics=True)
     share = 1.0 if normalizer is None else out.metrics.num_tokens / normalizer
     return out.loss, {"token_accuracy": jnp.asarray(share * out.metrics.accuracy)}
 

@@ -155,29 +155,29 @@ def num_mixed(mixture: Mixture) -> int:
     return sum(_visits(number, weight) for number, weight in mixture)
 
 
-def parts(rows: Rows, size: int) -> Iterator[Rows]:
-    """Cuts rows into equal parts. The last part is filled up with rows of padding, which count nowhere.
+def batched(rows: Rows, size: int) -> Iterator[Rows]:
+    """Cuts rows into equal batches. The last one is filled up with rows of padding, which count nowhere.
 
     Args:
         rows: a model's arguments.
-        size: rows in a part.
+        size: rows in a batch.
 
     Yields:
-        The parts in their order. Rows that do not mark padding get a `token_mask`, 0 in rows that are added.
+        The batches in their order. Rows that do not mark padding get a `token_mask`, 0 in rows that are added.
 
     Example:
         >>> rows = {"input_ids": np.ones((3, 2), np.int32), "labels": np.ones((3, 2), np.int32)}
-        >>> [part["labels"].tolist() for part in parts(rows, 2)]
+        >>> [batch["labels"].tolist() for batch in batched(rows, 2)]
         [[[1, 1], [1, 1]], [[1, 1], [-100, -100]]]
     """
     if "input_ids" in rows and not any(name in rows for name in MASKS):
         rows = {**rows, "token_mask": np.ones(np.shape(rows["input_ids"]), np.int32)}
     for begin in range(0, num_rows(rows), size):
-        part = {name: values[begin : begin + size] for name, values in rows.items()}
-        missing = size - num_rows(part)
-        empty = {name: IGNORE_INDEX if name == "labels" else 0 for name in part}
+        batch = {name: values[begin : begin + size] for name, values in rows.items()}
+        missing = size - num_rows(batch)
+        empty = {name: IGNORE_INDEX if name == "labels" else 0 for name in batch}
         more = lambda x, missing=missing: ((0, missing), *[(0, 0)] * (x.ndim - 1))
-        yield {name: np.pad(x, more(x), constant_values=empty[name]) for name, x in part.items()}
+        yield {name: np.pad(x, more(x), constant_values=empty[name]) for name, x in batch.items()}
 
 
 def fingerprint(*some: Rows) -> str:

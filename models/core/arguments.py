@@ -95,9 +95,6 @@ def as_key(caller: str, key: Any) -> Key[Array, ""]:
     """A typed key, of `jax.random.key` or of the numbers that `jax.random.PRNGKey` makes.
 
     Returns the key; one of numbers is of the kind that `jax_default_prng_impl` names.
-
-    >>> as_key("generate", jax.random.PRNGKey(0)) == jax.random.key(0)
-    Array(True, dtype=bool)
     """
     key = jnp.asarray(key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -106,13 +106,7 @@ def with_tokens(
 
 
 def lengthened(cache: KVCache, length: int) -> KVCache:
-    """Makes a cache longer.
-
-    >>> from liger_jax.models import LlamaConfig
-    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-    >>> lengthened(empty_cache(config, 2, 3, jnp.float32), 5).positions.tolist()
-    [[-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]]
-    """
+    """Makes a cache longer."""
     keys, values = _longer(cache.keys, 2, length), _longer(cache.values, 2, length)
     return dataclasses.replace(cache, keys=keys, values=values, positions=_longer(cache.positions, 1, length, -1))
 
@@ -123,13 +117,7 @@ def _longer(x, axis, length, value=0):
 
 
 def repeated(cache: KVCache, times: int) -> KVCache:
-    """Gives each row of a cache copies, which follow it.
-
-    >>> from liger_jax.models import LlamaConfig
-    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-    >>> repeated(empty_cache(config, 2, 3, jnp.float32), 4).keys.shape
-    (1, 8, 3, 1, 8)
-    """
+    """Gives each row of a cache copies, which follow it."""
     again = functools.partial(jnp.repeat, repeats=times, axis=1)
     keys, values, linear = jax.tree.map(again, (cache.keys, cache.values, cache.linear))
     positions = jnp.repeat(cache.positions, times, axis=0)
@@ -137,13 +125,7 @@ def repeated(cache: KVCache, times: int) -> KVCache:
 
 
 def of_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
-    """Takes some rows out of a cache.
-
-    >>> from liger_jax.models import LlamaConfig
-    >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-    >>> of_rows(empty_cache(config, 4, 3, jnp.float32), jnp.array([1, 3])).keys.shape
-    (1, 2, 3, 1, 8)
-    """
+    """Takes some rows out of a cache."""
     take = functools.partial(jnp.take, indices=rows, mode="clip", unique_indices=True, indices_are_sorted=True)
     arrays = cache.keys, cache.values, cache.linear
     keys, values, linear = jax.tree.map(functools.partial(take, axis=1), arrays)
@@ -262,10 +244,6 @@ def cached_attention(
     sees itself and window − 1 before it; `None` for all before it. `sinks`: one more score for each head, of a key
     without a value; `None` for none. Returns an array like `q`. For a query that sees no key the numbers are finite and
     mean nothing.
-
-    >>> q, k = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 1, 8))
-    >>> cached_attention(q, k, k, jnp.array([[2]]), jnp.array([[0, 1, 2, -1]])).shape
-    (1, 1, 2, 8)
     """
     (batch, length, _, width), kv_heads, dtype = q.shape, k.shape[2], q.dtype
     scale = width**-0.5 if scale is None else scale

@@ -42,9 +42,9 @@ class LlamaConfig:
         mlp_bias: whether the three projections of the feed-forward add biases.
 
     Raises:
-        ValueError: fields have a wrong type, are out of range or do not fit together; the message lists them all. A
-            size is an int from 1 to 2³¹ − 1, and there are at most 10,000 layers. Other numbers are finite and
-            positive, and a base is more than 1.
+        ValueError: fields have a wrong type, are out of range or do not fit together, here and in the configs of other
+            families; the message lists them all. A size is an int from 1 to 2³¹ − 1, and there are at most 10,000
+            layers. Other numbers are finite and positive, and a base is more than 1.
 
     Example:
         >>> LlamaConfig(hidden_size=64, num_attention_heads=4).head_dim

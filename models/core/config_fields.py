@@ -49,10 +49,6 @@ def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
     """Finds wrong values for the fields of a config.
 
     Returns a clause for each wrong value: its name, the value, and what it must be.
-
-    >>> Sizes = dataclasses.make_dataclass("Sizes", [("vocab_size", int), ("head_dim", int | None)])
-    >>> problems(Sizes, {"vocab_size": True, "head_dim": None})
-    ['vocab_size=True (bool) must be an int from 1 to 2147483647']
     """
     hints = typing.get_type_hints(config_type)
     names = [field.name for field in dataclasses.fields(config_type) if field.name in values]

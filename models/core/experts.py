@@ -194,9 +194,6 @@ def rows_of_token(experts: Experts, devices: int) -> int:
     """The rows for which a device has room, for each of its tokens: one for each choice, or those of an exchange.
 
     Returns rows of D, of which a router fills k on average over the devices.
-
-    >>> rows_of_token(Experts(128, 8, 768), 1), rows_of_token(Experts(128, 8, 768), 4)
-    (8, 32)
     """
     return devices * room_for(1, experts.per_token, experts.count // devices)
 

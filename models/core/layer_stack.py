@@ -240,9 +240,5 @@ def _made(make_layer: Callable[[LayerKind, nnx.Rngs], nnx.Module], kind: LayerKi
 
 
 def pattern_length(kinds: Sequence[Any]) -> int:
-    """The length of the shortest pattern that gives these kinds when repeated; the last repetition may be incomplete.
-
-    >>> pattern_length("aabaabaa"), pattern_length("aab"), pattern_length("aaaa")
-    (3, 3, 1)
-    """
+    """The length of the shortest pattern that gives these kinds when it is repeated; the last one may be incomplete."""
     return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))

@@ -163,13 +163,6 @@ def describe(model: Any) -> dict[Path, ParameterInfo]:
     `model`: a model, its state, or any tree with the state's paths, such as gradients. Leaves need a shape alone.
     Returns the parameters by their paths, as `nnx.to_flat_state` has them, in the order of the tree's leaves. A
     quantised weight has two entries, whose paths end in "codes" and "scales".
-
-    >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
-    >>> model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
-    >>> info = describe(model)["model", "layers", "mlp", "up_proj", "kernel"]
-    >>> info.kind, info.layer_axis, info.in_axis, info.out_axis, info.tensor_names[1]
-    ('kernel', 0, 1, 2, 'model.layers.1.mlp.up_proj.weight')
     """
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model) if isinstance(model, nnx.Module) else model)
     return {path_of(keys): parameter(path_of(keys), x.shape) for keys, x in leaves}
@@ -212,10 +205,6 @@ def matrices(tree: Any) -> Any:
     Embeddings, kernels, experts and adapters do. Norms, biases, sinks and DoRA's lengths do not, however many layers or
     experts are stacked in one array. Of what is no parameter of a model of ours, arrays with two axes or more do,
     unless a part of the path is "scale" or "bias" or ends in "_bias".
-
-    >>> import jax.numpy as jnp
-    >>> matrices(dict(kernel=jnp.ones((2, 3)), sinks=jnp.ones(3)))
-    {'kernel': True, 'sinks': False}
     """
     return jax.tree_util.tree_map_with_path(is_matrix, tree)
 

@@ -5,10 +5,6 @@ from jaxtyping import Array, Float, Int
 
 
 def query_scale(positions: Int[Array, "B T"], beta: float, length: int) -> Float[Array, "B T 1"]:
-    """1 + beta·ln(1 + ⌊position/length⌋), which is 1 for the first `length` positions.
-
-    >>> query_scale(jnp.array([[0, 3, 4, 12]]), 0.5, 4)[0, :, 0].round(3).tolist()
-    [1.0, 1.0, 1.347000002861023, 1.6929999589920044]
-    """
+    """1 + beta·ln(1 + ⌊position/length⌋), which is 1 for the first `length` positions."""
     times = (positions // length).astype(jnp.float32)
     return (1 + beta * jnp.log1p(times))[..., None]

@@ -73,11 +73,6 @@ def tokens_at_once(tokens: int, width: int, remat: Remat, tensor: int = 1) -> in
     more tokens are computed at once, and each device has its shard of their width.
 
     Returns a tile's tokens, where a layer keeps no product; else all. With "offload" shorter rows have tiles, too.
-
-    >>> [tokens_at_once(16_384, 4096, remat) for remat in ("none", "full", "offload")]
-    [16384, 16384, 2048]
-    >>> [tokens_at_once(65_536, 4096, "full", tensor) for tensor in (1, 2)]
-    [4096, 65536]
     """
     own = tokens // tensor
     size = None if keeps_products(remat) else tile_tokens(own, width)
@@ -90,9 +85,6 @@ def tile_tokens(tokens: int, width: int) -> int | None:
     """How many tokens a tile has: about as many as the model is wide, so that its products have no short side.
 
     Returns the number; `None` where all tokens are computed at once, for no more than 8 tiles.
-
-    >>> tile_tokens(65_536, 4096), tile_tokens(8_192, 4096)
-    (4096, None)
     """
     size = min(max(width, LEAST_TOKENS), MOST_TOKENS)
     return size if tokens > LEAST_TILES * size else None

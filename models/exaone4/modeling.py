@@ -20,9 +20,6 @@ class Exaone4Config(LlamaConfig):
         layer_types: the type of each layer, "sliding_attention" or "full_attention"; `None` for full attention in every
             fourth layer and a window in the others.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or `layer_types` does not have one type for each layer, or has an unknown one.
-
     Example:
         >>> Exaone4Config().rope_of("full_attention"), Exaone4Config(sliding_window=None).rope_of("full_attention")
         (None, (10000.0, None))

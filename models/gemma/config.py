@@ -48,9 +48,6 @@ class Gemma2Config(GemmaConfig):
         attn_logit_softcapping: bound of the attention scores; `None` for none.
         final_logit_softcapping: bound of the logits; `None` for none.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or `layer_types` does not have one type for each layer, or has an unknown one.
-
     Example:
         >>> Gemma2Config(num_hidden_layers=3).layer_types
         ('sliding_attention', 'full_attention', 'sliding_attention')
@@ -86,9 +83,6 @@ class Gemma3TextConfig(Gemma2Config):
         sliding_window_pattern: n: every nth layer has full attention, and the others slide. `layer_types`, if given,
             decides instead.
         rope_local_base_freq: the rotary embedding's base in sliding layers.
-
-    Raises:
-        ValueError: as `Gemma2Config`.
 
     Example:
         >>> Gemma3TextConfig().layer_types.index("full_attention")

@@ -52,10 +52,6 @@ def draw(
     probability that is drawn from is found in 15 passes over the probabilities, two of its 30 bits in each.
 
     `top_p`: in (0, 1): the fewest likeliest whose probabilities, among those of top_k, reach it; `None` for all.
-
-    >>> keys, logits = jax.random.split(jax.random.key(0), 1), jnp.array([[0.0, 9.0, 1.0]])
-    >>> draw(keys, logits, jnp.float32(1), jnp.float32(0.5)).tolist()
-    [1]
     """
     scaled = _scaled(logits, temperature)
     if top_p is not None or top_k is not None:

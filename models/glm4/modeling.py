@@ -23,9 +23,6 @@ class Glm4Config(LlamaConfig):
         partial_rotary_factor: the share of a head's columns that is rotated, the first ones; columns 2i and 2i + 1
             turn together.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or the part that is rotated is not of an even number of columns.
-
     Example:
         >>> Glm4Config().rotary_width
         64

@@ -20,10 +20,6 @@ class GptOssConfig(LlamaConfig):
             layer and in every other one.
         num_local_experts: as all that is said of experts and routers, that of `MixtralConfig`.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or a token goes to more experts than there are; or `layer_types` does not have one
-            type for each layer, or has an unknown one.
-
     Example:
         >>> GptOssConfig(num_hidden_layers=3).layer_types
         ('sliding_attention', 'full_attention', 'sliding_attention')

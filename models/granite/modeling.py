@@ -25,9 +25,6 @@ class GraniteConfig(LlamaConfig):
         attention_multiplier: the factor of the attention scores, in place of 1/√H.
         residual_multiplier: a factor of what attention and feed-forward add to the residual stream.
 
-    Raises:
-        ValueError: as `LlamaConfig`.
-
     Example:
         >>> GraniteConfig(attention_multiplier=0.0078125).attention_scale
         0.0078125

@@ -33,9 +33,6 @@ class Targets:
         """Whether PEFT gives this module an adapter.
 
         `name`: its name in a checkpoint, such as "model.layers.0.self_attn.q_proj".
-
-        >>> Targets(["q_proj"], layers=[1]).adapts("model.layers.0.self_attn.q_proj")
-        False
         """
         if _is_named(self.excluded, name) or saves(self.saved, name):
             return False
@@ -53,11 +50,7 @@ class Targets:
 
 
 def split(names: Sequence[str] | str | None) -> tuple[bool, Sequence[str] | str]:
-    """Whether names are those of all projections of layers, as `None` is and all of `LAYER` are; and the other names.
-
-    >>> split(None), split([*LAYER, "lm_head"]), split(["q_proj"])
-    ((True, ()), (True, ['lm_head']), (False, ['q_proj']))
-    """
+    """Whether names are those of all projections of layers, as `None` and all of `LAYER` are; and the other names."""
     if names is None:
         return True, ()
     if isinstance(names, str) or not {*LAYER} <= {*names}:
@@ -74,9 +67,6 @@ def names_parameter(targets: Sequence[str], name: str) -> bool:
     """Whether PEFT adapts a parameter by these `target_parameters`: its name, or an end of it.
 
     `name`: of the parameter, such as "model.layers.0.mlp.experts.gate_up_proj".
-
-    >>> names_parameter(["experts.down_proj"], "model.layers.0.mlp.experts.down_proj")
-    True
     """
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
@@ -91,9 +81,6 @@ def value_of(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
     """What `rank_pattern` or `alpha_pattern` gives a module: the first of its expressions that matches counts.
 
     `patterns`: values by regular expressions for a name or for its end.
-
-    >>> value_of({"k_proj": 4}, "model.layers.0.self_attn.k_proj", 8)
-    4
     """
     return next((value for each, value in patterns.items() if re.match(rf"(.*\.)?({each})$", name)), default)
 
@@ -102,9 +89,6 @@ def patterns_of(values: Mapping[str, Value]) -> tuple[Value, dict[str, Value]]:
     """The commonest of the modules' values, and a pattern by which `value_of` finds the others.
 
     Returns the default and the pattern, by the last parts of names where all modules of that name agree.
-
-    >>> patterns_of({"0.q_proj": 8, "0.k_proj": 4, "1.q_proj": 8, "1.k_proj": 4, "0.o_proj": 8})
-    (8, {'k_proj': 4})
     """
     all_values = list(values.values())
     default = max(all_values, key=all_values.count)
@@ -158,9 +142,6 @@ def problem_of_expression(expression: str) -> str | None:
 
     Python tries one way after another to match a name, and there may be more of them than anyone can wait for. That
     needs a repeated group with a choice or a repetition inside, or many repetitions in a row.
-
-    >>> problem_of_expression(r".*\\.layers\\.\\d+\\.(q|v)_proj"), problem_of_expression("(a+)+b")
-    (None, 'may take too long: a repeated group has a choice or a repetition inside')
     """
     try:
         re.compile(expression)

@@ -189,11 +189,7 @@ def _say_what_is_passed_over(values: Mapping[str, Any], never: tuple[str, ...]) 
 
 
 def unapplied_dropout(values: Mapping[str, Any]) -> str | None:
-    """What a command says before it trains a model whose config.json asks for dropout, which is none here.
-
-    >>> unapplied_dropout({"attention_dropout": 0.1})
-    'attention_dropout=0.1 of config.json is not applied: training here drops nothing of the attention'
-    """
+    """What a command says before it trains a model whose config.json asks for dropout, which is none here."""
     if not (share := values.get("attention_dropout")):
         return None
     share = config_fields.short(share)

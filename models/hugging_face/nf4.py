@@ -34,11 +34,7 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safeten
 
 
 def problem(values: Mapping[str, Any]) -> str | None:
-    """Why weights are not read that config.json calls quantised.
-
-    >>> problem({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
-    "quantization_config is bitsandbytes' int8, and must be its nf4 or absent: take the model that it was made of"
-    """
+    """Why weights are not read that config.json calls quantised."""
     given = values.get("quantization_config")
     if not given:
         return None

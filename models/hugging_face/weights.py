@@ -268,11 +268,7 @@ def _of_tensor(tensor: Any, piece: Piece, stored: list[slice]) -> np.ndarray:
 
 
 def interleaved(width: int) -> np.ndarray:
-    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns.
-
-    >>> interleaved(4).tolist()
-    [0, 2, 1, 3]
-    """
+    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns."""
     return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
 
 

@@ -20,9 +20,6 @@ class Ministral3Config(MistralConfig):
         llama_4_scaling_beta: β: the query at position p is multiplied by 1 + β·ln(1 + ⌊p/n⌋), where n is
             `original_max_position_embeddings` of `rope_scaling`.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or `rope_scaling` is of another kind.
-
     Example:
         >>> Ministral3Config().query_growth
         (0.1, 16384)

@@ -14,9 +14,6 @@ class MistralConfig(LlamaConfig):
     Args:
         sliding_window: how many positions a position sees, itself included; `None` for all before it.
 
-    Raises:
-        ValueError: as `LlamaConfig`.
-
     Example:
         >>> MistralConfig(num_hidden_layers=1).layer_types, MistralConfig(sliding_window=None).layer_types[0]
         (('sliding_attention',), 'full_attention')

@@ -25,9 +25,6 @@ class MixtralConfig(MistralConfig):
         router_aux_loss_coef: the factor of the balancing loss.
         router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or a token goes to more experts than there are.
-
     Example:
         >>> MixtralConfig().experts.count
         8

@@ -19,9 +19,6 @@ class Olmo3Config(Olmo2Config):
         layer_types: the type of each layer, "sliding_attention" or "full_attention"; `None` for full attention in every
             fourth layer and a window in the others.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or `layer_types` does not have one type for each layer, or has an unknown one.
-
     Example:
         >>> Olmo3Config().layer_types.index("full_attention")
         3

@@ -19,9 +19,6 @@ class OlmoeConfig(LlamaConfig):
         norm_topk_prob: whether the weights of a token's experts add up to 1.
         output_router_logits: as the factors of the routers' losses, that of `MixtralConfig`.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or a token goes to more experts than there are.
-
     Example:
         >>> OlmoeConfig().experts.per_token
         8

@@ -19,10 +19,6 @@ class Phi3Config(LlamaConfig):
         partial_rotary_factor: the share of a head's columns that is rotated, the first ones; Phi-4-mini has 0.75.
         sliding_window: how many positions a position sees, itself included; `None` for all before it.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or `rope_scaling` is of another kind or has not a factor for each rotated pair of
-            columns; or the part that is rotated is not of an even number of columns.
-
     Example:
         >>> Phi3Config(num_attention_heads=24, num_key_value_heads=8, partial_rotary_factor=0.75).rotary_width
         96

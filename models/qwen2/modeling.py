@@ -17,9 +17,6 @@ class Qwen2Config(LlamaConfig):
         sliding_window: how many positions a position sees in a sliding layer, itself included.
         layer_types: the type of each layer, "full_attention" or "sliding_attention"; `None` for the fields above.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or `layer_types` does not have one type for each layer, or has an unknown one.
-
     Example:
         >>> Qwen2Config(hidden_size=896, num_attention_heads=14, num_key_value_heads=2).head_dim
         64

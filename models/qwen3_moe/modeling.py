@@ -24,9 +24,6 @@ class Qwen3MoeConfig(Qwen3Config):
         mlp_only_layers: the numbers of layers that have none in any case.
         output_router_logits: as the factors of the routers' losses, that of `MixtralConfig`.
 
-    Raises:
-        ValueError: as `Qwen3Config`; or a token goes to more experts than there are, or no layer has experts.
-
     Example:
         >>> Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=(0,)).feed_forward_of(0)
         'dense'

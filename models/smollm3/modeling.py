@@ -23,10 +23,6 @@ class SmolLM3Config(LlamaConfig):
         sliding_window: how many positions a position sees in a sliding layer, itself included.
         layer_types: the type of each layer, "full_attention" or "sliding_attention"; `None` for the fields above.
 
-    Raises:
-        ValueError: as `LlamaConfig`; or `no_rope_layers` is shorter than there are layers; or `layer_types` does not
-            have one type for each layer, or has an unknown one.
-
     Example:
         >>> SmolLM3Config(num_hidden_layers=5).no_rope_layers
         (1, 1, 1, 0, 1)

@@ -24,8 +24,8 @@ from liger_jax.models import AutoModelForCausalLM, MixtralConfig, MixtralForCaus
 from liger_jax.models.lora import add_lora, save_adapters
 from liger_jax.trainers.distill_options import DistillSettings
 from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.finetune_options import FinetuneSettings
 from liger_jax.trainers.grpo_options import GrpoSettings
-from liger_jax.trainers.options import Settings
 from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -82,7 +82,7 @@ TEXTS = ROWS | {
     "field": ["", "--column text", "--format text"],
 }
 FACTORS = {
-    "finetune": TRAINING | TEXTS,
+    "finetune": TRAINING | TEXTS | {"loss": ["", "--loss-type dft"]},
     "dpo": TRAINING | ROWS | {
         "loss": [
             "--data {pairs}",
@@ -200,7 +200,7 @@ APART = [
     ("cispo|sapo|vespo|gmpo", "--delta"),
     ("} --loss", "--format|--column"),
 ]
-SETTINGS = {"finetune": Settings, "dpo": PairSettings, "grpo": GrpoSettings, "distill": DistillSettings}
+SETTINGS = {"finetune": FinetuneSettings, "dpo": PairSettings, "grpo": GrpoSettings, "distill": DistillSettings}
 QUICK = {"plan": (0, 1), "data": (0, 1), "grpo": (1,)}  # rows by default, of which training is traced alone
 
 

@@ -52,7 +52,7 @@ def test_rows_from_files_are_those_of_all_documents_at_once(source, tmp_path, pa
         np.testing.assert_array_equal(laid[name][3, :5], array[3, :5])
     parts = list(RowBatches(laid, 4))
     assert len(parts) == len(RowBatches(laid, 4)) == -(-laid.num_rows // 4)
-    for part, other in zip(parts, rows.parts(expected, 4), strict=True):
+    for part, other in zip(parts, rows.batched(expected, 4), strict=True):
         np.testing.assert_array_equal(part["labels"], other["labels"])
     found = [laid.tokens.piece(i) for i in range(len(pieces))]
     assert [(p.begin, p.total, p.document.where) for p in found] == [

@@ -20,6 +20,8 @@ F32_TOLERANCE = 1e-5  # relative, at every step
 BF16_FACTOR = 1.5  # of plain bfloat16's own deviation from float32
 SEEDS = tuple(range(27))
 PLAIN = KernelOptions.off()
+# A scale, one beside 1 with capped logits, norms over all heads, and a scale of logits.
+OF_EACH_NORM_AND_LOSS = ("llama", "gemma2", "olmo2", "granite")
 each_family = pytest.mark.parametrize("family", first(1, list(FAMILIES)))
 
 
@@ -48,6 +50,10 @@ def test_float32_losses_with_kernels_follow_plain_ones_at_every_step(implementat
 
 @each_family
 def test_bfloat16_losses_with_kernels_deviate_no_more_than_plain_ones(implementation, family):
+    if implementation == "mosaic_tpu:interpret" and family not in OF_EACH_NORM_AND_LOSS:
+        pytest.skip(
+            "its kernels for TPUs, norms and the loss, are those of another family, and a case takes half a minute"
+        )
     steps = steps_of(implementation)
     exact = plain_losses(jnp.float32, steps, SEEDS, family)
     losses = training_losses(kernels_of(implementation), jnp.bfloat16, steps, seeds=SEEDS, family=family)

@@ -82,11 +82,17 @@ def test_gradients_are_those_of_the_loss(model, tokens):
 
 def test_selected_tokens_need_no_labels_and_are_scored_at_the_last_position_too(model, tokens):
     """As a grader asks: what is the probability of "yes" and of "no" after each row?"""
-    ask = lambda model, ids: model.log_probs(tokens, selected_token_ids=ids, logits_to_keep=2, temperature=0.7)
-    asked = nnx.jit(ask)(model, jnp.array([7, 3]))
+
+    @nnx.jit
+    def ask(model, ids):
+        return model.log_probs(tokens, selected_token_ids=ids, logits_to_keep=2, temperature=0.7)
+
+    asked = ask(model, jnp.array([7, 3]))
     log_p = from_logits(model, tokens, 0.7, {})
     close(asked.selected_log_probs, log_p[:, -2:, jnp.array([7, 3])])
     close(asked.log_probs, asked.selected_log_probs[..., 0])
+    of_none = ask(model, jnp.array([7, CONFIG.vocab_size])).selected_log_probs
+    assert np.all(np.isfinite(of_none[..., 0])) and np.all(np.isnan(of_none[..., 1]))
     with pytest.raises(ValueError, match=rf"^log_probs: selected_token_ids hold {CONFIG.vocab_size}, but must be in"):
         model.log_probs(tokens, selected_token_ids=[3, CONFIG.vocab_size])
 

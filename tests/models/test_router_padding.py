@@ -47,10 +47,10 @@ def padded_on_the_left(documents):
 
 
 LAYOUTS = {
-    "padded, with rows that fill up": lambda documents: next(rows.parts(pad(documents, 7, pad_id=3), 4)),
-    "packed, with rows that fill up": lambda documents: next(rows.parts(pack(documents, 9, pad_id=3), 4)),
+    "padded, with rows that fill up": lambda documents: next(rows.batched(pad(documents, 7, pad_id=3), 4)),
+    "packed, with rows that fill up": lambda documents: next(rows.batched(pack(documents, 9, pad_id=3), 4)),
     "padded on the left": padded_on_the_left,
-    "rows that tell nothing": lambda documents: next(rows.parts(dict(input_ids=documents, labels=documents), 4)),
+    "rows that tell nothing": lambda documents: next(rows.batched(dict(input_ids=documents, labels=documents), 4)),
 }
 
 
@@ -84,7 +84,7 @@ def test_micro_batches_average_their_terms_by_scored_tokens_however_rows_are_lai
 def test_held_out_rows_are_scored_by_the_cross_entropy_alone(documents):
     model = MixtralForCausalLM(CONFIG, rngs=nnx.Rngs(0))
     graph, params, frozen = nnx.split(model, nnx.Param, ...)
-    batch = next(rows.parts(pad(documents, 7), 4))
+    batch = next(rows.batched(pad(documents, 7), 4))
     found = mean_scores(np.asarray(score_sums(graph)(params, frozen, batch), np.float64).tolist())
     logits = np.asarray(nnx.jit(lambda model, x: model(x).logits)(model, jnp.asarray(documents)), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

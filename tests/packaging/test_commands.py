@@ -15,15 +15,15 @@ from liger_jax.commands import _parser
 from liger_jax.commands._arguments import settings_of
 from liger_jax.trainers.distill_options import DistillSettings
 from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.finetune_options import FinetuneSettings
 from liger_jax.trainers.grpo_options import GrpoSettings
-from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [*CHECKOUT.glob("*.md"), *sorted(CHECKOUT.glob("docs/*.md")), *sorted(CHECKOUT.glob("models/*/README.md"))]
 PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
 TEXTS = {str(page.relative_to(CHECKOUT)): page.read_text(encoding="utf-8") for page in PAGES}
-SETTINGS = {"finetune": Settings, "dpo": PairSettings, "grpo": GrpoSettings, "distill": DistillSettings}
+SETTINGS = {"finetune": FinetuneSettings, "dpo": PairSettings, "grpo": GrpoSettings, "distill": DistillSettings}
 FENCE = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:[^`\n]|\n(?!\n))+)`")
 OURS = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*liger-jax (?P<rest>[a-z]+(?: .*)?)$")

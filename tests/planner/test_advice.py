@@ -118,7 +118,7 @@ def test_a_run_that_fits_by_a_hair_says_so():
 
 def _scaled(estimate, total):
     """An estimate with this total."""
-    return dataclasses.replace(estimate, parts={"parameters": int(total)})
+    return dataclasses.replace(estimate, bytes_of={"parameters": int(total)})
 
 
 def test_the_largest_batch_is_the_largest_that_fits():
@@ -256,6 +256,6 @@ def test_bars_are_as_long_as_the_parts():
     fused, logits = bars(found).splitlines()
     for line, loss in ((fused, "fused"), (logits, "logits")):
         estimate = found.estimates[loss]
-        assert estimate.total == sum(estimate.parts.values())
+        assert estimate.total == sum(estimate.bytes_of.values())
         marks = sum(c.isalpha() for c in line.split("|")[1])
         assert marks == pytest.approx(60 * estimate.total / found.run.target.capacity_bytes, abs=1)

@@ -46,7 +46,7 @@ found = compile_run(run)
 text = found.program.as_text() if found.program else ""
 memory = found.program.memory_analysis() if found.program else None
 print(json.dumps(dict(
-    total=found.total, arguments=found.arguments, estimate=estimate(run).total, parts=estimate(run).parts,
+    total=found.total, arguments=found.arguments, estimate=estimate(run).total, parts=estimate(run).bytes_of,
     memory=run.target.memory_bytes, refused=found.program is None,
     host_arguments=memory and memory.host_argument_size_in_bytes,
     host_temporaries=memory and memory.host_temp_size_in_bytes,

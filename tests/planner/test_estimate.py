@@ -29,7 +29,7 @@ GIB = 2**30
 def test_mixed_precision_takes_16_bytes_a_parameter():
     whole = plan("llama-3.2-1b", batch=64, seq=8192, device="h200").estimates["logits"]
     parameters = architecture("llama-3.2-1b").num_parameters
-    assert whole.parts["parameters"] + whole.parts["optimizer state"] == 12 * parameters
+    assert whole.bytes_of["parameters"] + whole.bytes_of["optimizer state"] == 12 * parameters
 
 
 def test_8_bit_state_takes_about_2_03_bytes_of_the_8_a_parameter():
@@ -38,7 +38,7 @@ def test_8_bit_state_takes_about_2_03_bytes_of_the_8_a_parameter():
     optimizer = make_optimizer("adamw8bit", "float32")
     state = jax.eval_shape(optimizer.init, run.model.abstract(param_dtype=jnp.float32)[1])
     counted = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    assert estimate(run).parts["optimizer state"] == pytest.approx(counted, rel=0.01)
+    assert estimate(run).bytes_of["optimizer state"] == pytest.approx(counted, rel=0.01)
     assert counted / run.model.num_parameters == pytest.approx(2.03, abs=0.02)
 
 
@@ -107,7 +107,7 @@ def test_no_part_of_a_small_model_is_less_than_nothing(device, tmp_path):
     path.write_text(json.dumps(sizes | {"model_type": "llama", "num_key_value_heads": 4}))
     for remat in ("none", "dots", "full"):
         found = estimate(make_run(str(path), batch=1, seq=16, device=device, remat=remat))
-        assert found.peak == "backward" and min(found.parts.values()) >= 0, found
+        assert found.peak == "backward" and min(found.bytes_of.values()) >= 0, found
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
@@ -148,8 +148,8 @@ def test_micro_batches_hold_the_activations_of_one_and_a_sum_of_gradients():
     run = make_run("qwen2-0.5b", batch=64, seq=2048, device="h200", remat="none", loss="logits")
     one, four = estimate(run), estimate(dataclasses.replace(run, micro_batches=4))
     for name in ("layer inputs", "attention", "feed-forward"):
-        assert four.parts[name] * 4 == one.parts[name] > 0
-    assert four.parts["gradients"] == one.parts["gradients"] + 4 * architecture("qwen2-0.5b").num_parameters
+        assert four.bytes_of[name] * 4 == one.bytes_of[name] > 0
+    assert four.bytes_of["gradients"] == one.bytes_of["gradients"] + 4 * architecture("qwen2-0.5b").num_parameters
     with pytest.raises(
         ValueError, match="batch=12 is not divided by the 2 devices .* in micro_batches=4. Take batch=8"
     ):
@@ -157,7 +157,7 @@ def test_micro_batches_hold_the_activations_of_one_and_a_sum_of_gradients():
 
 
 def test_what_lies_on_the_host_takes_no_memory_of_a_device():
-    at = lambda **options: plan("qwen2-0.5b", batch=8, seq=512, device="h200", **options).estimates["fused"].parts
+    at = lambda **options: plan("qwen2-0.5b", batch=8, seq=512, device="h200", **options).estimates["fused"].bytes_of
     assert at(state_memory="host")["optimizer state"] == 0 < at()["optimizer state"]
     assert at(remat="offload")["layer inputs"] == 0 < at()["layer inputs"]
 

@@ -21,7 +21,7 @@ def test_qlora_of_all_experts_of_qwen3_30b_fits_in_40_gb(devices):
     found, without = estimate(run), estimate(make_run("qwen3-30b-a3b", **options))
     assert found.total < 40e9
     numbers = 48 * 128 * 16 * (2048 + 2 * 768 + 768 + 2048) // devices  # both matrices of both weights
-    more = {name: found.parts[name] - without.parts[name] for name in found.parts}
+    more = {name: found.bytes_of[name] - without.bytes_of[name] for name in found.bytes_of}
     own = {name: size for name, size in more.items() if size}
     assert own == {"parameters": 4 * numbers, "gradients": 4 * numbers, "optimizer state": 8 * numbers}
 
@@ -29,7 +29,7 @@ def test_qlora_of_all_experts_of_qwen3_30b_fits_in_40_gb(devices):
 def test_experts_are_held_in_the_bits_of_their_kind_and_a_few_are_dense():
     config = make_run("qwen3-30b-a3b", **QLORA).model.config
     numbers = config.num_hidden_layers * 3 * 128 * 2048 * 768
-    of = lambda kind: estimate(make_run("qwen3-30b-a3b", **QLORA | dict(quantize=kind))).parts
+    of = lambda kind: estimate(make_run("qwen3-30b-a3b", **QLORA | dict(quantize=kind))).bytes_of
     nf4, int8, dense = of("nf4"), of("int8"), of(None)
     projections = config.num_hidden_layers * 2 * 2048 * (32 + 4) * 128
     assert int8["parameters"] - nf4["parameters"] == (numbers + projections) // 2
@@ -67,7 +67,7 @@ OLMOE = dict(model="olmoe-1b-7b-0924", batch=16, seq=2048, device="h200:4")
 
 
 def parts(**changes):
-    return estimate(make_run(**OLMOE | changes)).parts
+    return estimate(make_run(**OLMOE | changes)).bytes_of
 
 
 def test_an_expert_axis_splits_parameters_and_state_as_fsdp_does():
@@ -133,7 +133,7 @@ def test_the_weights_gradient_on_hopper_copies_the_rows_at_the_ends_of_groups():
 def test_quantised_experts_that_fsdp_splits_are_gathered_in_their_codes():
     options = QLORA | dict(batch=8, device="h200:8")
     found = [
-        estimate(make_run("qwen3-30b-a3b", **options | dict(mesh=mesh))).parts["copies of parameters"]
+        estimate(make_run("qwen3-30b-a3b", **options | dict(mesh=mesh))).bytes_of["copies of parameters"]
         for mesh in (dict(fsdp=8), dict(data=8))
     ]
     dense = 2 * (2 * 2048 * (32 + 4) * 128 + 2048 * 128 + 32 * 2048 * 1536 + 64 * 768 * 2048)

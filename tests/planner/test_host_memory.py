@@ -17,14 +17,14 @@ def test_layer_inputs_and_state_are_counted_on_the_host():
     assert found.host == inputs
     on_device = plan("llama-3.1-8b", **LONG | dict(remat="full"))
     assert on_device.host == 0
-    state = on_device.estimates["fused"].parts["optimizer state"]
+    state = on_device.estimates["fused"].bytes_of["optimizer state"]
     assert plan("llama-3.1-8b", **LONG, state_memory="host").host == inputs + state
     sums = 32 * 131_072 * 32 * 4  # layers, tokens, heads, bytes; attention's results are as wide as layers' inputs
     assert plan("llama-3.1-8b", **LONG | dict(remat="offload_attention")).host == 2 * inputs + sums
 
 
 def test_one_layers_work_is_less_than_90_kib_a_token():
-    parts = plan("llama-3.1-8b", **LONG).estimates["fused"].parts
+    parts = plan("llama-3.1-8b", **LONG).estimates["fused"].bytes_of
     assert parts["one layer's work"] < 90 * 1024 * 131_072
 
 

@@ -13,7 +13,7 @@ LLAMA = dict(model="llama-3-8b", batch=8, seq=4096, device="h200:8")
 
 
 def parts(**changes):
-    return estimate(make_run(**LLAMA | changes)).parts
+    return estimate(make_run(**LLAMA | changes)).bytes_of
 
 
 def test_parameters_and_state_are_split_over_both_axes():
@@ -31,8 +31,8 @@ def test_what_layers_keep_is_split_by_positions_heads_or_width(remat):
     for name in ("layer inputs", "attention", "feed-forward"):
         assert both[name] == pytest.approx(whole[name], rel=1e-6)
     one_row = dict(model="llama-3-8b", batch=1, seq=4096, remat=remat)
-    repeated = estimate(make_run(**one_row, device="h200:16", mesh=dict(tensor=16))).parts["attention"]
-    split = estimate(make_run(**one_row, device="h200:8", mesh=dict(tensor=8))).parts["attention"]
+    repeated = estimate(make_run(**one_row, device="h200:16", mesh=dict(tensor=16))).bytes_of["attention"]
+    split = estimate(make_run(**one_row, device="h200:8", mesh=dict(tensor=8))).bytes_of["attention"]
     assert repeated > split / 2 if remat != "full" else repeated == split == 0
 
 
@@ -82,7 +82,7 @@ def test_a_row_over_several_devices_is_as_much_for_each_as_a_short_row(remat):
     )
     names = {*STATIC, *DYNAMIC} - {"one layer's work", "copies of parameters"}
     for name in names if alone.peak == shared.peak else names - {"gradients", "loss"}:
-        assert shared.parts[name] == pytest.approx(alone.parts[name], rel=1e-3), name
+        assert shared.bytes_of[name] == pytest.approx(alone.bytes_of[name], rel=1e-3), name
     keys = 4 * 2 * 8 * 128 * 16384  # keys, values and their gradients, in bfloat16, of a whole row
     work = [
         make_run(**LLAMA | changes).layer.worked_on

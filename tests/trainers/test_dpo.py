@@ -57,7 +57,7 @@ def batch():
     masked = lambda some: [np.where(np.arange(len(each)) < 2, -100, each) for each in some]
     labels = dict(chosen_labels=masked(chosen), rejected_labels=masked(rejected))
     packed, _, _ = pack_pairs(chosen, rejected, 40, **labels)
-    (filled,) = rows.parts(packed, len(packed["input_ids"]) + 1)
+    (filled,) = rows.batched(packed, len(packed["input_ids"]) + 1)
     return filled
 
 

@@ -9,8 +9,10 @@ import re
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -21,8 +23,10 @@ from liger_jax.commands import main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
-from liger_jax.trainers import run_loop, training_inputs
+from liger_jax.trainers import options, run_loop, task, training_inputs
+from liger_jax.trainers.finetune_options import LOSS_TYPES, FinetuneSettings
 from liger_jax.training import Checkpoints, identity, loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
+from liger_jax.training.errors import CheckpointError
 from liger_jax.user_errors import UserError
 from tests import _tiny
 from tests.trainers._runs import figures_of
@@ -234,7 +238,7 @@ def test_rows_that_fill_a_batch_weigh_nothing(source, packed):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 300, size).astype(np.int32) for size in (16, 9, 14)]
     laid = (pack if packed else pad)(documents, 16)
-    (filled,) = rows.parts(laid, 8)
+    (filled,) = rows.batched(laid, 8)
     assert rows.num_rows(laid) == 3 and rows.num_rows(filled) == 8 and rows.num_tokens(filled) == 39
     graph, params = nnx.split(model)
     optimizer = optax.sgd(1.0)
@@ -242,6 +246,27 @@ def test_rows_that_fill_a_batch_weigh_nothing(source, packed):
     state = params, optimizer.init(params)
     expected, found = jax.jit(step())(state, laid), jax.jit(step(micro_batches=4))(state, filled)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_dft_multiplies_a_token_s_loss_by_its_probability(source, rng):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    batch = {name: jnp.asarray(rng.integers(0, 300, (4, 9)), jnp.int32) for name in ("input_ids", "labels")}
+    by_type = [task.TEXT.loss(FinetuneSettings(model="m", data="d", loss_type=kind), None) for kind in LOSS_TYPES]
+
+    @nnx.jit
+    def found(model):
+        return model.log_probs(**batch).log_probs, *(loss(model, batch, 40.0)[0] for loss in by_type)
+
+    log_p, nll, dft = (np.asarray(x, np.float64) for x in found(model))
+    np.testing.assert_allclose(nll, -np.sum(log_p) / 40, rtol=1e-5)
+    np.testing.assert_allclose(dft, -np.sum(np.exp(log_p) * log_p) / 40, rtol=1e-5)
+
+
+def test_a_run_of_before_there_was_a_choice_goes_on_by_nll():
+    before = options.Settings(model="m", data="d").of_the_run()
+    identity.check_same(Path("run"), before, FinetuneSettings(model="m", data="d").of_the_run())
+    with pytest.raises(CheckpointError, match="loss_type='dft' is new"):
+        identity.check_same(Path("run"), before, FinetuneSettings(model="m", data="d", loss_type="dft").of_the_run())
 
 
 def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, tmp_path, capsys):
@@ -317,7 +342,7 @@ def test_perplexity_counts_the_tokens_of_each_document_by_itself(source, packed)
     scored = [np.where(rng.random(len(tokens)) < 0.7, tokens, -100) for tokens in documents]
     held_out = (pack if packed else pad)(documents, 16, labels=scored)
     graph, params, frozen = nnx.split(model, nnx.Param, ...)
-    found = scoring(score_sums(graph), frozen)(params, list(rows.parts(held_out, 4)))
+    found = scoring(score_sums(graph), frozen)(params, list(rows.batched(held_out, 4)))
 
     padded = np.stack([np.pad(tokens, (0, 16 - len(tokens))) for tokens in documents])
     logits = np.asarray(jax.jit(lambda tokens: model(tokens).logits)(padded), np.float64)

@@ -68,21 +68,32 @@ def test_adapters_of_a_run_that_changes_its_mesh_are_those_of_one_device(source,
     assert_alike(tmp_path / "mesh", tmp_path / "one", "adapters/adapter_model.safetensors", 2e-3)
 
 
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory):
+    """The folder of a run on one device, by its checkpoint and options."""
+
+    @functools.cache
+    def run(source, *options):
+        out = tmp_path_factory.mktemp("one")
+        assert train(source, out, *options, "--mesh=fsdp=1") == 0
+        return out
+
+    return run
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["fsdp=4", "data=2,fsdp=2", "tensor=2"])
-def test_all_weights_of_a_mesh_are_those_of_one_device(source, mesh, tmp_path):
-    assert train(source, tmp_path / "one") == train(source, tmp_path / "mesh", f"--mesh={mesh}") == 0
-    assert_alike(tmp_path / "mesh", tmp_path / "one", "model/model.safetensors", 2e-3)
+def test_all_weights_of_a_mesh_are_those_of_one_device(source, mesh, of_one, tmp_path):
+    assert train(source, tmp_path, f"--mesh={mesh}") == 0
+    assert_alike(tmp_path, of_one(source), "model/model.safetensors", 2e-3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "fsdp=4"])
-def test_adapters_beside_nf4_and_their_merge(source, mesh, tmp_path):
+def test_adapters_beside_nf4_and_their_merge(source, mesh, of_one, tmp_path):
     options = "--lora=4", "--quantize=nf4", "--merge"
-    assert (
-        train(source, tmp_path / "one", *options) == train(source, tmp_path / "mesh", f"--mesh={mesh}", *options) == 0
-    )
-    assert_alike(tmp_path / "mesh", tmp_path / "one", "model/model.safetensors", 5e-3)
+    assert train(source, tmp_path, f"--mesh={mesh}", *options) == 0
+    assert_alike(tmp_path, of_one(source, *options), "model/model.safetensors", 5e-3)
 
 
 @pytest.mark.full
@@ -94,17 +105,26 @@ def test_a_run_on_a_mesh_shows_samples_and_stops_early(source, mesh, tmp_path, c
     assert "had the least held-out loss, and is taken" in printed and printed.count("sample 3: ") >= 2, printed
 
 
+@pytest.fixture(scope="module")
+def samples_of_one():
+    """What one device showed, by the run's options."""
+    return {}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tensor=2,sequence=2", "fsdp=2,tensor=2", "fsdp=2,sequence=2"])
 @pytest.mark.parametrize("options", [(), ("--lora=4", "--quantize=nf4")], ids=str)
-def test_devices_that_share_rows_show_the_samples_of_one_device(source, mesh, options, tmp_path, capsys):
+def test_devices_that_share_rows_show_the_samples_of_one_device(
+    source, mesh, options, samples_of_one, tmp_path, capsys
+):
     def shown(mesh):
         every = f"--mesh={mesh}", "--samples=3", "--eval-share=0.2", "--learning-rate=0.001"
         assert train(source, tmp_path / mesh, *every, *options) == 0
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample ")]
 
-    found = shown(mesh)
-    assert len(found) == 6 and found == shown("fsdp=1")
+    if options not in samples_of_one:
+        samples_of_one[options] = shown("fsdp=1")
+    assert len(samples_of_one[options]) == 6 and shown(mesh) == samples_of_one[options]
 
 
 @pytest.mark.full
@@ -137,12 +157,10 @@ def test_a_mesh_that_cannot_be_is_refused_in_one_sentence(source, mesh, message,
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2,sequence=2"])
-def test_devices_that_share_rows_train_as_one_does(mesh, source, tmp_path):
-    assert train(source, tmp_path / "one", "--lora=4", "--mesh=fsdp=1") == 0
-    assert train(source, tmp_path / "shared", "--lora=4", f"--mesh={mesh}") == 0
-    one, shared = (figures_of(tmp_path / name) for name in ("one", "shared"))
-    losses = lambda rows: [float(row["loss"]) for row in rows]
-    np.testing.assert_allclose(losses(shared), losses(one), rtol=1e-4)
+def test_devices_that_share_rows_train_as_one_does(mesh, source, of_one, tmp_path):
+    assert train(source, tmp_path, "--lora=4", f"--mesh={mesh}") == 0
+    losses = lambda out: [float(row["loss"]) for row in figures_of(out)]
+    np.testing.assert_allclose(losses(tmp_path), losses(of_one(source, "--lora=4")), rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -161,34 +179,21 @@ def experts(source, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def experts_of_one(experts, tmp_path_factory):
-    """The folder of a run on one device, by its options."""
-
-    @functools.cache
-    def run(*options):
-        out = tmp_path_factory.mktemp("one")
-        assert train(experts, out, *options, "--mesh=fsdp=1") == 0
-        return out
-
-    return run
-
-
 def loss_of(experts, out, options):
     """The loss of what a run saved."""
     model = AutoModelForCausalLM.from_pretrained(experts if options else out / "model")
     model = load_adapters(model, out / "adapters") if options else model
     tokens = jax.numpy.arange(24).reshape(2, 12)
-    return model(tokens, labels=tokens).loss
+    return nnx.jit(lambda model, tokens: model(tokens, labels=tokens).loss)(model, tokens)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["expert=2", "fsdp=2,expert=2", "tensor=2,sequence=2", "fsdp=2,tensor=2"])
 @pytest.mark.parametrize("options", ["", "--lora=4 --lora-experts", "--lora=4 --lora-experts --quantize=nf4"])
-def test_devices_that_share_experts_train_as_one_does(options, mesh, experts, experts_of_one, tmp_path):
+def test_devices_that_share_experts_train_as_one_does(options, mesh, experts, of_one, tmp_path):
     """With a balancing loss, and rows that two devices cannot share before they are filled up."""
     all_options = *options.split(), "--batch=8", "--micro-batches=2", "--length=30"
     assert train(experts, tmp_path, *all_options, f"--mesh={mesh}") == 0
-    one = experts_of_one(*all_options)
+    one = of_one(experts, *all_options)
     assert_alike(tmp_path, one, "adapters/adapter_model.safetensors" if options else "model/model.safetensors", 2e-3)
     np.testing.assert_allclose(*(loss_of(experts, out, options) for out in (tmp_path, one)), rtol=2e-3)

@@ -72,11 +72,11 @@ def test_rows_that_fill_up_a_part_are_padding():
     padded, packed = pad([[1, 2], [3]], 2), pack([[1, 2], [3]], 2)
     plain = {name: padded[name] for name in ("input_ids", "labels")}
     for data, name in ((padded, "token_mask"), (packed, "segment_ids")):
-        (part,) = rows.parts(data, len(data["labels"]) + 2)
+        (part,) = rows.batched(data, len(data["labels"]) + 2)
         assert part[name].tolist() == [*data[name].tolist(), [0, 0], [0, 0]] and set(part) == set(data)
         assert part["labels"].tolist() == [*data["labels"].tolist(), [-100, -100], [-100, -100]]
     for size in (2, 4):  # what tells padding is there in every part, so that a program fits them all
-        assert [part["token_mask"].sum() for part in rows.parts(plain, size)] == [4]
+        assert [part["token_mask"].sum() for part in rows.batched(plain, size)] == [4]
 
 
 @pytest.mark.parametrize("mixture", [None, [(5, 2.0), (6, 0.5)]], ids=["each once", "mixed"])

@@ -86,9 +86,5 @@ def does_not_divide(
 
 
 def nearest_divisor(number: int, size: int) -> int:
-    """The divisor of a number that is nearest to a size; of two, the smaller one.
-
-    >>> nearest_divisor(32, 3), nearest_divisor(12, 5)
-    (2, 4)
-    """
+    """The divisor of a number that is nearest to a size; of two, the smaller one."""
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: (abs(n - size), n))

@@ -25,11 +25,7 @@ NO_LOGIT = -jnp.inf
 
 
 def padded(table: jax.Array, size: int) -> jax.Array:
-    """A table (V, D) with zeros after its last entry, so that `size` devices have equal shards.
-
-    >>> padded(jnp.ones((5, 2)), 4).shape
-    (8, 2)
-    """
+    """A table (V, D) with zeros after its last entry, so that `size` devices have equal shards."""
     return jnp.pad(table, ((0, -table.shape[0] % size), (0, 0)))
 
 

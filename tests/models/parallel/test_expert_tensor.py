@@ -17,7 +17,6 @@ from liger_jax.models.core.parallel.layout import Layout
 from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, trainable
 from liger_jax.models.quantized import quantize
 from liger_jax.training import make_step, optimizer_named
-from tests.models.parallel._mesh import filled
 from tests.models.test_experts import CONFIGS, make
 
 NAMES = ("fsdp", "expert", "sequence", "tensor")
@@ -53,10 +52,12 @@ class Problem:
         model = model if self.adapters == "dense" else quantize(model, self.adapters, block_size=2)
         return add_lora(model, 2, alpha=3, parameters=EXPERT_PARAMETERS, rngs=nnx.Rngs(1))
 
+    def split(self, model):
+        return (*nnx.split(model), nnx.State({})) if self.adapters is None else trainable(model)
+
     def value_and_gradients(self, **options):
         """The function of what is trained, the rest and a batch, and the types of the first two."""
-        model = nnx.eval_shape(lambda: self.model(**options))
-        graph, state, rest = (*nnx.split(model), nnx.State({})) if self.adapters is None else trainable(model)
+        graph, state, rest = self.split(nnx.eval_shape(lambda: self.model(**options)))
 
         def loss(state, rest, batch):
             out = nnx.merge(graph, state, rest)(**batch, return_metrics=True)
@@ -69,8 +70,10 @@ class Problem:
 def on_one_device(problem):
     """What is trained, the rest, a batch, and the result, which every mesh is compared with."""
     rng = np.random.default_rng([int(os.environ["TEST_SEED"]), zlib.crc32(repr(problem).encode())])
-    single, state, rest = problem.value_and_gradients()
-    state, rest, batch = filled(state, rng), filled(rest, rng), problem.batch(rng)
+    single, *_ = problem.value_and_gradients()
+    state, rest = jax.jit(lambda: problem.split(problem.model())[1:])()
+    state = jax.tree.map(lambda x: np.asarray(x) + (0.1 * rng.standard_normal(x.shape)).astype(x.dtype), state)
+    batch = problem.batch(rng)
     return state, rest, batch, jax.tree.map(lambda x: np.asarray(x, np.float64), single(state, rest, batch))
 
 

@@ -217,7 +217,7 @@ def trained(layout, state, batch):
 @functools.cache
 def trained_on_one_device():
     """Parameters, a batch, and the losses."""
-    params, _, batch, _ = _mesh.on_one_device(Problem("llama"))
+    params, _, batch, *_ = _mesh.on_one_device(Problem("llama"))
     batch = {name: np.tile(x, (2, 1)) for name, x in batch.items() if name != "loss_weights"}
     return params, batch, trained(None, (params, OPTIMIZER.init(params)), batch)[1]
 
