@@ -8,6 +8,7 @@ from liger_jax.ops import LinearRope as LinearRope
 from liger_jax.ops import Llama3Rope as Llama3Rope
 from liger_jax.ops import LongRope as LongRope
 from liger_jax.ops import LossMetrics as LossMetrics
+from liger_jax.ops import ProportionalRope as ProportionalRope
 from liger_jax.ops import RopeScaling as RopeScaling
 from liger_jax.ops import RouterSums as RouterSums
 from liger_jax.ops import Routing as Routing

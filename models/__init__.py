@@ -15,6 +15,8 @@ from liger_jax.models.gemma import Gemma3ForCausalLM as Gemma3ForCausalLM
 from liger_jax.models.gemma import Gemma3TextConfig as Gemma3TextConfig
 from liger_jax.models.gemma import GemmaConfig as GemmaConfig
 from liger_jax.models.gemma import GemmaForCausalLM as GemmaForCausalLM
+from liger_jax.models.gemma4 import Gemma4ForCausalLM as Gemma4ForCausalLM
+from liger_jax.models.gemma4 import Gemma4TextConfig as Gemma4TextConfig
 from liger_jax.models.generation.generate import generate as generate
 from liger_jax.models.generation.generate import stream as stream
 from liger_jax.models.glm4 import Glm4Config as Glm4Config

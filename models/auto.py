@@ -6,6 +6,7 @@ from typing import Any
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.exaone4 import Exaone4ForCausalLM
 from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from liger_jax.models.gemma4 import Gemma4ForCausalLM
 from liger_jax.models.glm4 import Glm4ForCausalLM
 from liger_jax.models.gpt_oss import GptOssForCausalLM
 from liger_jax.models.granite import GraniteForCausalLM
@@ -34,6 +35,8 @@ FAMILIES = {
     "gemma": GemmaForCausalLM,
     "gemma2": Gemma2ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
+    "gemma4_text": Gemma4ForCausalLM,
+    "gemma4_unified_text": Gemma4ForCausalLM,
     "glm4": Glm4ForCausalLM,
     "gpt_oss": GptOssForCausalLM,
     "granite": GraniteForCausalLM,

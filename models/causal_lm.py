@@ -54,6 +54,7 @@ class CausalLM(Pretrained):
     """
 
     layer: type[nnx.Module]
+    decoder: type[Decoder] = Decoder
     dropout_pieces: Any = None  # `lora.with_dropout` sets it
 
     @refusing_foreign_names
@@ -70,7 +71,7 @@ class CausalLM(Pretrained):
     ):
         self.config, self.kernels = config, kernels
         self.kept = checkpoint.Kept()  # from_pretrained sets it
-        self.model = Decoder(
+        self.model = self.decoder(
             config,
             self.layer,
             kernels=kernels,

@@ -58,6 +58,7 @@ from liger_jax.ops.rope_table import DynamicRope as DynamicRope
 from liger_jax.ops.rope_table import LinearRope as LinearRope
 from liger_jax.ops.rope_table import Llama3Rope as Llama3Rope
 from liger_jax.ops.rope_table import LongRope as LongRope
+from liger_jax.ops.rope_table import ProportionalRope as ProportionalRope
 from liger_jax.ops.rope_table import RopeScaling as RopeScaling
 from liger_jax.ops.rope_table import YarnRope as YarnRope
 from liger_jax.ops.rope_table import rope_table as rope_table

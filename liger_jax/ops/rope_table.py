@@ -212,7 +212,36 @@ class LongRope:
         return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
 
 
-RopeScaling = LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope
+@dataclasses.dataclass(frozen=True)
+class ProportionalRope:
+    """A rotation of the first pairs of a head alone, at the frequencies that they have in a head that turns whole.
+
+    ⌊partial_rotary_factor·R/2⌋ of the R/2 pairs turn, at frequencies divided by `factor`; the others do not.
+
+    Args:
+        partial_rotary_factor: the share of the pairs that turn, from 0 to 1.
+        factor: at least 1.
+
+    Raises:
+        ValueError: a field is out of its range.
+
+    Example:
+        >>> cos, sin = rope_table(jnp.arange(3)[None], 8, scaling=ProportionalRope(0.5))
+        >>> (sin[0, 2] != 0).tolist()
+        [True, True, False, False, True, True, False, False]
+    """
+
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "factor")
+        _check_at_least(self, 0, "partial_rotary_factor")
+        if self.partial_rotary_factor > 1:
+            raise ValueError(f"ProportionalRope: partial_rotary_factor={self.partial_rotary_factor} must be at most 1.")
+
+
+RopeScaling = LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope | ProportionalRope
 
 
 def rope_table(
@@ -227,7 +256,7 @@ def rope_table(
         width: R, how many columns of a head are rotated; a Python int, even.
         theta: the base, a Python number above 1.
         scaling: `LinearRope`, `DynamicRope`, `Llama3Rope`, `YarnRope` or `LongRope` for a context longer than in
-            training.
+            training; or a `ProportionalRope`.
 
     Returns:
         Two float32 tables (..., T, R), for `apply_rope` with a batch axis: positions (1, T) or (B, T).
@@ -255,12 +284,15 @@ def rope_table(
     elif isinstance(scaling, YarnRope):
         kept = _yarn_kept_share(column, width, theta, scaling)
         frequencies, scale = frequencies * (kept + (1 - kept) / scaling.factor), scaling.scale
+    elif isinstance(scaling, ProportionalRope):
+        turns = column < int(scaling.partial_rotary_factor * width // 2)
+        frequencies = np.where(turns, frequencies / scaling.factor, 0.0)
     elif isinstance(scaling, LongRope):
         scale = scaling.scale
     elif scaling is not None and not isinstance(scaling, DynamicRope):
         raise TypeError(
             f"{_OP}: scaling is a {type(scaling).__name__}, but must be None, LinearRope, DynamicRope, Llama3Rope, "
-            "YarnRope or LongRope, such as LinearRope(factor=2.0)."
+            "YarnRope, LongRope or ProportionalRope, such as LinearRope(factor=2.0)."
         )
     positions = jnp.asarray(positions)
     if isinstance(scaling, LongRope):

@@ -51,6 +51,7 @@ _GEMMA_3 = dict(
     model_type="gemma3_text", vocab_size=262208, head_dim=256, sliding_window=1024, rope_theta=1000000.0,
     max_position_embeddings=131072,
 )  # fmt: skip
+_GEMMA_4 = dict(model_type="gemma4_text", vocab_size=262144, head_dim=256, max_position_embeddings=131072)
 _OLMO_2 = dict(model_type="olmo2", vocab_size=100352, rope_theta=500000.0, max_position_embeddings=4096)
 _OLMO_3 = dict(model_type="olmo3", vocab_size=100278, rope_theta=500000.0, max_position_embeddings=65536)
 _EXAONE_4 = dict(model_type="exaone4", vocab_size=102400, rope_theta=1000000.0)
@@ -103,6 +104,11 @@ _SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_posi
 def _sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **others: Any) -> dict:
     sizes = dict(hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads)
     return sizes | ({"num_key_value_heads": kv_heads} if kv_heads else {}) | others
+
+
+def _types(period: int, count: int) -> list[str]:
+    """Types of layers of which every nth has full attention, and the others slide."""
+    return ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(count)]
 
 
 # A key is the last component of a model's id on Hugging Face, without the words that say how the model was trained
@@ -181,6 +187,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _GEMMA_3 | _sizes(2560, 10240, 34, 8, 4),
     "gemma-3-12b": _GEMMA_3 | _sizes(3840, 15360, 48, 16, 8),
     "gemma-3-27b": _GEMMA_3 | _sizes(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
+    "gemma-4-e2b": _GEMMA_4
+    | _sizes(1536, 6144, 35, 8, 1, num_kv_shared_layers=20, use_double_wide_mlp=True, layer_types=_types(5, 35)),
+    "gemma-4-e4b": _GEMMA_4 | _sizes(2560, 10240, 42, 8, 2, num_kv_shared_layers=18),
+    "gemma-4-31b": _GEMMA_4 | _sizes(
+        5376, 21504, 60, 32, 16, num_global_key_value_heads=4, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        sliding_window=1024, max_position_embeddings=262144,
+    ),
     "olmo-2-0425-1b": _OLMO_2 | _sizes(2048, 8192, 16, 16),
     "olmo-2-1124-7b": _OLMO_2 | _sizes(4096, 11008, 32, 32),
     "olmo-2-1124-13b": _OLMO_2 | _sizes(5120, 13824, 40, 40),
@@ -252,7 +265,7 @@ class Architecture:
         if config.num_linear_layers:
             return self._described(config)
         of_one_type = dict(layer_types=("full_attention",) * count, no_rope_layers=(1,) * count)
-        fields = {field.name for field in dataclasses.fields(config)}
+        fields = set() if config.layers_differ else {field.name for field in dataclasses.fields(config)}
         config = dataclasses.replace(config, **{name: x for name, x in of_one_type.items() if name in fields})
         return self._described(config)
 

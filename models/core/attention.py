@@ -70,12 +70,15 @@ class Attention(nnx.Module):
         query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
         self.has_qkv, self.is_gated = config.fused_qkv, config.gates_attention
         qkv_bias = config.qkv_bias or config.attention_bias
-        if self.has_qkv:
+        self.owner = config.takes_keys_of
+        if self.owner is not None:
+            self.q_proj = linear(width, query_width, use_bias=qkv_bias)
+        elif self.has_qkv:
             self.qkv_proj = linear(width, query_width + 2 * kv_width, use_bias=qkv_bias)
         else:
             self.q_proj = linear(width, (2 if config.gates_attention else 1) * query_width, use_bias=qkv_bias)
             self.k_proj = linear(width, kv_width, use_bias=qkv_bias)
-            self.v_proj = linear(width, kv_width, use_bias=qkv_bias)
+            self.v_proj = None if config.shares_keys_with_values else linear(width, kv_width, use_bias=qkv_bias)
         self.o_proj = linear(query_width, width, use_bias=config.output_bias)
         self.norm_is_wide = config.qk_norm_is_wide
         norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
@@ -83,7 +86,9 @@ class Attention(nnx.Module):
         if self.norms_rotated:  # by these names in checkpoints
             self.query_layernorm, self.key_layernorm = map(norm, norm_widths)
         has_norms = config.qk_norm and not self.norms_rotated
-        self.q_norm, self.k_norm = (norm(width) if has_norms else None for width in norm_widths)
+        self.q_norm = norm(norm_widths[0]) if has_norms else None
+        self.k_norm = norm(norm_widths[1]) if has_norms and self.owner is None else None
+        self.value_eps = config.rms_norm_eps if config.norms_values else None
         self.sinks = parameter(config.num_attention_heads) if config.has_sinks else None
         self.rope_layout = config.rope_layout
         self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping
@@ -97,6 +102,20 @@ class Attention(nnx.Module):
         window: int | None,
         cache: LayerCache | None = None,
     ) -> Float[Array, "B own D"]:
+        return self.with_keys(x, cos, sin, rows, window, cache)[0]
+
+    def with_keys(
+        self,
+        x: Float[Array, "B own D"],
+        cos: Float[Array, "#B T R"] | None,
+        sin: Float[Array, "#B T R"] | None,
+        rows: RowTokens | None,
+        window: int | None,
+        cache: LayerCache | None = None,
+        *,
+        given: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]] | None = None,
+    ) -> tuple[Float[Array, "B own D"], tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]:
+        """Returns the keys and values too, with which a later layer may be `given` them; it makes none."""
         layout = self.kernels.mesh_layout
         tensor, heads_lie = axis_of_shard(layout.tensor, self.o_proj), layout.in_attention
 
@@ -109,8 +128,11 @@ class Attention(nnx.Module):
         if self.is_gated:  # a head's gate follows its query
             q, gate = jnp.split(q.reshape(*q.shape[:2], -1, 2 * self.head_width), 2, axis=-1)
             q, gate = (part.reshape(*part.shape[:2], -1) for part in (q, gate))
-        v = heads(v)
-        if self.q_norm is None or self.k_norm is None:
+        if given is None:
+            v = heads(v) if self.value_eps is None else plain.normalised(heads(v), self.value_eps)
+        if given is not None:
+            q = heads(q) if self.q_norm is None else self.q_norm(heads(q))
+        elif self.q_norm is None or self.k_norm is None:
             q, k = heads(q), heads(k)
         elif self.norm_is_wide:
             q, k = heads(self.q_norm.of_shard(q, tensor)), heads(self.k_norm.of_shard(k, tensor))
@@ -120,7 +142,9 @@ class Attention(nnx.Module):
             rope = functools.partial(ops.apply_rope if self.kernels.rope else plain.apply_rope, layout=self.rope_layout)
             table_lies = layout.of_all_rows if cos.shape[0] == 1 else layout.in_loss
             specs = heads_lie, heads_lie, table_lies, table_lies
-            q, k = layout.run(rope, (q, k, cos, sin), spec=specs, out=heads_lie)
+            q, k = layout.run(rope, (q, q if given is not None else k, cos, sin), spec=specs, out=heads_lie)
+        if given is not None:
+            k, v = given
         if rows is not None and rows.query_scale is not None:
             q = q * rows.query_scale.astype(q.dtype)[..., None]
         if self.norms_rotated:
@@ -156,18 +180,23 @@ class Attention(nnx.Module):
             out = attend_to_own(q, k, v)
         else:
             attends = dict(attend_to_own=attend_to_own, attend_to_cache=attend_to_cache)
-            out = cache.attend(q, k, v, **attends, **options, sinks=sinks)
+            out = cache.attend(q, k, v, **attends, **options, sinks=sinks, owner=self.owner)
         out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
         if gate is not None:
             out = out * jax.nn.sigmoid(in_rows(gate, tensor).astype(jnp.float32)).astype(out.dtype)
         if tensor is not None or cache is not None:
-            return product_of_shards(self.o_proj, by_device(out, tensor), tensor)
-        return over_tokens(lambda layers, tile: layers[0](tile), (self.o_proj,), out, self.remat, layout)
+            return product_of_shards(self.o_proj, by_device(out, tensor), tensor), (k, v)
+        return over_tokens(lambda layers, tile: layers[0](tile), (self.o_proj,), out, self.remat, layout), (k, v)
 
     def _projected(self, x: Float[Array, "B own D"], tensor: str | None) -> Any:
         """Queries, keys and values before heads are cut: (B, T, …), or of `all_tokens`."""
-        if self.has_qkv:
+        if self.owner is not None:
+            layers, project = (self.q_proj,), lambda layers, x: (layers[0](x), None, None)
+        elif self.has_qkv:
             layers, project = (self.qkv_proj,), lambda layers, x: self._split(layers[0](x))
+        elif self.v_proj is None:
+            layers = self.q_proj, self.k_proj
+            project = lambda layers, x: [*(projected := in_one_product(x, *layers)), projected[1]]
         else:
             layers = self.q_proj, self.k_proj, self.v_proj
             project = lambda layers, x: in_one_product(x, *layers)

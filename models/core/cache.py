@@ -6,6 +6,7 @@ not after its own in their row. Padding does not count in that order, so a row m
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,9 @@ class KVCache:
     """The keys and values of B rows with S slots each; `CausalLM.init_cache` makes an empty one.
 
     Attributes:
-        keys: (L, B, S, K, H), after the rotary embedding, of the L layers that have keys.
-        values: (L, B, S, K, H).
+        keys: (L, B, S, K, H), after the rotary embedding, of the L layers that have keys. Where these differ in heads,
+            (L, B, S, 1, W), with W the widest K·H.
+        values: as `keys`.
         positions: (B, S) int32, the number of a slot's token among its row's tokens; −1 where there is no token.
         length: int32 scalar, the number of slots that are written. That of an empty cache is a NumPy array, so that a
             program which makes the cache knows it, too.
@@ -73,7 +75,8 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
             states=jnp.zeros((num_linear, batch, *of_state), jnp.float32),
             tokens=jnp.zeros((num_linear, batch, heads.taps - 1, heads.channels), dtype),
         )
-    shape = (config.num_hidden_layers - num_linear, batch, length, config.num_key_value_heads, config.head_dim)
+    layers, *of_token = config.cached
+    shape = (layers, batch, length, *of_token)
     return KVCache(
         keys=jnp.zeros(shape, dtype),
         values=jnp.zeros(shape, dtype),
@@ -186,6 +189,7 @@ class LayerCache:
         softcap: float | None,
         scale: float | None,
         sinks: Float[Array, " Q"] | None = None,
+        owner: int | None = None,
     ) -> Float[Array, "B T Q H"]:
         """Writes T keys and values, and attends to all keys in the cache.
 
@@ -195,22 +199,27 @@ class LayerCache:
 
         `attend_to_own`: causal attention to the call's own keys and values, a function of `q`, `k` and `v`.
         `attend_to_cache`: attention of the last token of each row to the whole cache, a function of `q`, the cache's
-        keys, values and positions, the layer's number and how many slots are written.
+        keys, values and positions, the layer's number and how many slots are written. `owner`: the layer that has
+        written these keys and values already; `None` for this one.
         """
-        cache = self.cache
-        zero = jnp.zeros_like(cache.length)  # a Python 0 would be int64 where jax_enable_x64 is set
-        start = (self.layer, zero, cache.length, zero, zero)
+        cache, layer = self.cache, self.layer if owner is None else jnp.int32(owner)
         # What is attended to now is rounded as later calls will find it.
         k, v = k.astype(cache.keys.dtype), v.astype(cache.values.dtype)
-        keys = jax.lax.dynamic_update_slice(cache.keys, k[None], start)
-        values = jax.lax.dynamic_update_slice(cache.values, v[None], start)
-        self.cache = dataclasses.replace(cache, keys=keys, values=values)
+        if owner is None:
+            zero = jnp.zeros_like(cache.length)  # a Python 0 would be int64 where jax_enable_x64 is set
+            start = (layer, zero, cache.length, zero, zero)
+            keys, values = (
+                jax.lax.dynamic_update_slice(x, _as_in(x, own)[None], start)
+                for x, own in ((cache.keys, k), (cache.values, v))
+            )
+            self.cache = dataclasses.replace(cache, keys=keys, values=values)
+        keys, values = (_in_heads(x, k.shape[2:]) for x in (self.cache.keys, self.cache.values))
         if q.shape[1] == 1:
-            return attend_to_cache(q, keys, values, cache.positions, self.layer, cache.length + 1)
+            return attend_to_cache(q, keys, values, cache.positions, layer, cache.length + 1)
         own = jax.lax.dynamic_slice_in_dim(cache.positions, cache.length, q.shape[1], axis=1)
 
         def attend_to_all() -> Array:
-            k, v = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
+            k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
             options: Any = dict(window=window, softcap=softcap, scale=scale, sinks=sinks)
             return cached_attention(q, k, v, own, cache.positions, **options)
 
@@ -224,6 +233,21 @@ class LayerCache:
             is_token = jnp.pad(own >= 0, ((0, 0), (1, 0)))
             is_prompt &= jnp.all(jnp.sum(is_token[:, 1:] & ~is_token[:, :-1], axis=1) <= 1)
         return jax.lax.cond(is_prompt, attend_to_these, attend_to_all)
+
+
+def _as_in(cached: Float[Array, "L B S K W"], own: Float[Array, "B T k H"]) -> Float[Array, "B T K W"]:
+    """Keys or values as a cache holds them, side by side and with zeros behind where its layers differ in heads."""
+    if own.shape[2:] == cached.shape[3:]:
+        return own
+    flat = own.reshape(*own.shape[:2], 1, -1)
+    return jnp.pad(flat, ((0, 0), (0, 0), (0, 0), (0, cached.shape[-1] - flat.shape[-1])))
+
+
+def _in_heads(cached: Float[Array, "L B S K W"], heads: tuple[int, ...]) -> Float[Array, "L B S k H"]:
+    """The inverse of `_as_in`, for a whole cache."""
+    if heads == cached.shape[3:]:
+        return cached
+    return cached[..., 0, : math.prod(heads)].reshape(*cached.shape[:3], *heads)
 
 
 def cached_attention(

@@ -86,10 +86,15 @@ class LlamaConfig:
     norms_results: ClassVar[bool] = False  # whether the results of attention and feed-forward are normalised
     scales_full_layers: ClassVar[bool] = False  # whether rope_scaling belongs to layers with full attention alone
     gates_attention: ClassVar[bool] = False  # whether q_proj has a gate of each head's result beside its query
+    nests_rope: ClassVar[bool] = False  # whether config.json has the rotary embedding of each type of layers by itself
     has_sinks: ClassVar[bool] = False  # whether attention's softmax has one more score per head, of no key
     embedding_scale: ClassVar[float | None] = None
     divides_logits: ClassVar[bool] = False  # whether config.json has 1/logit_scale, under the name logits_scaling
     attention_scale: ClassVar[float | None] = None  # 1/√H
+    norms_values: ClassVar[bool] = False  # whether each head's values are normalised, without a scale
+    shares_keys_with_values: ClassVar[bool] = False  # whether values are the keys before their norm
+    takes_keys_of: ClassVar[int | None] = None  # the layer whose keys and values a layer takes, if it has none
+    layers_differ: ClassVar[bool] = False  # whether a loop runs layers, which differ or hand on more than hidden states
     query_growth: ClassVar[tuple[float, int] | None] = None  # `beta` and `length` of `query_scale`, if it applies
     attn_logit_softcapping: ClassVar[float | None] = None
     final_logit_softcapping: ClassVar[float | None] = None
@@ -141,6 +146,22 @@ class LlamaConfig:
         """The most positions that the first frequencies of a `LongRope` serve; others then serve all positions."""
         scaling = self.rope_scaling
         return scaling.original_max_position_embeddings if isinstance(scaling, LongRope) else None
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """How many layers a cache holds keys of; and for each of their tokens heads and columns."""
+        return self.num_hidden_layers - self.num_linear_layers, self.num_key_value_heads or 0, self.head_dim or 0
+
+    def of_layers(self, attention: str) -> "LlamaConfig":
+        """The architecture as layers with a kind of attention have it.
+
+        Args:
+            attention: what `attention_of` returns.
+
+        Returns:
+            A config; itself in families whose layers have equal sizes.
+        """
+        return self
 
     def type_of_layer(self, i: int) -> str:
         """The type of a layer, if the config has no `layer_types`: by `sliding_window_pattern`, or that of all layers.

@@ -29,6 +29,7 @@ _FROM_ZERO = {
     "no_rope_layers",
 }
 _FROM_ZERO |= {"router_aux_loss_coef", "router_z_loss_coef", "mlp_only_layers", "llama_4_scaling_beta"}
+_FROM_ZERO |= {"num_kv_shared_layers", "hidden_size_per_layer_input", "partial_rotary_factor"}
 _ABOVE_ONE = {"rope_theta", "rope_local_base_freq"}
 
 _short = reprlib.Repr()

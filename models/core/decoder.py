@@ -19,6 +19,7 @@ from liger_jax.models.core.parallel.vocabulary_shards import embed_shards
 from liger_jax.models.core.query_scale import query_scale
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.row_tokens import RowTokens, TokensInOrder, attention_segments, tokens_of
+from liger_jax.models.core.stream import Stream
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
 from liger_jax.ops.segment_ids import check_segment_ids, numbered
@@ -42,13 +43,16 @@ class Decoder(nnx.Module):
         self.config, self.dtype, self.layout = config, dtype, kernels.mesh_layout
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
-        of_layer = functools.partial(Blocks, config, kernels, dtype, param_dtype, remat=remat, scan=scan_layers)
+        scan = scan_layers and not config.layers_differ
+        of_layer = functools.partial(
+            Blocks, kernels=kernels, dtype=dtype, param_dtype=param_dtype, remat=remat, scan=scan
+        )
         of_kind = lambda kind: dict(feed_forward=kind.feed_forward, is_linear=kind.is_linear)
-        make_layer = lambda kind, rngs: layer(of_layer(rngs=rngs, **of_kind(kind)))
+        make_layer = lambda kind, rngs: layer(of_layer(config.of_layers(kind.attention), rngs=rngs, **of_kind(kind)))
         kinds = tuple(
             LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in range(config.num_hidden_layers)
         )
-        self.stack = LayerStack(kinds, scan_layers, remat, kernels)
+        self.stack = LayerStack(kinds, scan, remat, kernels)
         self.layers, self.last_layers = self.stack.make(make_layer, rngs)
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
 
@@ -67,17 +71,26 @@ class Decoder(nnx.Module):
         is_frozen = bool(nnx.to_flat_state(nnx.state(self, nnx.LoRAParam)))
         if sums_gradients(self.layout.axes, is_frozen=is_frozen):
             return embed_tied(table, input_ids, self.dtype)
-        if not self.layout.axes:
-            return embed(table, input_ids, self.dtype), table
         if (tensor := self.layout.tensor_shards()) is not None:
             return embed_shards(tensor, table, tensor.padded(input_ids), self.dtype), table
-        look_up = lambda ids, table: embed(table, ids, self.dtype)
+        return self.look_up(table, input_ids), table
+
+    def look_up(self, table: Float[Array, "V W"], input_ids: Integer[Array, "B T"]) -> Float[Array, "B T W"]:
+        """The rows of a table of the vocabulary, in the computation's dtype, as the layout has tokens."""
+        if not self.layout.axes:
+            return embed(table, input_ids, self.dtype)
         sent = table.astype(sent_dtype(table.dtype, self.dtype))
-        return self.layout.run(look_up, (input_ids,), (sent,)), table
+        return self.layout.run(lambda ids, table: embed(table, ids, self.dtype), (input_ids,), (sent,))
+
+    def stream(
+        self, x: Float[Array, "B padded D"], input_ids: Integer[Array, "B T"]
+    ) -> Float[Array, "B padded D"] | Stream:
+        """What the first layer takes: the embeddings, or a `Stream` with them in families whose layers take more."""
+        return x
 
     def run_layers(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T D"] | Stream,
         inputs: Mapping[str, Sequence[Any]],
         cache: KVCache | None = None,
         dropout_words: UInt32[Array, "B T 2"] | None = None,
@@ -90,6 +103,7 @@ class Decoder(nnx.Module):
         arguments = self.layers, self.last_layers, x, inputs
         if (tensor := self.layout.tensor_shards()) is None:
             return self.stack(*arguments, cache, dropout_words=dropout_words)
+        tensor.check(self.config)
         return Decoded(*tensor_layers.run_layers(tensor, self.stack, *arguments, dropout_words, self.config), None)
 
     def __call__(
@@ -154,14 +168,16 @@ class Decoder(nnx.Module):
         for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
             tables = None, None
             if (rope := config.rope_of(kind)) is not None:
-                tables = rope_table(positions, config.rotary_width, theta=rope[0], scaling=rope[1])
+                width = config.of_layers(kind).rotary_width
+                tables = rope_table(positions, width, theta=rope[0], scaling=rope[1])
             inputs[kind] = (*tables, rows, config.window_of(kind))
         x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training
         for ids in padded_behind.values():
             x = x * numbered(ids).astype(x.dtype)[..., None]
-        x, aux, cache = self.run_layers(x, inputs, cache, dropout_words)
+        x, aux, cache = self.run_layers(self.stream(x, input_ids), inputs, cache, dropout_words)
+        x = x.hidden if isinstance(x, Stream) else x
         if cache is None:
             hidden = self.norm(x)
             return Decoded(hidden if hidden.shape[1] == length else hidden[:, :length], aux, None)

@@ -87,7 +87,7 @@ class DenseFeedForward(nnx.Module):
             return in_one_op(x, gate, up, down, activation=self.activation, **options)
         tensor = axis_of_shard(layout.tensor, down)
         x = all_tokens(x, tensor)
-        return product_of_shards(down, layout.run(self._gated, (gate(x), up(x))), tensor)
+        return product_of_shards(down, layout.run(self.gated, (gate(x), up(x))), tensor)
 
     def _of_gate_up(self, gate_up: Any, down: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, of one projection to gate and up."""
@@ -95,7 +95,7 @@ class DenseFeedForward(nnx.Module):
             layout = self.kernels.mesh_layout
             tensor = axis_of_shard(layout.tensor, down)
             gate, up = jnp.split(gate_up(all_tokens(x, tensor)), 2, axis=-1)
-            return product_of_shards(down, layout.run(self._gated, (gate, up)), tensor)
+            return product_of_shards(down, layout.run(self.gated, (gate, up)), tensor)
         gate, up = jnp.split(gate_up.kernel[...].astype(gate_up.dtype), 2, axis=-1)
         return ops.gated_mlp(
             x.astype(gate_up.dtype),
@@ -108,7 +108,7 @@ class DenseFeedForward(nnx.Module):
             implementation=self.kernels.implementation,
         )
 
-    def _gated(self, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+    def gated(self, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
         """activation(gate)·up."""
         is_silu = self.activation == "silu"
         if not self.kernels.glu:

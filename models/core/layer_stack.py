@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax.models.core.cache import KVCache, LayerCache
@@ -17,7 +16,8 @@ from liger_jax.models.core.feed_forward import DENSE, Aux
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.linear_attention import LINEAR
 from liger_jax.models.core.parameters import stack_of_place
-from liger_jax.models.core.remat import INPUT, POLICIES, Remat
+from liger_jax.models.core.remat import POLICIES, Remat
+from liger_jax.models.core.stream import Stream, as_input
 
 
 class LayerKind(NamedTuple):
@@ -40,7 +40,7 @@ class LayerKind(NamedTuple):
 class Decoded(NamedTuple):
     """What layers return."""
 
-    hidden: Any  # hidden states (B, T, D)
+    hidden: Any  # hidden states (B, T, D), or a `Stream` with them
     # For each kind of feed-forward that returns sums over tokens, the sums of its layers, stacked along a leading axis
     # in the layers' order. It is empty where all are dense.
     aux: Aux
@@ -108,7 +108,7 @@ class LayerStack:
         self,
         layers: Any,
         last_layers: Mapping[str, nnx.Module],
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T D"] | Stream,
         inputs: Mapping[str, Sequence[Any]],
         cache: KVCache | None = None,
         *,
@@ -174,7 +174,7 @@ class LayerStack:
             x, memory = carry
             if place is not None:  # inside the checkpoint, so that the slice is not kept for the backward
                 state = jax.tree.map(lambda leaf: leaf[place], state)
-            layer, x = made(graphdef, state, x.dtype), checkpoint_name(x, INPUT)
+            layer, x = made(graphdef, state, x.dtype), as_input(x)
             if memory is None:
                 x, aux = layer(x, *own_inputs)
                 return (x, None), aux

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 Kind = Literal[
-    "embedding", "head", "kernel", "bias", "norm", "sinks", "router", "experts", "experts_bias",
+    "embedding", "head", "kernel", "bias", "norm", "scalar", "sinks", "router", "experts", "experts_bias",
     "convolution", "decay",
     "kernel_codes", "kernel_scales", "head_codes", "head_scales", "experts_codes", "experts_scales",
     "experts_lora_a", "experts_lora_b",
@@ -24,12 +24,13 @@ Path = tuple[Any, ...]  # names and numbers, as in `nnx.to_flat_state`
 
 _STACKS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers; a checkpoint calls all of them layers
 _OF_PLACE = re.compile(r"(\d+)_of_(\d+)")  # the name of a stack of every nth layer
+_TABLES = ("embed_tokens", "embed_tokens_per_layer")  # attributes of `Decoder` with a row for each token
 _QUANTIZED_PARTS = ("codes", "scales")  # of a `BlockQuantized`
 # A tensor's last name, by the parameter's: PEFT's names, and Hugging Face's where it is not "weight".
 ADAPTER_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 EMBEDDING_TENSORS = ADAPTER_TENSORS | {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
-_TENSORS = {"bias": "bias", "sinks": "sinks", "rows": "token_adapter.trainable_tokens_delta"} | ADAPTER_TENSORS
-_TENSORS |= {"A_log": "A_log", "dt_bias": "dt_bias"}
+_TENSORS = {name: name for name in ("bias", "layer_scalar", "sinks", "A_log", "dt_bias")} | ADAPTER_TENSORS
+_TENSORS |= {"rows": "token_adapter.trainable_tokens_delta"}
 # Weights of experts of which a checkpoint has one tensor for each expert, or two, side by side in ours: the tensors'
 # modules by the weight's name, in Mixtral and in other families.
 _OF_EACH_EXPERT = {"gate_up": (("w1", "w3"), ("gate_proj", "up_proj")), "down": (("w2",), ("down_proj",))}
@@ -41,6 +42,8 @@ _DOWN_ADAPTERS = ("down_lora_a", "down_proj_lora_a")
 # By a parameter's last name: its kind, and what the axes of a single layer's array are.
 _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "embed_tokens": ("embedding", ("in", "out")),
+    "embed_tokens_per_layer": ("embedding", ("in", "out")),
+    "layer_scalar": ("scalar", ("out",)),
     "lm_head": ("head", ("out", "in")),
     "kernel": ("kernel", ("in", "out")),
     "bias": ("bias", ("out",)),
@@ -98,7 +101,7 @@ class ParameterInfo:
     """What a parameter is."""
 
     name: str  # its path in the model, such as "model.layers.mlp.up_proj.kernel"
-    # "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
+    # "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D), "scalar" (1);
     # "convolution" (out, 1, taps) of linear attention and "decay" (out) of its heads;
     # "kernel_codes", "kernel_scales" and so on of quantised kernels, heads and experts, with the weight's axes; "sinks"
     # (out) of attention's heads; "router" (in, out), "experts" (expert, in, out) and "experts_bias" (expert, out);
@@ -270,7 +273,7 @@ def _tensor_names(
     """The tensors' names of a parameter of this shape, which stands for `count` layers if there is a count."""
     if last in ("lora_scale", "dropout_key", "dropout_pieces") or last.endswith(("_lora_a", "_lora_b")):
         return ()
-    modules = [*modules, last] if last in ("embed_tokens", "lm_head") else modules
+    modules = [*modules, last] if last in (*_TABLES, "lm_head") else modules
     ends = [last] if last in _OF_ALL_EXPERTS else [_TENSORS.get(last, "weight")]
     of_expert = _of_each_expert(modules, last)
     experts = range(shape[0 if count is None else 1] if of_expert else 0)

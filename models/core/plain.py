@@ -33,6 +33,12 @@ def rms_norm(
     return (normed.astype(x.dtype).astype(wider) * (offset + scale).astype(wider)).astype(x.dtype)
 
 
+def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
+    """x/√(mean(x²) + eps) over the last axis, in float32: the norm without a scale."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 def fused_add_rms_norm(
     x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"] | None, scale: Float[Array, " D"], **options: Any
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:

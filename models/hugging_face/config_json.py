@@ -86,11 +86,13 @@ def read(
 
     `fixed`: for fields that `config_type` lacks, the values that the model supports; an absent field means the first.
     """
-    defaults: Mapping[str, Any] = getattr(config_type, "defaults_of_type", {}).get(values.get("model_type"), {})
-    values = defaults | dict(values)
+    defaults = getattr(config_type, "defaults_of_type", {}).get(values.get("model_type"), {})
+    values = {**defaults, **values}
+    values, problems_of_layers = getattr(config_type, "as_published", lambda values: (values, []))(values)
     others = getattr(config_type, "other_names", {})
     values = {own: values[other] for other, own in others.items() if other in values} | dict(values)
     rope, wrong = rope_fields.read(values, config_type)
+    wrong += problems_of_layers
     wrong += [
         f"{name}={config_fields.short(values[name])} must be {allowed[0]!r}"
         for name, allowed in fixed.items()
@@ -143,10 +145,13 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     values |= rope_fields.write(values.pop("rope_scaling"), config.max_position_embeddings)
     if (beta := values.pop("llama_4_scaling_beta", None)) is not None:
         values["rope_scaling"]["llama_4_scaling_beta"] = beta
-    if config.scales_full_layers and "rope_local_base_freq" not in values:  # transformers 5 reads one base here alone
-        plain = {"rope_type": "default", "rope_theta": config.rope_theta}
+    local = values.get("rope_local_base_freq", config.rope_theta)
+    if config.nests_rope or (config.scales_full_layers and "rope_local_base_freq" not in values):
+        plain = {"rope_type": "default", "rope_theta": config.rope_theta}  # transformers 5 reads one base here alone
         full = plain | values.get("rope_scaling", {})
-        values["rope_parameters"] = {"full_attention": full, "sliding_attention": plain}
+        values["rope_parameters"] = {"full_attention": full, "sliding_attention": plain | {"rope_theta": local}}
+    if config.nests_rope:
+        values = {name: value for name, value in values.items() if name not in rope_fields.NAMES}
     if "use_sliding_window" in values:  # where it is false transformers has no window, whatever layer_types says
         values["use_sliding_window"] |= "sliding_attention" in config.layer_types
     divisor = values.get("query_pre_attn_scalar")

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_jax.models.core import config_fields
-from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, LongRope, ProportionalRope, RopeScaling, YarnRope
 
 NAMES = {"rope_theta", "rope_local_base_freq", "rope_scaling", "partial_rotary_factor", "llama_4_scaling_beta"}
-_KINDS = {"linear": LinearRope, "dynamic": DynamicRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
+_KINDS = {
+    "linear": LinearRope, "dynamic": DynamicRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope,
+    "proportional": ProportionalRope,
+}  # fmt: skip
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PART, _BETA = "partial_rotary_factor", "llama_4_scaling_beta"
 _ORIGINAL, _MOST, _OUR_MOST = "original_max_position_embeddings", "max_position_embeddings", "max_positions"
@@ -41,13 +44,15 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
     parameters, scaling = (_plain(part) for part in given.values())
     if _FULL in scaling or _SLIDING in scaling:
         return {}, ["rope_scaling must be one object for all layers; only rope_parameters may have one for each type"]
+    if defaults.get("rope_scaling") is not None and not (scaling or parameters):
+        return {}, []  # transformers has this family's own then
     if getattr(config_type, "scales_full_layers", False):
         return _of_types_of_layers(values, parameters, scaling, has_local_base="rope_local_base_freq" in defaults)
     if _FULL in parameters or _SLIDING in parameters:
         return {}, ["rope_parameters must be one object for all layers: in this family their types share it"]
-    if _BETA in defaults and not (scaling or parameters):  # transformers then has this family's own
-        return {}, []
     taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
+    if _kind(taken) == "proportional":
+        return {}, ["rope_type='proportional' must be another: only in Gemma 4 a share of each head's pairs turns"]
     wrong = _lost(parameters, taken) if scaling else []
     if getattr(config_type, "rope_sections", False):  # of images, which turn text alike
         taken = {name: value for name, value in taken.items() if not name.startswith("mrope")}
@@ -180,13 +185,13 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
         del fields[key]
     if not (isinstance(kind, str) and kind in ("default", *_KINDS)):
         return None, [f"rope_type={config_fields.short(kind)} must be 'default' or one of {list(_KINDS)}"]
-    part = fields.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    part = 1.0 if kind == "proportional" else fields.pop(_PART, values.get(_PART, 1.0))
     wrong = (
         [] if part == 1 else [f"partial_rotary_factor={config_fields.short(part)} must be 1: whole heads are rotated"]
     )
     scaling_type: Any = _KINDS.get(kind)
     known = dataclasses.fields(scaling_type) if scaling_type else ()
-    if kind != "linear" and scaling_type:
+    if kind not in ("linear", "proportional") and scaling_type:
         wrong += _set_original(name, kind, fields, values)
     if kind == "longrope":
         _set_factor(fields, values)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,10 @@ from tests.fuzz.attention import segments, tokens
 from tests.fuzz.case import Case, Draw, options_text
 
 GEMMA = dict(query_pre_attn_scalar=(3, 9), sliding_window=(1, 3, 500))
+GEMMA_4 = dict(
+    num_kv_shared_layers=(1,), hidden_size_per_layer_input=(8,), attention_k_eq_v=(True,), use_double_wide_mlp=(True,),
+    rope_scaling=(None,),
+)  # fmt: skip
 MIXTURE = dict(output_router_logits=(True,), router_aux_loss_coef=(0.5,), router_z_loss_coef=(0.01,))
 DELTA = dict(full_attention_interval=(1, 2), linear_conv_kernel_dim=(1, 3))
 YARN = YarnRope(4.0, 8)
@@ -36,6 +41,7 @@ FAMILIES = {
     "gemma": (models.GemmaForCausalLM, dict(tie_word_embeddings=(True, False))),
     "gemma2": (models.Gemma2ForCausalLM, GEMMA | dict(attn_logit_softcapping=(5.0, None))),
     "gemma3": (models.Gemma3ForCausalLM, GEMMA | dict(final_logit_softcapping=(3.0,))),
+    "gemma4": (models.Gemma4ForCausalLM, GEMMA_4),
     "mixtral": (models.MixtralForCausalLM, MIXTURE),
     "qwen3moe": (models.Qwen3MoeForCausalLM, MIXTURE | dict(norm_topk_prob=(True,), mlp_only_layers=((0,),))),
     "qwen3next": (models.Qwen3NextForCausalLM, MIXTURE | DELTA | dict(mlp_only_layers=((0,),))),
@@ -81,6 +87,11 @@ def _config(draw: Draw, family: str):
         fields["head_dim"] *= 4
     if "partial_rotary_factor" in fields or family == "glm4":  # half of the columns are rotated, in halves
         fields["head_dim"] *= 2
+    if family == "gemma4":
+        layers: int = fields["num_hidden_layers"]
+        own: dict[str, Any] = dict(global_head_dim=2 * head_dim, vocab_size_per_layer_input=fields["vocab_size"])
+        own |= dict(hidden_size_per_layer_input=0, layer_types=("full_attention",) * layers)
+        fields = own | fields | dict(num_kv_shared_layers=min(fields.get("num_kv_shared_layers", 0), layers - 1))
     known = {field.name for field in dataclasses.fields(model.config_type)} - {*model.config_type.never}
     return model.config_type(**{name: x for name, x in fields.items() if name in known})
 

@@ -12,6 +12,7 @@ from liger_jax.models import (
     Exaone4ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma4ForCausalLM,
     GemmaForCausalLM,
     Glm4ForCausalLM,
     GraniteForCausalLM,
@@ -55,6 +56,12 @@ FAMILIES = {
     "phi3": (Phi3ForCausalLM, SIZES | dict(partial_rotary_factor=0.75, sliding_window=5)),
     "gemma": (GemmaForCausalLM, SIZES | dict(head_dim=12)),
     "gemma2": (Gemma2ForCausalLM, SIZES | GEMMA | dict(num_hidden_layers=3)),
+    "gemma4": (
+        Gemma4ForCausalLM,
+        SIZES
+        | dict(num_hidden_layers=3, num_kv_shared_layers=1, layer_types=("full_attention",) * 3, head_dim=8)
+        | dict(global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=97),
+    ),
     "gemma3": (Gemma3ForCausalLM, SIZES | GEMMA | dict(sliding_window_pattern=2)),
 }
 

@@ -52,6 +52,11 @@ NO_IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 GEMMA = dict(head_dim=6, tie_word_embeddings=True, pad_token_id=None)
 # Softcaps that bend, where the family has them, and a scale of the scores that is not the head's.
 WINDOW = dict(sliding_window=5, query_pre_attn_scalar=3)
+# Heads of other widths in the layers with full attention.
+GEMMA4 = dict(
+    layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4, sliding_window=5, global_head_dim=8,
+    hidden_size_per_layer_input=0, vocab_size_per_layer_input=29,
+)  # fmt: skip
 # Two of four experts, and a balancing loss that counts.
 MOE = dict(NO_IDS, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.3)
 YARN = dict(
@@ -191,6 +196,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("Gemma3", {**GEMMA, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma4": (
+        "Gemma4",
+        {**GEMMA, **GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4, "use_double_wide_mlp": True},
+    ),
+    "gemma4_keys": (
+        "Gemma4",
+        {**GEMMA, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+    ),
     "gemma3_pattern": (
         "Gemma3",
         {
@@ -212,6 +225,7 @@ COMMITTED = (
     "qwen2",
     "gemma2",
     "gemma3",
+    "gemma4",
     "olmo2",
     "granite",
     "phi3",
@@ -263,7 +277,7 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     torch.manual_seed(seed)
     family, options = CASES[case]
-    text = "Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else ""
+    text = "Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
     fields = {**SIZES, **options}
     if family == "Qwen3_5Moe":  # in which no layer is dense
         del fields["intermediate_size"]
@@ -275,6 +289,9 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
         if name.endswith("A_log"):  # a state that decays too fast has gradients of rounding errors
             torch.nn.init.normal_(parameter, -1.0, 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.7)
     model.save_pretrained(folder)
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (2, 20))

@@ -627,6 +627,7 @@ def live(test):
         ("olmo2", {}),
         ("olmo3", {}),
         ("exaone4", {}),
+        ("gemma4", {}),
         ("glm4", {}),
         ("granite", {}),
         ("ministral3", {}),

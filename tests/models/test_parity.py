@@ -49,6 +49,8 @@ def numbers(folder, expected: hugging_face.Expected, **options):
             if piece.interleaved:  # gate's columns and up's take turns in files
                 part = np.stack(np.split(part, 2, axis=-1), axis=-1).reshape(part.shape)
             found[piece.name] = part.T if piece.transposed else part
+    scalars = [found.pop(name) for name in list(found) if name.endswith("layer_scalar")]  # which nobody trains
+    assert not np.any(scalars)
     assert found.keys() == expected.gradients.keys()
     return logits, loss, found
 

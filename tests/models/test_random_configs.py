@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from liger_jax.models import AutoModelForCausalLM
-from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, LongRope, ProportionalRope, YarnRope
 from tests.models.test_configs import FAMILIES, FULL, SLIDING
 from tests.models.test_parity import live, relative
 
@@ -63,6 +63,7 @@ def scaling(rng, family, width):
         LongRope(factors(), factors(), factor, original, maybe(float(rng.uniform(0.5, 1.5)))),
     ]
     choices = [choices[0], choices[-1]] if "Phi3" in family.__name__ else choices
+    choices = [None, ProportionalRope(float(rng.uniform(0, 1)), factor)] if "Gemma4" in family.__name__ else choices
     choices = [choices[4]] if "Ministral3" in family.__name__ else choices
     return choices[rng.integers(len(choices))]
 
@@ -99,6 +100,24 @@ def of_linear_attention(rng):
         linear_dt_max=1e-1,
         linear_dt_init_floor=1e-4,
         shared_expert_intermediate_size=int(rng.integers(4, 20)),
+    )
+
+
+def of_gemma_4(rng, fields):
+    """The fields of layers that differ; of each type of layers, one is before those that share keys."""
+    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    types = (*map(str, rng.choice([FULL, SLIDING], layers - 1)), FULL)
+    first = max(map(types.index, types)) + 1
+    shared = int(rng.integers(0, layers - first + 1))
+    return dict(
+        layer_types=types,
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=bool(rng.integers(2)),
+        attention_k_eq_v=bool(rng.integers(2)),
+        global_head_dim=int(rng.choice([4, 8, 10])),
+        num_global_key_value_heads=int(rng.choice([n for n in range(1, heads + 1) if heads % n == 0])),
+        hidden_size_per_layer_input=int(rng.choice([4, 5])) if shared or rng.integers(2) else 0,
+        vocab_size_per_layer_input=fields["vocab_size"],
     )
 
 
@@ -152,6 +171,8 @@ def drawn(rng, family):
         llama_4_scaling_beta=float(rng.uniform(0, 1)),
     )
     own |= of_experts(rng, layers)
+    if "Gemma4" in family.__name__:
+        own |= of_gemma_4(rng, fields)
     own |= {name: None if name == "intermediate_size" else False for name in family.config_type.never}
     if family.config_type.known_types[0] == "linear_attention":
         types = map(str, rng.choice(family.config_type.known_types, layers - 1))
@@ -192,7 +213,7 @@ def test_transformers_computes_the_same_with_a_random_config_both_ways(family, d
         """Our model of random numbers, transformers' of its files, and what that computes."""
         model = family(config, scan_layers=scan, rngs=nnx.Rngs(int(rng.integers(2**31))))
         for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-            if path[-1] in ("scale", "bias", "sinks", "A_log") or str(path[-1]).endswith("_bias"):
+            if path[-1] in ("scale", "bias", "sinks", "A_log", "layer_scalar") or str(path[-1]).endswith("_bias"):
                 parameter[...] += jnp.asarray(rng.normal(0, 0.3, parameter.shape), jnp.float32)
         # Some families' padding token in transformers is beyond these vocabularies.
         model.save_pretrained(folder, config_fields={"pad_token_id": None})

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from liger_jax.models import AutoModelForCausalLM
 from tests.models import _hugging_face as hugging_face
-from tests.models.test_multimodal_adapters import CASES, TEXT
+from tests.models.test_multimodal_adapters import CASES, TEXT, VISION
 from tests.models.test_parity import live, relative
 
 OTHERS = {
@@ -90,13 +90,16 @@ def test_a_save_after_the_whole_checkpoint_is_gone_says_so(folder, tmp_path):
 
 
 @live
-@pytest.mark.parametrize("case", ["gemma3", "mistral3", "ministral3", "qwen3_vl"])
+@pytest.mark.parametrize("case", ["gemma3", "gemma4", "mistral3", "ministral3", "qwen3_vl"])
 def test_transformers_computes_with_what_a_save_wrote_into_its_multimodal_model(case, tmp_path, rng):
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     torch.manual_seed(int(rng.integers(2**31)))
     of_qwen = dict(hidden_size=16, intermediate_size=16, depth=2, num_heads=2, patch_size=8)
     of_qwen |= dict(out_hidden_size=32, deepstack_visual_indexes=[0])
+    of_gemma_4 = dict(num_kv_shared_layers=1, layer_types=["full_attention"] * 2, vocab_size_per_layer_input=61)
+    of_gemma_4 |= dict(hidden_size_per_layer_input=4, global_head_dim=8)
     cases = CASES | {
+        "gemma4": ("Gemma4Config", of_gemma_4, VISION | dict(num_key_value_heads=2, head_dim=8, patch_size=8)),
         "ministral3": ("Mistral3Config", dict(model_type="ministral3"), CASES["mistral3"][2]),
         "qwen3_vl": ("Qwen3VLConfig", dict(rope_parameters=dict(rope_theta=100.0, mrope_section=[4, 2, 2])), of_qwen),
     }

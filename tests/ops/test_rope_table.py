@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax import DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope, rope_table
+from liger_jax import DynamicRope, LinearRope, Llama3Rope, LongRope, ProportionalRope, YarnRope, rope_table
 from tests.ops._oracle import collectives
 
 # The angle is a float32 product of a float32 frequency: two roundings. The rest is cosine's, sine's and a scale's.
@@ -149,6 +149,16 @@ def test_longrope_divides_by_its_other_factors_beyond_the_length_in_training(len
         np.testing.assert_allclose(table, scale * true, atol=1e-5)
 
 
+@pytest.mark.parametrize(["share", "turning"], [(0.25, 2), (0.3, 2), (1.0, 8), (0.0, 0)])
+def test_a_share_of_the_pairs_turns_as_in_a_whole_head_and_the_others_do_not(share, turning):
+    positions = np.arange(9)[None]
+    frequencies = np.where(np.arange(8) < turning, 100.0 ** (-np.arange(8) / 8) / 2.0, 0.0)
+    angles = positions[..., None] * np.tile(frequencies, 2)
+    tables = rope_table(jnp.asarray(positions), 16, theta=100.0, scaling=ProportionalRope(share, factor=2.0))
+    for table, true in zip(tables, (np.cos(angles), np.sin(angles)), strict=True):
+        np.testing.assert_allclose(table, true, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "rope_type, scaling",
     [
@@ -216,6 +226,8 @@ def test_wrong_arguments_say_what_to_do(arguments, error, message, unchecked_typ
             lambda: LongRope((0.0,), (1.0,), 2.0, 8),
             "LongRope: short_factor, long_factor and factor must be more than 0",
         ),
+        (lambda: ProportionalRope(1.5), "ProportionalRope: partial_rotary_factor=1.5 must be at most 1"),
+        (lambda: ProportionalRope(-0.5), "ProportionalRope: partial_rotary_factor=-0.5 must be at least 0"),
         (lambda: LongRope((1.0,), (1.0,), 2.0, 1), "LongRope: original_max_position_embeddings=1 must be at least 2"),
         (lambda: YarnRope(2.0, 64, beta_fast=1.0), "YarnRope: beta_fast=1.0 must be more than beta_slow=1.0"),
     ],

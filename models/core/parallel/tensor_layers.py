@@ -42,7 +42,6 @@ def run_layers(
     Returns hidden states (B, T, D), which are sharded as `shards.between` says, and the layers' sums over the tokens of
     all devices.
     """
-    shards.check(config)
     (graph, state), (last_graph, last_state) = nnx.split(layers), nnx.split(last_layers)
     parameters = dict(layers=state, last_layers=last_state)
     leaves, tree = jax.tree.flatten((inputs, dropout_words))

@@ -101,6 +101,11 @@ class TensorShards:
                 f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of linear "
                 "attention, whose heads the axis cannot split. Give the devices to fsdp."
             )
+        if config.layers_differ:
+            raise ValueError(
+                f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of several "
+                "sizes, which the axis cannot split. Give the devices to fsdp."
+            )
         numbers = dict(num_attention_heads=config.num_attention_heads)
         if any(config.feed_forward_of(i) != EXPERTS for i in range(config.num_hidden_layers)):
             numbers["intermediate_size"] = config.intermediate_size

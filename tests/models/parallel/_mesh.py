@@ -21,6 +21,8 @@ from liger_jax.models import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
@@ -60,6 +62,11 @@ ODD = dict(vocab_size=23, num_attention_heads=4, num_key_value_heads=1, logit_sc
 MIXED = ("sliding_attention", "full_attention")
 GRANITE = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22)
 WINDOWED = dict(num_hidden_layers=3, head_dim=4, sliding_window=5)
+GEMMA_4 = dict(
+    num_hidden_layers=4, layer_types=2 * MIXED, num_kv_shared_layers=2, use_double_wide_mlp=True, head_dim=4,
+    global_head_dim=8, sliding_window=5, hidden_size_per_layer_input=4, vocab_size_per_layer_input=24,
+)  # fmt: skip
+UNLIKE_LAYERS = ("gemma4",)  # families whose layers differ, which a tensor axis does not split
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=5)),
@@ -68,13 +75,14 @@ FAMILIES = {
     "olmo3": (Olmo3ForCausalLM, Olmo3Config, dict(sliding_window=5, layer_types=MIXED)),
     "exaone4": (Exaone4ForCausalLM, Exaone4Config, dict(sliding_window=5, layer_types=MIXED)),
     "hunyuan": (HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, {}),
-    "glm4": (Glm4ForCausalLM, Glm4Config, dict(head_dim=8)),
+    "glm4": (Glm4ForCausalLM, Glm4Config, dict(head_dim=4)),
     "ministral3": (Ministral3ForCausalLM, Ministral3Config, dict(head_dim=4, rope_scaling=YarnRope(4.0, 4))),
     "granite": (GraniteForCausalLM, GraniteConfig, GRANITE),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, dict(no_rope_layers=(1, 0))),
     "gemma": (GemmaForCausalLM, GemmaConfig, dict(head_dim=4, num_key_value_heads=1)),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, WINDOWED),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, WINDOWED | dict(sliding_window_pattern=2)),
+    "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig, GEMMA_4),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
     "phi3": (Phi3ForCausalLM, Phi3Config, dict(sliding_window=5, partial_rotary_factor=0.5, head_dim=4)),
 }

@@ -21,6 +21,8 @@ from liger_jax.models import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GraniteConfig,
@@ -54,6 +56,10 @@ SIZES = dict(
     num_key_value_heads=2,
 )  # fmt: skip
 MIXED = ("sliding_attention", "full_attention")
+GEMMA_4 = dict(
+    num_hidden_layers=4, num_kv_shared_layers=2, head_dim=8, global_head_dim=16, sliding_window=5,
+    hidden_size_per_layer_input=8, vocab_size_per_layer_input=96,
+)  # fmt: skip
 FAMILIES = {
     "llama": lambda **options: LlamaForCausalLM(LlamaConfig(**SIZES), rngs=nnx.Rngs(0), **options),
     "qwen2": lambda **options: Qwen2ForCausalLM(
@@ -82,6 +88,9 @@ FAMILIES = {
     "gemma2": lambda **options: Gemma2ForCausalLM(
         Gemma2Config(**SIZES | dict(num_hidden_layers=3, head_dim=8, sliding_window=5)), rngs=nnx.Rngs(0), **options
     ),
+    "gemma4": lambda **options: Gemma4ForCausalLM(
+        Gemma4TextConfig(layer_types=MIXED + MIXED, **SIZES | GEMMA_4), rngs=nnx.Rngs(0), **options
+    ),
     "gemma3": lambda **options: Gemma3ForCausalLM(
         Gemma3TextConfig(**SIZES | dict(head_dim=8, sliding_window=5, sliding_window_pattern=2)),
         rngs=nnx.Rngs(0),
@@ -109,6 +118,7 @@ CASES = [
                 "smollm3",
                 "gemma2",
                 "gemma3",
+                "gemma4",
             ),
             ("both",),
             ("none",),
@@ -172,12 +182,13 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(family, split, remat
 
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     for (path, grad), truth in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected[1]), strict=True):
-        error = np.max(np.abs(np.asarray(grad) - truth)) / np.max(np.abs(truth))
-        assert error < 2e-5, (jax.tree_util.keystr(path), error)
+        error = np.max(np.abs(np.asarray(grad) - truth)) / max(np.max(np.abs(truth)), 1e-30)  # some are not trained
+        assert error < (5e-4 if family == "gemma4" else 2e-5), (jax.tree_util.keystr(path), error)
     of_parameters = {1}
     for leaf in jax.tree.leaves(params):
         whole = leaf.size, leaf.size // SIZES["num_hidden_layers"]
         of_parameters |= {size // part for size in whole for part in (1, mesh.shape["fsdp"])}
+    of_parameters |= {32 * 128} if family == "gemma4" else set()  # one product of a full layer's queries, keys, values
     others = {(kind, size) for kind, size in sent(text) if size not in of_parameters}
     assert not others, f"no parameters: {others}"
     assert not {kind for kind, _ in sent(text)} & {"all-to-all", "collective-permute"}
