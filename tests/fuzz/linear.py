@@ -285,7 +285,11 @@ def fused_linear_log_probs(draw: Draw) -> Case:
     options, counting = token_options(draw, head), Tokens.drawn(draw, head.tokens, head.v)
     limits, may_refuse = drawn_limits(draw, modes=False)
     limits |= draw.optional(metrics=(False,))
-    selected = draw.pick(0, 0, 1, 3)
+    # In 16 bits the gradient of a selected token is a difference of two rounded terms, its own and the normaliser's.
+    # The second is not in a difference of two tokens.
+    is_half = head.dtype != jnp.float32 or head.weight_dtype != jnp.float32
+    selected = draw.pick(0, 0, 2, 3) if is_half else draw.pick(0, 0, 1, 3)
+    seen = lambda log_probs: log_probs[..., 1:] - log_probs[..., :1] if is_half else log_probs
 
     def inputs(draw):
         _, constants = counting.arguments(draw)
@@ -298,13 +302,13 @@ def fused_linear_log_probs(draw: Draw) -> Case:
 
     def ours(dead, **arrays):
         found = ops.fused_linear_log_probs(**arrays, **options, **limits, **head.options, entropy=with_entropy)
-        of_selected = [found.selected_log_probs] if selected else []
+        of_selected = [seen(found.selected_log_probs)] if selected else []
         return (found.log_probs, *([found.entropy] if with_entropy else []), *of_selected, found.log_normalizer)
 
     def truth(hidden, weight, labels, dead, bias=None, where=None, selected_token_ids=()):
         log_probs, entropy, lse = found_by_head(head, hidden, weight, labels, dead, bias, **options)
         of = lambda token: found_by_head(head, hidden, weight, jnp.full(dead.shape, token), dead, bias, **options)[0]
-        of_selected = [jnp.stack([of(token) for token in selected_token_ids], axis=-1)] if selected else []
+        of_selected = [seen(jnp.stack([of(token) for token in selected_token_ids], axis=-1))] if selected else []
         return (log_probs, *([entropy] if with_entropy else []), *of_selected, lse)
 
     says = options_text({**options, **limits, **head.options, "entropy": with_entropy, "selected": selected})

@@ -86,7 +86,9 @@ def fused_linear_log_probs(
     `fused_linear_cross_entropy`.
 
     `selected_token_ids` asks for log p of the same K tokens in every row, too, such as "yes" and "no" for a grader. It
-    costs products with K rows of the head, whose gradients are added to those rows of the weight's.
+    costs products with K rows of the head, whose gradients are added to those rows of the weight's. In 16 bits both
+    terms of a selected token's gradient, its own and the normaliser's, are rounded by themselves. A label's are rounded
+    together.
 
     Args:
         labels: (...), integers in [0, V), or `ignore_index`. Any other label makes its token's log-probability and
