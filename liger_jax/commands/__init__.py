@@ -76,8 +76,8 @@ def _parsers() -> tuple[Parser, list[Parser]]:
         )
         command.add_arguments(subparser)
         add = subparser.add_argument
-        add("--config", metavar="FILE", help="a TOML file of these options; those of the command line come first")
-        add("--cache", action="store_true", help="keep compiled programs for the next start (default: yes)")
+        add("--config", metavar="FILE", help="a TOML file of these options; the command line takes precedence")
+        add("--cache", action="store_true", help="cache compiled programs for the next start (default: yes)")
         named = {action.dest: action.option_strings[0] for action in subparser._actions if action.option_strings}
         subparser.set_defaults(run=command.run, command=name, options=named)
         parsers.append(subparser)

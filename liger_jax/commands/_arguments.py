@@ -17,21 +17,21 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments that say how texts and conversations become rows."""
     add = command.add_argument
     add("--column", help="the field that is trained on: a text, or a list of messages (default: by the fields' names)")
-    add("--format", choices=list(FORMATS), help="the format of rows that have the fields of several")
+    add("--format", choices=list(FORMATS), help="the format, if rows have the fields of several formats")
     add_row_arguments(command)
 
 
 def add_row_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments that say how any data becomes rows."""
     add = command.add_argument
-    data = "what is scored and not trained on, in the place of a share of --data"
+    data = "data for evaluation only, instead of holding out a share of --data"
     add("--eval-data", nargs="+", metavar="DATA", help=data)
     add("--subset", help="the dataset's configuration")
-    add("--pack", action="store_true", help="documents share rows, and none sees another")
+    add("--pack", action="store_true", help="pack several documents into a row; none attends to another")
     add("--length", type=int, help="tokens in a row (default: 2048)")
     add_rope_argument(command)
-    add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
-    add("--seed", type=int, help="of all that is random (default: 0)")
+    add("--eval-share", type=float, help="fraction of the data that is held out for evaluation (default: 0.02)")
+    add("--seed", type=int, help="seed of all random numbers (default: 0)")
 
 
 def add_rope_argument(command: argparse.ArgumentParser) -> None:
@@ -60,40 +60,48 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="train adapters of this rank (default: 16)",
     )
-    add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
+    add("--lora-alpha", type=float, help="the adapters' alpha; they are scaled by alpha/rank (default: twice the rank)")
     add(
         "--lora-targets",
         metavar="NAMES",
-        help="q_proj,v_proj or all-linear or a regular expression (default: all seven)",
+        help="modules with adapters: q_proj,v_proj, all-linear or a regular expression (default: all seven)",
     )
-    add("--lora-experts", action="store_true", help="the experts of a mixture have adapters, too")
-    add("--lora-dropout", type=float, help="the share of the adapters' inputs that training drops (default: 0)")
+    add("--lora-experts", action="store_true", help="also add adapters to the experts of a mixture")
+    add("--lora-dropout", type=float, help="dropout probability of the adapters' inputs (default: 0)")
     add("--rslora", action="store_true", help="scale the adapters by alpha/√rank")
-    add("--dora", action="store_true", help="train the lengths of the weights' columns, too")
-    add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
-    add("--remat", choices=REMATS, help="what layers keep for the backward (default: full; offload… if it must)")
-    add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
-    add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
+    add("--dora", action="store_true", help="weight-decomposed adapters: also train the norms of the weights' columns")
+    add("--quantize", choices=KINDS, help="quantize the frozen weights of the layers to 4 or 8 bits")
+    add(
+        "--remat",
+        choices=REMATS,
+        help="what layers keep for the backward (default: full, or an offload where full does not fit)",
+    )
+    add("--dtype", choices=DTYPES, help="dtype of the computation (default: bfloat16, on a CPU float32)")
+    add("--param-dtype", choices=DTYPES, help="dtype of the weights (default: float32, with --lora the checkpoint's)")
 
 
 def _add_step_arguments(command: argparse.ArgumentParser, settings_type: type[Settings]) -> None:
     """How many steps there are, and what a step does."""
     add = command.add_argument
     add("--batch", type=int, help="rows in a step (default: 8)")
-    add("--micro-batches", type=int, help="micro-batches of a batch, one after the other (default: as few as fit)")
+    add(
+        "--micro-batches",
+        type=int,
+        help="micro-batches into which a batch is cut for gradient accumulation (default: as few as fit)",
+    )
     add(
         "--mesh",
-        help="devices along axes, as fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
+        help="devices along each mesh axis: fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
     )
     add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
-    add("--steps", type=int, help="training steps, in the place of --epochs")
+    add("--steps", type=int, help="number of training steps, instead of --epochs")
     rates = [f"{rate:.0e}".replace("e-0", "e-") for rate in settings_type.peak_rates]
-    add("--learning-rate", type=float, help=f"the peak (default: {rates[0]}, with --lora {rates[1]})")
+    add("--learning-rate", type=float, help=f"the peak learning rate (default: {rates[0]}, with --lora {rates[1]})")
     add("--optimizer", choices=OPTIMIZERS, help="adamw8bit holds its moments in 8 bits (default: adamw)")
-    add("--schedule", choices=SCHEDULES, help="of the rate after its peak (default: cosine, down to a tenth)")
-    add("--warmup", type=float, help="share of the steps in which the rate rises, or their number (default: 0.03)")
-    add("--weight-decay", type=float, help="share of a weight that a step of rate 1 takes away (default: 0.01)")
-    add("--clip", type=float, help="largest norm of a gradient, 0 for any (default: 1)")
+    add("--schedule", choices=SCHEDULES, help="learning rate after its peak (default: cosine, which decays to a tenth)")
+    add("--warmup", type=float, help="warmup steps: a fraction of all steps, or from 1 on their number (default: 0.03)")
+    add("--weight-decay", type=float, help="AdamW's decoupled weight decay (default: 0.01)")
+    add("--clip", type=float, help="clip the global norm of the gradients at this value; 0 does not clip (default: 1)")
 
 
 def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Settings]) -> None:
@@ -101,11 +109,17 @@ def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Set
     add = command.add_argument
     add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
     add("--samples", type=int, metavar="N", help=f"{settings_type.what_samples} (default: 0)")
-    add("--patience", type=int, metavar="N", help="stop after N evaluations without a smaller held-out loss")
-    add("--keep", type=int, help="newest checkpoints to keep, beside the best by held-out loss (default: 1)")
-    add("--log", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(LOGS)}, with commas (default: csv)")
+    add("--patience", type=int, metavar="N", help="stop after N evaluations without a lower held-out loss")
+    add("--keep", type=int, help="how many of the newest checkpoints to keep, in addition to the best one (default: 1)")
+    add(
+        "--log",
+        type=lambda text: tuple(text.split(",")),
+        help=f"any of {', '.join(LOGS)}, separated by commas (default: csv)",
+    )
     add("--out", help=f"folder for checkpoints, logs and the result (default: {settings_type.out})")
-    joined = "join the run's other processes: HOST:PORT,INDEX/NUMBER, or nothing under SLURM, Open MPI, on a cloud TPU"
+    joined = (
+        "join the run's other processes: HOST:PORT,INDEX/NUMBER, or no value under SLURM, Open MPI and on cloud TPUs"
+    )
     add(
         "--distributed",
         nargs="?",
@@ -113,13 +127,17 @@ def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Set
         metavar="PLACE",
         help=argparse.SUPPRESS if settings_type.is_alone else joined,
     )
-    add("--merge", action="store_true", help="add the adapters to the weights in the result")
-    add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
-    kept = "write the result of this step, whose checkpoint is kept, to OUT/model-STEP or adapters-STEP; train nothing"
+    add("--merge", action="store_true", help="merge the adapters into the weights of the result")
+    add("--save-dtype", choices=SAVE_DTYPES, help="dtype of the weights in the result (default: the checkpoint's)")
+    kept = "train nothing: export the checkpoint of this step to OUT/model-STEP or OUT/adapters-STEP"
     add("--result-of", type=int, metavar="STEP", help=kept)
-    add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
-    add("--risk-memory", action="store_true", help="begin even if the run does not fit by the planner's estimate")
-    add("--verify", action="store_true", help="read all weights to know that the model is still the run's")
+    add("--fresh", action="store_true", help="start over, even if OUT has checkpoints")
+    add("--risk-memory", action="store_true", help="start even if the planner estimates that the run does not fit")
+    add(
+        "--verify",
+        action="store_true",
+        help="read all weights of the model to check that they have not changed since the run began",
+    )
 
 
 def settings_of(args: argparse.Namespace, settings_type: type[Settings] = Settings) -> Settings:

@@ -51,14 +51,20 @@ def add_generation_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--model", required=True, help="a run's --out, a checkpoint's or adapters' folder, or an id")
     add("--base", metavar="MODEL", help="the model that adapters belong to (default: the one that they name)")
-    add("--quantize", choices=KINDS, help="hold the weights of layers in 4 or 8 bits")
-    add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
-    add("--max-new-tokens", type=int, metavar="N", help=f"the most tokens of a text (default: {MOST_NEW_TOKENS})")
-    add("--temperature", type=float, help="0 for the likeliest tokens, or such as 0.7 for random ones (default: 0)")
-    add("--top-p", type=float, help="draw from the likeliest tokens with this probability together (default: 1)")
-    add("--top-k", type=int, help="draw from so many of the likeliest tokens (default: all)")
-    add("--seed", type=int, help="of random tokens (default: 0)")
-    add("--system", metavar="TEXT", help="the first message of a conversation, which says how to answer")
+    add("--quantize", choices=KINDS, help="quantize the weights of the layers to 4 or 8 bits")
+    add("--dtype", choices=DTYPES, help="dtype of the computation (default: bfloat16, on a CPU float32)")
+    add("--max-new-tokens", type=int, metavar="N", help=f"the most tokens to generate (default: {MOST_NEW_TOKENS})")
+    add(
+        "--temperature",
+        type=float,
+        help="sampling temperature, such as 0.7; 0 always takes the most likely token (default: 0)",
+    )
+    add(
+        "--top-p", type=float, help="sample from the most likely tokens whose probabilities add up to this (default: 1)"
+    )
+    add("--top-k", type=int, help="sample from this many of the most likely tokens (default: all)")
+    add("--seed", type=int, help="seed of sampling (default: 0)")
+    add("--system", metavar="TEXT", help="the system message of the conversation")
 
 
 def generation_of(args: argparse.Namespace) -> Generation:

@@ -25,13 +25,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `liger-jax data`, most of them those of `liger-jax finetune`."""
     what = "as finetune's --data: files, globs, folders, a dataset's id"
     command.add_argument("files", nargs="*", metavar="FILE", help=what)
-    command.add_argument("--data", nargs="+", metavar="DATA", help="the same, as the commands that train take it")
+    command.add_argument(
+        "--data", nargs="+", metavar="DATA", help="the same, under the name that the training commands use"
+    )
     command.add_argument("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
     add_data_arguments(command)
-    loss = "one of dpo's: show pairs, as with sigmoid, or single answers, as with kto (default: finetune's data)"
+    loss = "one of dpo's losses: shows pairs (sigmoid) or single answers (kto) instead of finetune's rows"
     command.add_argument("--loss", dest="loss_type", metavar="LOSS", help=loss)
     command.add_argument("--rows", type=int, default=3, help="how many rows are shown (default: 3)")
-    command.add_argument("--check", action="store_true", help="show no rows, but every line that would be refused")
+    command.add_argument(
+        "--check", action="store_true", help="list every line that would be refused, instead of showing rows"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

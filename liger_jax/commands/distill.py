@@ -1,4 +1,4 @@
-"""`liger-jax distill`: trains a model to give the probabilities of a larger one.
+"""`liger-jax distill`: trains a model to match the probabilities of a larger one.
 
 liger-jax distill --model Qwen/Qwen2.5-0.5B --teacher Qwen/Qwen2.5-7B --data 'letters/*.txt' --pack
 liger-jax distill --model ./small --teacher ./large --teacher-quantize nf4 --data chats.jsonl --divergence reverse_kl
@@ -21,14 +21,14 @@ from liger_jax.ops.linear.fused_linear_distillation import DIVERGENCES
 from liger_jax.ops.linear.fused_linear_topk_distillation import TAILS
 from liger_jax.trainers.distill_options import DistillSettings
 
-SUMMARY = "train a model to give the probabilities of a larger one"
+SUMMARY = "train a model to match the probabilities of a larger one"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `liger-jax distill`."""
     data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
     command.add_argument("--data", nargs="+", required=True, metavar="DATA", help=data)
-    command.add_argument("--stream", action="store_true", help="read a dataset from the hub while the run goes on")
+    command.add_argument("--stream", action="store_true", help="stream a dataset from the hub during the run")
     _add_teacher_arguments(command)
     add_data_arguments(command)
     add_training_arguments(command, DistillSettings)
@@ -43,10 +43,19 @@ def _add_teacher_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of the teacher and of the loss."""
     add = command.add_argument
     add("--teacher", required=True, metavar="MODEL", help="a folder or an id, with the tokenizer of --model")
-    add("--teacher-quantize", choices=KINDS, help="hold the teacher's weights in 4 or 8 bits")
-    add("--divergence", choices=DIVERGENCES, help="of student and teacher (default: forward_kl)")
+    add("--teacher-quantize", choices=KINDS, help="quantize the teacher's weights to 4 or 8 bits")
+    add("--divergence", choices=DIVERGENCES, help="divergence between student and teacher (default: forward_kl)")
     add("--beta", type=float, help="the teacher's weight in the mixture, for jsd (default: 0.5)")
-    add("--temperature", type=float, help="of both distributions (default: 1)")
-    add("--hard-weight", type=float, help="the share of the labels' cross-entropy in the loss (default: 0)")
-    add("--top-k", type=int, metavar="K", help="store the teacher's K likeliest tokens once (default: all, each step)")
-    add("--tail", choices=TAILS, help="what the tokens are that are not stored (default: bucket, one event)")
+    add("--temperature", type=float, help="temperature of both distributions (default: 1)")
+    add("--hard-weight", type=float, help="weight, from 0 to 1, of the labels' cross-entropy in the loss (default: 0)")
+    add(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="store the teacher's K most likely tokens before training (default: run the teacher in each step)",
+    )
+    add(
+        "--tail",
+        choices=TAILS,
+        help="ignore the tokens that are not stored, or treat them as one event, a bucket (default: bucket)",
+    )

@@ -1,4 +1,4 @@
-"""`liger-jax doctor`: what is here, what is broken, and which kernels run.
+"""`liger-jax doctor`: checks the installation, and shows which kernels run here.
 
 It prints versions, devices and their memory, where compiled programs are kept, and for every op the implementation that
 it takes here, with the reason why a faster one does not run. It ends with 1 if something is broken, and says the cure.
@@ -17,7 +17,7 @@ from liger_jax.commands._exit_code import exit_code
 from liger_jax.ops.kernels import Chosen
 from liger_jax.pallas_kernels.devices import GIB
 
-SUMMARY = "what is here, what is broken, and which kernels run"
+SUMMARY = "check the installation, and show which kernels run here"
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 

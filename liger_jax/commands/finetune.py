@@ -26,9 +26,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
     add("--data", nargs="+", required=True, metavar="DATA", help=data)
-    add("--stream", action="store_true", help="read a dataset from the hub while the run goes on; needs --steps")
+    add("--stream", action="store_true", help="stream a dataset from the hub during the run; needs --steps")
     add_data_arguments(command)
-    add("--loss-type", choices=LOSS_TYPES, help="dft: a token's loss times its own probability (default: nll)")
+    add(
+        "--loss-type",
+        choices=LOSS_TYPES,
+        help="dft multiplies each token's loss by the token's probability (default: nll)",
+    )
     add_training_arguments(command, FinetuneSettings)
 
 

@@ -1,4 +1,4 @@
-"""`liger-jax generate`: goes on with a text, or answers a message.
+"""`liger-jax generate`: continues a text, or answers a message.
 
 liger-jax generate --model runs/finetune --prompt 'Once upon a time'
 liger-jax generate --model Qwen/Qwen2.5-0.5B-Instruct --chat --prompt 'Who wrote Faust?' --temperature 0.7 --top-k 50
@@ -14,16 +14,18 @@ from liger_jax.commands._exit_code import exit_code
 from liger_jax.commands._generation import add_generation_arguments, generation_of
 from liger_jax.user_errors import UserError, is_text, needed_packages
 
-SUMMARY = "go on with a text, or answer a message"
+SUMMARY = "continue a text, or answer a message"
 ALTERNATIVES = (("prompt", "file"),)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `liger-jax generate`."""
     add_generation_arguments(command)
-    command.add_argument("--prompt", metavar="TEXT", help="what to go on with")
-    command.add_argument("--file", help="the same from a file: a text, or JSON lines with a prompt or messages")
-    command.add_argument("--chat", action="store_true", help="the prompt is a message, for the chat template")
+    command.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    command.add_argument("--file", help="read prompts from a file: one text, or JSON lines with a prompt or messages")
+    command.add_argument(
+        "--chat", action="store_true", help="treat the prompt as a user message and apply the chat template"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

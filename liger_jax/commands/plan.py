@@ -81,43 +81,65 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--seq", "--length", type=int, help=f"tokens in a sequence (default: {defaults.LENGTH}, or the model's most)"
     )
     command.add_argument("--device", help=f"{', '.join(GPUS)} (h200:8 for several); {', '.join(TPUS)} (v5e:8x8)")
-    command.add_argument("--memory", help="of a GPU, such as 24GiB: in place of --device, or of what the card has")
+    command.add_argument(
+        "--memory", help="a GPU's memory, such as 24GiB: instead of --device, or of the device's own memory"
+    )
     command.add_argument(
         "--mesh", help="such as fsdp=4,tensor=2 (or data=…, expert=…, sequence=…); default: all devices along fsdp"
     )
     command.add_argument("--optimizer", choices=OPTIMIZERS, help=f"(default: {defaults.OPTIMIZER})")
-    command.add_argument("--state-dtype", choices=_DTYPES[:2], help="of adamw's moments (default: float32)")
+    command.add_argument("--state-dtype", choices=_DTYPES[:2], help="dtype of adamw's moments (default: float32)")
     command.add_argument(
-        "--param-dtype", choices=_DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)"
+        "--param-dtype", choices=_DTYPES, help="dtype of the weights (default: float32, with --lora the checkpoint's)"
     )
-    command.add_argument("--dtype", choices=_DTYPES, help=f"of the computation (default: {defaults.DTYPE})")
-    command.add_argument("--remat", choices=REMATS, help=f"what layers compute again (default: {defaults.REMAT})")
-    command.add_argument("--loss", choices=LOSSES, help="which must fit (default: fused)")
-    command.add_argument("--micro-batches", type=int, help="micro-batches of a step's batch, one after the other")
+    command.add_argument("--dtype", choices=_DTYPES, help=f"dtype of the computation (default: {defaults.DTYPE})")
     command.add_argument(
-        "--lora", type=int, nargs="?", const=defaults.RANK, metavar="RANK", help="train adapters of this rank alone"
+        "--remat", choices=REMATS, help=f"what layers recompute in the backward (default: {defaults.REMAT})"
     )
     command.add_argument(
-        "--lora-targets", metavar="NAMES", help="what has adapters: q_proj,v_proj or all-linear or a regular expression"
+        "--loss", choices=LOSSES, help="the loss that the step computes: fused, or on logits (default: fused)"
     )
-    command.add_argument("--lora-experts", action="store_true", help="the experts of a mixture have adapters, too")
-    command.add_argument("--dora", action="store_true", help="adapters train the lengths of the weights' columns, too")
-    command.add_argument("--quantize", choices=KINDS, help="hold the frozen weights of layers in fewer bits")
-    command.add_argument("--packed", "--pack", action="store_true", help="rows hold several documents, each by itself")
-    command.add_argument("--state-memory", choices=STATE_MEMORIES, help="where the moments are (default: device)")
-    longer = "for rows beyond the model's positions: how its rotary embedding reaches them"
+    command.add_argument(
+        "--micro-batches", type=int, help="micro-batches into which a step's batch is cut for gradient accumulation"
+    )
+    command.add_argument(
+        "--lora", type=int, nargs="?", const=defaults.RANK, metavar="RANK", help="train only adapters, of this rank"
+    )
+    command.add_argument(
+        "--lora-targets",
+        metavar="NAMES",
+        help="modules with adapters: q_proj,v_proj, all-linear or a regular expression",
+    )
+    command.add_argument("--lora-experts", action="store_true", help="also add adapters to the experts of a mixture")
+    command.add_argument(
+        "--dora", action="store_true", help="weight-decomposed adapters: also train the norms of the weights' columns"
+    )
+    command.add_argument("--quantize", choices=KINDS, help="quantize the frozen weights of the layers to 4 or 8 bits")
+    command.add_argument(
+        "--packed", "--pack", action="store_true", help="rows hold several documents, none of which attends to another"
+    )
+    command.add_argument(
+        "--state-memory", choices=STATE_MEMORIES, help="where the optimizer's moments are stored (default: device)"
+    )
+    longer = "how the rotary embedding is scaled for rows longer than the model's positions"
     command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
-    command.add_argument("--host-memory", help="such as 128GiB: of the host, for what is kept there")
+    command.add_argument("--host-memory", help="the host's memory, such as 128GiB, for what is offloaded to it")
     command.add_argument(
-        "--level", choices=LEVELS, help="formulas, or the compiler itself (default: estimate; of --search, compiled)"
+        "--level",
+        choices=LEVELS,
+        help="estimate by formulas, or compile the step (default: estimate; with --search compiled)",
     )
     command.add_argument(
         "--search",
         choices=SEARCHES,
-        help="the largest that fits, or the first mesh, by the compiler if it is installed; that option is not needed",
+        help="find the largest batch or sequence, or the first mesh, that fits; leave out that option itself",
     )
-    command.add_argument("--details", action="store_true", help="also a table and bars of what takes the memory")
-    command.add_argument("--picture", metavar="FILE", help="also draw it, as a PNG or what its name ends in")
+    command.add_argument("--details", action="store_true", help="also print a table and bars of what takes the memory")
+    command.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="also draw the memory into this file, in the format of its suffix (default: PNG)",
+    )
 
 
 def _level(args: argparse.Namespace) -> tuple[str, str]:

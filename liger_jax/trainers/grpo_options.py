@@ -61,7 +61,7 @@ class GrpoSettings(Settings):
     command = "grpo"
     is_alone = True
     peak_rates = 1e-6, 1e-5
-    what_samples = "completions of each step that are written to OUT/completions.jsonl, with their rewards"
+    what_samples = "how many of each step's completions to write to OUT/completions.jsonl, with their rewards"
 
     def __post_init__(self):
         object.__setattr__(self, "reward", (self.reward,) if isinstance(self.reward, str) else tuple(self.reward))

@@ -106,7 +106,7 @@ class Settings:
     command = "finetune"
     is_alone = False  # whether the command trains in one process
     peak_rates = 1e-5, 2e-4  # the learning rates without `lora` and with it
-    what_samples = "held-out rows that are continued at each evaluation"
+    what_samples = "how many held-out rows the model continues at each evaluation"
 
     def __post_init__(self):
         self._check_texts()

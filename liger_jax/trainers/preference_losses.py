@@ -42,24 +42,29 @@ class LossOptions:
 
     # In a file of options the name is another one than that of plan's --loss.
     loss_type: str = _option(
-        f"{', '.join((*DPO_TYPES, *FREE, *KTO_TYPES))}; or several of DPO's with commas (default: sigmoid)",
+        f"{', '.join((*DPO_TYPES, *FREE, *KTO_TYPES))}; or several of DPO's, separated by commas (default: sigmoid)",
         "sigmoid", type=str,
     )  # fmt: skip
     loss_weights: tuple[float, ...] | None = _option(
-        "a factor for each of several losses, with commas", type=_numbers, metavar="NUMBERS"
+        "a weight for each of several losses, separated by commas", type=_numbers, metavar="NUMBERS"
     )
     beta: float = _option(
-        "how strongly the reference binds; without one a scale, for simpo 2 to 10 (default: 0.1)", 0.1
+        "weight of the penalty towards the reference; a scale for losses without one, 2 to 10 for simpo (default: 0.1)",
+        0.1,
     )
-    label_smoothing: float | None = _option("the share of pairs that may be the wrong way round (default: 0)")
+    label_smoothing: float | None = _option(
+        "the fraction of pairs whose preference may be the wrong way round (default: 0)"
+    )
     f_divergence: str | None = _option(
         "reverse_kl, forward_kl, js_divergence or alpha_divergence (default: reverse_kl)", type=str
     )
-    f_alpha: float | None = _option("of alpha_divergence (default: 0.5)")
-    discopop_tau: float | None = _option("of discopop (default: 0.05)")
-    cpo_alpha: float | None = _option("weight of the likelihood of chosen, for cpo (default: 1)")
+    f_alpha: float | None = _option("alpha of alpha_divergence (default: 0.5)")
+    discopop_tau: float | None = _option("temperature of discopop (default: 0.05)")
+    cpo_alpha: float | None = _option("weight of the chosen answer's likelihood, for cpo (default: 1)")
     gamma: float | None = _option("the margin of simpo (default: 0.5)")
-    ld_alpha: float | None = _option("weight of the tokens by which a response is longer than the other (default: 1)")
+    ld_alpha: float | None = _option(
+        "weight of the tokens of a response beyond the shorter one's length, as in LD-DPO (default: 1)"
+    )
     desirable_weight: float | None = _option("weight of good answers, for kto (default: 1)")
     undesirable_weight: float | None = _option("weight of bad answers, for kto (default: 1)")
 
