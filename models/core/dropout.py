@@ -128,6 +128,7 @@ def dropped(
     of_key = jax.random.bits(key, (2,), jnp.uint32)
     one, other = (_hash(words[..., i] ^ of_key[i])[..., None] for i in (0, 1))
     feature = jnp.arange(x.shape[-1], dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32)
+    feature = jnp.expand_dims(feature, tuple(range(x.ndim - 1)))
     least = np.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.where(_hash(_hash(other ^ feature) + one) >= least, x / (1 - rate), 0)
 

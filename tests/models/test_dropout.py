@@ -129,7 +129,8 @@ def test_a_mask_has_its_rate_and_features_tokens_rows_and_keys_are_independent()
 
 def test_a_device_of_features_drops_its_part_of_the_same_mask(rng):
     x, words, key = jnp.asarray(rng.normal(size=(2, 5, 24)), jnp.float32), token_words((2, 5)), jax.random.key(0)
-    whole = dropped(x, RATE, key, words)
+    with jax.numpy_rank_promotion("raise"):
+        whole = dropped(x, RATE, key, words)
     np.testing.assert_array_equal(dropped(x[..., 8:], RATE, key, words, jnp.int32(8)), whole[..., 8:])
 
 
