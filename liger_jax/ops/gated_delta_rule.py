@@ -122,6 +122,7 @@ def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> 
     wide = promoted(jnp.float32, *[x.dtype for x in (q, k, v, gate, beta, state) if x is not None])
     if batch == 0:
         return v, jnp.zeros((0, heads, depth, width), wide)
+    has_state = state is not None
     if state is None:
         state = meshes.align_varying(jnp.zeros((batch, heads, depth, width), wide), v)[0]
     gate = jnp.where(gate == -jnp.inf, _SMALLEST_GATE, gate.astype(wide))  # which forgets
@@ -129,7 +130,7 @@ def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> 
         number, is_wrong = jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, bool)
     else:
         number, is_wrong = document_numbers(segment_ids), ~is_numbered(segment_ids)
-    results: Any = _guarded((q, k, v, gate, beta, state.astype(wide)), number, is_wrong, scale)
+    results: Any = _guarded((q, k, v, gate, beta, state.astype(wide)), number, is_wrong, scale, has_state)
     out, state = results
     return out.astype(v.dtype), state
 
@@ -137,20 +138,20 @@ def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> 
 # --- what is NaN stays in its document -------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _guarded(arrays, number, is_wrong, scale):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _guarded(arrays, number, is_wrong, scale, has_state):
     """The output and the last state, of arguments with 0 for what is not finite, and NaN from there on."""
     results = _chunked(jax.tree.map(_finite, arrays), number, scale)
-    return _marked(results, _is_bad(arrays, number, is_wrong), number)
+    return _marked(results, _is_bad(arrays, number, is_wrong, has_state), number)
 
 
-def _guarded_forward(arrays, number, is_wrong, scale):
-    is_bad = _is_bad(arrays, number, is_wrong)
+def _guarded_forward(arrays, number, is_wrong, scale, has_state):
+    is_bad = _is_bad(arrays, number, is_wrong, has_state)
     results, vjp = jax.vjp(lambda finite: _chunked(finite, number, scale), jax.tree.map(_finite, arrays))
     return _marked(results, is_bad, number), (vjp, is_bad, number)
 
 
-def _guarded_backward(scale, residuals, cotangents):
+def _guarded_backward(scale, has_state, residuals, cotangents):
     vjp, is_bad, number = residuals
     dout, dlast = cotangents
     is_bad |= ~jnp.all(jnp.isfinite(dout), axis=3) | _is_bad_state(dlast, number == number[:, -1:])
@@ -172,10 +173,12 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _is_bad(arrays, number, is_wrong) -> jax.Array:
+def _is_bad(arrays, number, is_wrong, has_state) -> jax.Array:
     """Where an argument is not finite, or a row's ids do not count documents; (B, T, H)."""
     *of_tokens, state = arrays
-    is_bad = is_wrong[:, None, None] | _is_bad_state(state, number == 0)
+    is_bad = jnp.broadcast_to(is_wrong[:, None, None], (*number.shape, state.shape[1]))
+    if has_state:  # of constant zeros XLA would compute this while it compiles, which takes seconds
+        is_bad |= _is_bad_state(state, number == 0)
     for x in of_tokens:
         rows = ~jnp.all(jnp.isfinite(x), axis=3) if x.ndim == 4 else ~jnp.isfinite(x)
         is_bad |= jnp.repeat(rows, state.shape[1] // rows.shape[2], axis=2)
