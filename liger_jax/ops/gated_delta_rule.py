@@ -16,9 +16,9 @@ from liger_jax.ops.segment_ids import document_numbers, ids_of_rows, is_numbered
 from liger_jax.pallas_kernels.tiles import promoted
 
 _OP = "gated_delta_rule"
-_CHUNK = 64  # tokens: the products within a chunk are as wide as those with its state
+CHUNK = 64  # tokens: the products within a chunk are as wide as those with its state
 _CHUNKS_A_STATE = 16  # the backward keeps the state before every so many chunks, and makes those between again
-TOKENS_A_STATE = _CHUNK * _CHUNKS_A_STATE
+TOKENS_A_STATE = CHUNK * _CHUNKS_A_STATE
 GATED_DELTA_RULE_STATES = "gated_delta_rule_states"  # `checkpoint_name` of the states that the backward needs
 _SMALLEST_GATE = -1e4  # exp of it is 0, and no difference of two sums is NaN
 
@@ -214,7 +214,7 @@ def _chunked(arrays, number, scale) -> tuple[jax.Array, jax.Array]:
     """The output and last state of finite arguments, by a scan over groups of chunks."""
     *of_tokens, state = arrays
     batch, length, heads, width = of_tokens[2].shape
-    size = min(_CHUNK, 1 << (length - 1).bit_length())
+    size = min(CHUNK, 1 << (length - 1).bit_length())
     group = min(_CHUNKS_A_STATE, -(-length // size))
     padding = -length % (size * group)
 

@@ -19,7 +19,7 @@ from liger_jax.models.core.remat import Remat, is_offloaded
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops.experts.grouped_matmul import KERNELS as GROUPED_PRODUCTS
-from liger_jax.ops.gated_delta_rule import TOKENS_A_STATE
+from liger_jax.ops.gated_delta_rule import CHUNK, TOKENS_A_STATE
 from liger_jax.ops.layout import pairs_of_chunks, sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.ops.place import Place
@@ -33,6 +33,10 @@ WHOLE_ROWS = 3
 # Arrays of whole rows' keys or values that the backward of attention holds at once on a sequence axis: keys and values
 # as they were gathered, and their gradients before they are scattered.
 WHOLE_KEYS = 4
+
+# Arrays that the backward of linear attention holds at once in float32: of all channels of its convolution, and of each
+# two tokens of a chunk in its rule. They are those of a step of 8 layers, 8 × 2,048 tokens, compiled for an H200.
+ARRAYS_OF_CONVOLUTION, PRODUCTS_OF_CHUNK = 6, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +138,17 @@ class LayerMemory:
         return 4 * self.rows * of_row
 
     def _rule_work(self) -> int:
-        """Bytes that the backward of the gated delta rule holds: arguments, result, and the gradients of all of them.
+        """Bytes that the backward of linear attention holds beside what it projects: of the convolution and the rule.
 
-        The convolution's gradient is float32.
+        These are arguments, result and gradients of both, the convolution's taps and their gradients in float32, and,
+        for the chunks of one kept state, their states and the products of a chunk's tokens with one another.
         """
-        heads = self.config.linear_heads
-        wide = 4 * 2 * heads.channels * self.rows * self.seq // self.tensor
-        return self._bytes(3 * heads.channels + 2 * heads.values) + wide + 2 * self._rule_states()
+        heads, tokens = self.config.linear_heads, self.rows * self.seq
+        at_once = self.rows * min(self.seq, TOKENS_A_STATE)
+        of_state = heads.key_width * heads.value_width * heads.value_heads
+        chunks = 4 * at_once * (PRODUCTS_OF_CHUNK * CHUNK * heads.value_heads + 2 * of_state // CHUNK)
+        wide = 4 * ARRAYS_OF_CONVOLUTION * heads.channels * tokens
+        return self._bytes(3 * heads.channels + 2 * heads.values) + wide + chunks + 2 * self._rule_states()
 
     def _values_kept(self) -> dict[str, int]:
         """What the layer keeps for its backward, by kind: values of the computation's dtype for each token."""

@@ -138,6 +138,17 @@ def test_packed_rows_take_the_memory_of_one_segment(model, seq):
         assert estimate(run).total == estimate(dataclasses.replace(run, packed=False)).total
 
 
+@pytest.mark.parametrize("remat, compiled", [("full", 8.199), ("none", 11.779)])
+def test_linear_attention_takes_what_the_compiler_finds(remat, compiled, tmp_path):
+    """GiB of a step of six layers with it and two without, compiled for an H200."""
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, linear_num_key_heads=16, linear_num_value_heads=16)
+    sizes = dict(vocab_size=32768, hidden_size=1024, intermediate_size=3584, num_hidden_layers=8)
+    fields = dict(model_type="qwen3_5_text", torch_dtype="bfloat16") | sizes | heads
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    run = make_run(str(tmp_path), batch=8, seq=2048, device="h200", remat=remat)
+    assert estimate(run).total / GIB == pytest.approx(compiled, rel=0.1)
+
+
 def test_scores_are_counted_where_xla_attends():
     """On a T4 they are 1.0 of the 9.585 GiB that the compiler finds."""
     run = make_run("qwen2-0.5b", batch=8, seq=2048, device="t4", dtype="float16", remat="full")
