@@ -39,9 +39,9 @@ class Gemma4TextConfig(GemmaConfig):
         ValueError: as `LlamaConfig`; or the last layer slides, or layers share keys that none before them makes.
 
     Example:
-        >>> config = Gemma4TextConfig(num_hidden_layers=3, num_kv_shared_layers=1)
-        >>> [config.attention_of(i) for i in range(3)][:2]
-        ['sliding_attention', 'full_attention_stored']
+        >>> config = Gemma4TextConfig(num_hidden_layers=12, num_kv_shared_layers=6)
+        >>> config.attention_of(5), config.attention_of(6)
+        ('full_attention_stored', 'sliding_attention_shared')
     """
 
     vocab_size: int = 262144
