@@ -9,7 +9,7 @@ from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.formulas import Scores
 from liger_jax.pallas_kernels.attention.intervals import Intervals, Tile
-from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
+from liger_jax.pallas_kernels.attention.mosaic_gpu_mainloop import (
     NUM_CONSUMERS,
     ROWS,
     WARPGROUP_ROWS,
