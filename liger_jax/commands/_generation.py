@@ -3,8 +3,9 @@
 import argparse
 import dataclasses
 
+from liger_jax._options import LEAST_FLOAT, MOST, MOST_FLOAT
 from liger_jax.ops.block_quantized import KINDS
-from liger_jax.trainers.options import DTYPES, LEAST_FLOAT, MOST, MOST_FLOAT
+from liger_jax.trainers.options import DTYPES
 from liger_jax.user_errors import UserError, is_text
 
 MOST_NEW_TOKENS = 512

@@ -13,11 +13,12 @@ import os
 
 import jax
 
-from liger_jax.commands._arguments import add_data_arguments, settings_of
+from liger_jax.commands._arguments import add_options, settings_of
 from liger_jax.commands._exit_code import exit_code
 from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError, needed_packages
 
+_OPTIONS = ("eval_data", "subset", "column", "format", "pack", "length", "rope_scaling", "eval_share", "seed")
 SUMMARY = "show your text or conversations as they would be trained on"
 
 
@@ -29,7 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--data", nargs="+", metavar="DATA", help="the same, under the name that the training commands use"
     )
     command.add_argument("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
-    add_data_arguments(command)
+    add_options(command, Settings, _OPTIONS)
     loss = "one of dpo's losses: shows pairs (sigmoid) or single answers (kto) instead of finetune's rows"
     command.add_argument("--loss", dest="loss_type", metavar="LOSS", help=loss)
     command.add_argument("--rows", type=int, default=3, help="how many rows are shown (default: 3)")

@@ -12,25 +12,18 @@ options, and transformers loads OUT/model or OUT/adapters.
 """
 
 import argparse
-import dataclasses
 
 from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._arguments import add_row_arguments, add_training_arguments
+from liger_jax.commands._arguments import add_options
 from liger_jax.commands._training_command import trained
 from liger_jax.trainers.dpo_options import PairSettings
-from liger_jax.trainers.preference_losses import LossOptions, flag
 
 SUMMARY = "train a model on pairs of answers, of which one is preferred"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `liger-jax dpo`."""
-    data = "rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
-    command.add_argument("--data", nargs="+", required=True, metavar="DATA", help=data)
-    for field in dataclasses.fields(LossOptions):
-        command.add_argument(flag(field.name), dest=field.name, **field.metadata)
-    add_row_arguments(command)
-    add_training_arguments(command, PairSettings)
+    add_options(command, PairSettings)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,26 +14,16 @@ loads OUT/model or OUT/adapters.
 import argparse
 
 from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._arguments import add_data_arguments, add_training_arguments
+from liger_jax.commands._arguments import add_options
 from liger_jax.commands._training_command import trained
-from liger_jax.trainers.finetune_options import LOSS_TYPES, FinetuneSettings
+from liger_jax.trainers.finetune_options import FinetuneSettings
 
 SUMMARY = "train a model on your text or conversations"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `liger-jax finetune`."""
-    add = command.add_argument
-    data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
-    add("--data", nargs="+", required=True, metavar="DATA", help=data)
-    add("--stream", action="store_true", help="stream a dataset from the hub during the run; needs --steps")
-    add_data_arguments(command)
-    add(
-        "--loss-type",
-        choices=LOSS_TYPES,
-        help="dft multiplies each token's loss by the token's probability (default: nll)",
-    )
-    add_training_arguments(command, FinetuneSettings)
+    add_options(command, FinetuneSettings)
 
 
 def run(args: argparse.Namespace) -> int:

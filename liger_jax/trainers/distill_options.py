@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Any
 
+from liger_jax._options import again, of_float32, option, within
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.ops.linear.fused_linear_distillation import DIVERGENCES
 from liger_jax.ops.linear.fused_linear_topk_distillation import TAILS
-from liger_jax.trainers.options import LEAST_FLOAT, MOST_FLOAT, Settings
+from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError
 
 
@@ -14,16 +15,28 @@ from liger_jax.user_errors import UserError
 class DistillSettings(Settings):
     """A run that trains a student on its teacher's probabilities."""
 
-    teacher: str = ""  # a checkpoint's folder, or an id
-    teacher_quantize: str | None = None  # how the teacher's weights are held, "nf4" or "int8"; `None` for as they are
-    divergence: str = "forward_kl"  # a name of `DIVERGENCES`, as in `fused_linear_distillation`
-    beta: float | None = None  # the teacher's weight in the mixture, for "jsd" alone; `None` for 0.5
-    temperature: float = 1.0  # of both distributions
-    hard_weight: float = 0.0  # the share of the labels' cross-entropy in the loss
-    # How many of the teacher's likeliest tokens are stored, once; `None` for a teacher in each step.
-    top_k: int | None = None
-    tail: str | None = None  # what the tokens are that are not stored, a name of `TAILS`; `None` for "bucket"
-    out: str = "runs/distill"  # folder for checkpoints, logs and the result
+    teacher: str = option("", "a folder or an id, with the tokenizer of --model", required=True, metavar="MODEL")
+    teacher_quantize: str | None = option(None, "quantize the teacher's weights to 4 or 8 bits", choices=KINDS)
+    divergence: str = option(
+        "forward_kl", "divergence between student and teacher (default: {default})", choices=DIVERGENCES
+    )
+    beta: float | None = option(None, "the teacher's weight in the mixture, for jsd (default: 0.5)")
+    temperature: float = option(1.0, "temperature of both distributions (default: {default:g})", check=of_float32)
+    hard_weight: float = option(
+        0.0, "weight, from 0 to 1, of the labels' cross-entropy in the loss (default: {default:g})"
+    )
+    top_k: int | None = option(
+        None,
+        "store the teacher's K most likely tokens before training (default: run the teacher in each step)",
+        check=within(1),
+        metavar="K",
+    )
+    tail: str | None = option(
+        None,
+        "ignore the tokens that are not stored, or treat them as one event, a bucket (default: bucket)",
+        choices=TAILS,
+    )
+    out: str = again(Settings, "out", "runs/distill")
 
     command = "distill"
     is_alone = True
@@ -32,15 +45,6 @@ class DistillSettings(Settings):
         super().__post_init__()
         if not self.teacher:
             raise UserError("A run needs a teacher: pass --teacher, a checkpoint's folder or id.")
-        if "\0" in self.teacher:
-            raise UserError(f"--teacher={self.teacher!r} holds a null character, which no name has.")
-        for name, choices in (("divergence", DIVERGENCES), ("tail", TAILS), ("teacher_quantize", KINDS)):
-            if (value := getattr(self, name)) is not None and value not in choices:
-                raise UserError(f"--{name.replace('_', '-')}={value} must be one of {', '.join(choices)}.")
-        if not LEAST_FLOAT <= self.temperature <= MOST_FLOAT:
-            raise UserError(
-                f"--temperature={self.temperature} must be a finite number above 0, of those that float32 holds."
-            )
         if self.divergence == "cosine" and self.temperature != 1:
             raise UserError(
                 f"--temperature={self.temperature} changes no angle between logits, which --divergence cosine "
@@ -64,8 +68,6 @@ class DistillSettings(Settings):
             if self.tail is not None:
                 raise UserError(f"--tail={self.tail} goes with --top-k. Leave it out.")
             return
-        if self.top_k < 1:
-            raise UserError(f"--top-k={self.top_k} must be at least 1.")
         if self.divergence != "forward_kl":
             raise UserError(
                 f"--divergence={self.divergence} needs all of the teacher's probabilities, and --top-k stores some. "

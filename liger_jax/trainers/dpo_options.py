@@ -1,15 +1,15 @@
 """The options of `liger-jax dpo`, beside those of every training run."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from liger_jax._options import again
 from liger_jax.data import preferences
 from liger_jax.losses.unpaired import KTO_TYPES
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import LossOptions, Preference, Unpaired, of_settings
 from liger_jax.user_errors import UserError
-
-_NO_OPTIONS = ("format", "column", "stream")  # the fields of pairs have one name each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +17,13 @@ class PairSettings(LossOptions, Settings):
     """A run on pairs of answers, or on single ones with labels."""
 
     format: str | None = dataclasses.field(default=preferences.PAIRS, init=False)  # the name of such rows
-    out: str = "runs/dpo"  # folder for checkpoints, logs and the result
+    data: str | Sequence[str] = again(
+        Settings, "data", help="rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
+    )
+    out: str = again(Settings, "out", "runs/dpo")
 
     command = "dpo"
+    no_options = ("format", "column", "stream")  # the fields of pairs have one name each
     is_alone = True
     peak_rates = 1e-6, 1e-5
 
@@ -68,4 +72,4 @@ class PairSettings(LossOptions, Settings):
 
     def to_write(self) -> dict[str, Any]:
         """The settings as a file of options has them."""
-        return {name: value for name, value in super().to_write().items() if name not in _NO_OPTIONS}
+        return {name: value for name, value in super().to_write().items() if name not in self.no_options}

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
+from liger_jax._options import again, option
 from liger_jax.trainers.options import Settings
-from liger_jax.user_errors import UserError
 
 LOSS_TYPES = ("nll", "dft")
 
@@ -13,13 +13,10 @@ LOSS_TYPES = ("nll", "dft")
 class FinetuneSettings(Settings):
     """A run that trains a model to predict each token from those before it."""
 
-    # "nll", the negative log-likelihood of tokens, or "dft", which multiplies a token's by its own probability.
-    loss_type: str = "nll"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.loss_type not in LOSS_TYPES:
-            raise UserError(f"--loss-type={self.loss_type} must be one of {', '.join(LOSS_TYPES)}.")
+    loss_type: str = option(
+        "nll", "dft multiplies each token's loss by the token's probability (default: nll)", choices=LOSS_TYPES
+    )
+    stream: bool = again(Settings, "stream", help="stream a dataset from the hub during the run; needs --steps")
 
     def of_the_run(self) -> dict[str, Any]:
         """The settings that must stay the same; of a run of before there was a choice, the loss is not among them."""

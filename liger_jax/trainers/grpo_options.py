@@ -1,7 +1,6 @@
 """The options of `liger-jax grpo`, beside those of every training run."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from liger_jax._options import LEAST_FLOAT, above_0, again, at_least_0, of_float32, option, within
 from liger_jax.losses import policy_loss
 from liger_jax.models.hugging_face.checkpoint import ADAPTERS
-from liger_jax.trainers.options import LEAST_FLOAT, MOST_FLOAT, Settings
+from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError
 
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
@@ -22,52 +22,92 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline")
 _MOST_SECONDS = 1e7  # which every system's timers take
 
 
+def _seconds(value: float) -> str:
+    holds = 0 < value <= _MOST_SECONDS
+    return "" if holds else f"must be a number of seconds above 0, and at most {_MOST_SECONDS:g}."
+
+
+def _share(value: float) -> str:
+    holds = LEAST_FLOAT <= value <= 1
+    return "" if holds else "must be above 0, of the numbers that float32 holds, and at most 1."
+
+
 @dataclasses.dataclass(frozen=True)
 class GrpoSettings(Settings):
-    """A run that trains a policy by rewards. A row of its batch is a completion.
+    """A run that trains a policy by rewards. A row of its batch is a completion."""
 
-    `samples`: how many of each step's completions are written to OUT/completions.jsonl.
-    """
-
-    reward: Sequence[str] = ()  # reward functions, each "module:function", perhaps with a weight: "rewards:right=0.5"
-    reward_timeout: float = 1800.0  # seconds that one call of a reward function may take
-    group: int = 8  # completions of a prompt, at least 2
-    prompt_length: int = 512  # the most tokens of a prompt
-    completion_length: int = 256  # the most tokens of a completion
-    temperature: float = 1.0  # of sampling, and of the policy's log-probabilities
-    top_p: float = 1.0  # the share of the likeliest tokens' probability that is drawn from
-    top_k: int | None = None  # how many of the likeliest tokens are drawn from; `None` for all
-    loss_type: str = "dapo"  # a type of `losses.policy_loss`
-    importance_level: str = "token"  # "token" or "sequence", as in `losses.policy_loss`
-    advantages: str = "grpo"  # how rewards become advantages, a name of `ADVANTAGES`
-    epsilon_low: float | None = None  # as in `losses.policy_loss`
-    epsilon_high: float | None = None  # as in `losses.policy_loss`
-    delta: float | None = None  # as in `losses.policy_loss`
-    beta: float = 0.0  # weight of the penalty for the distance from the reference, the model with its adapters off
-    # How losses are corrected for a sampler that rounds otherwise than the policy, a `mode` of
-    # `losses.importance_sampling_ratio`; `None` for not at all.
-    importance_sampling: str | None = None
-    importance_max: float = 3.0  # the largest ratio of that correction
-    updates: int = 1  # how often the policy is updated on a step's completions
-    mask_truncated: bool = False  # leave completions out of the loss that were cut off at their longest length
-    length: int = 0  # tokens in a packed row; 0 for a prompt and a completion of the longest lengths
-    batch: int = 64
-    micro_batches: int = 8
-    lora_dropout: float | None = 0.0
-    pack: bool = True
-    eval_share: float | None = 0.0
-    out: str = "runs/grpo"
+    reward: Sequence[str] = option(
+        (), "functions that score completions; MODULE:FUNCTION=0.5 sets a weight", metavar="MODULE:FUNCTION"
+    )
+    reward_timeout: float = option(
+        1800.0, "the most seconds that a call of a reward may take (default: {default:g})", check=_seconds,
+        of_run=False, metavar="SECONDS",
+    )  # fmt: skip
+    group: int = option(8, "completions sampled per prompt (default: {default})", check=within(2))
+    prompt_length: int = option(512, "the most tokens of a prompt (default: {default})", check=within(1))
+    completion_length: int = option(256, "the most tokens of a completion (default: {default})", check=within(1))
+    temperature: float = option(
+        1.0, "temperature of sampling, and of the policy's probabilities (default: {default:g})", check=of_float32
+    )
+    top_p: float = option(
+        1.0,
+        "sample from the most likely tokens whose probabilities add up to this (default: {default:g})",
+        check=_share,
+    )
+    top_k: int | None = option(None, "sample from this many of the most likely tokens (default: all)", check=within(1))
+    loss_type: str = option("dapo", "type of the policy loss (default: {default})", choices=LOSS_TYPES)
+    importance_level: str = option(
+        "token", "compute importance ratios per token or per sequence (default: token)", choices=LEVELS
+    )
+    advantages: str = option(
+        "grpo", "how advantages are computed from rewards (default: {default})", choices=ADVANTAGES
+    )
+    epsilon_low: float | None = option(None, "clip the ratio at 1 minus this (default: 0.2)")
+    epsilon_high: float | None = option(None, "clip the ratio at 1 plus this (default: --epsilon-low)")
+    delta: float | None = option(
+        None, "upper bound of the ratio where the advantage is negative, as in two-sided clipping (default: none)"
+    )
+    beta: float = option(
+        0.0, "weight of the KL penalty towards the model without its adapters (default: {default:g})", check=at_least_0
+    )
+    importance_sampling: str | None = option(
+        None, "correct for the sampler's rounding differing from the policy's (default: no)", choices=CORRECTIONS
+    )
+    importance_max: float = option(3.0, "the correction's largest ratio (default: {default})", check=above_0)
+    updates: int = option(1, "updates of the policy for each step's completions (default: {default})", check=within(1))
+    mask_truncated: bool = option(False, "exclude truncated completions from the loss")
+    data: str | Sequence[str] = again(
+        Settings,
+        "data",
+        help="lines with a prompt: files, globs, folders, a dataset's id; FILE=2 takes its lines twice",
+    )
+    # 0 for a prompt and a completion of the longest lengths.
+    length: int = again(
+        Settings, "length", 0, help="tokens in a packed row (default: --prompt-length plus --completion-length)"
+    )
+    batch: int = again(Settings, "batch", 64)
+    micro_batches: int = again(
+        Settings,
+        "micro_batches",
+        8,
+        help="micro-batches into which a batch is cut for gradient accumulation (default: {default})",
+    )
+    samples: int = again(
+        Settings, "samples",
+        help="how many of each step's completions to write to OUT/completions.jsonl, with their rewards (default: 0)",
+    )  # fmt: skip
+    lora_dropout: float | None = again(Settings, "lora_dropout", 0.0)
+    pack: bool = again(Settings, "pack", True)
+    eval_share: float | None = again(Settings, "eval_share", 0.0)
+    out: str = again(Settings, "out", "runs/grpo")
 
     command = "grpo"
     is_alone = True
     peak_rates = 1e-6, 1e-5
-    what_samples = "how many of each step's completions to write to OUT/completions.jsonl, with their rewards"
+    no_options = ("column", "format", "stream", "eval_data", "pack", "eval_share")
 
     def __post_init__(self):
         object.__setattr__(self, "reward", (self.reward,) if isinstance(self.reward, str) else tuple(self.reward))
-        for name, least in (("group", 2), ("prompt_length", 1), ("completion_length", 1), ("top_k", 1), ("updates", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise UserError(f"--{name.replace('_', '-')}={value} must be at least {least}.")
         longest = self.prompt_length + self.completion_length
         object.__setattr__(self, "length", self.length or longest)
         super().__post_init__()
@@ -78,24 +118,9 @@ class GrpoSettings(Settings):
                 f"--length={self.length} is less than --prompt-length={self.prompt_length} and "
                 f"--completion-length={self.completion_length} together. Pass --length {longest}, or leave it out."
             )
-        if not 0 < self.reward_timeout <= _MOST_SECONDS:
-            raise UserError(
-                f"--reward-timeout={self.reward_timeout} must be a number of seconds above 0, and at most "
-                f"{_MOST_SECONDS:g}."
-            )
         if self.batch % self.group:
             raise UserError(f"--batch={self.batch} completions must be a multiple of --group={self.group}.")
-        if not LEAST_FLOAT <= self.temperature <= MOST_FLOAT:
-            raise UserError(
-                f"--temperature={self.temperature} must be a finite number above 0, of those that float32 holds."
-            )
-        if not LEAST_FLOAT <= self.top_p <= 1:
-            raise UserError(f"--top-p={self.top_p} must be above 0, of the numbers that float32 holds, and at most 1.")
-        if not 0 <= self.beta < math.inf:
-            raise UserError(f"--beta={self.beta} must be a finite number, at least 0.")
         self._check_loss()
-        if not 0 < self.importance_max < math.inf:
-            raise UserError(f"--importance-max={self.importance_max} must be a finite number above 0.")
         if self.importance_sampling is None and self.importance_max != GrpoSettings.importance_max:
             raise UserError(
                 f"--importance-max={self.importance_max} is for --importance-sampling: pass that, or leave it out."

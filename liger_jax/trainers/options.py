@@ -1,142 +1,184 @@
 """The options of a training run, and their checks: one dataclass, whose fields are the options."""
 
+import argparse
 import dataclasses
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.models.core.config_fields import MOST
+from liger_jax import _options
+from liger_jax._options import MOST, above_0, at_least_0, option, within
+from liger_jax.data.formats import FORMATS
+from liger_jax.models.core.stretched import ROPE_SCALINGS
 from liger_jax.models.hugging_face.checkpoint import ADAPTERS
+from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
+from liger_jax.planner.step import REMATS
 from liger_jax.training.meshes import parse_mesh
 from liger_jax.user_errors import UserError, is_text, user_errors
 
 DTYPES = ("float32", "bfloat16")
-SAVE_DTYPES = (*DTYPES, "float16")
-OPTIMIZERS = ("adamw", "adamw8bit")
 LOGS = ("csv", "tensorboard", "wandb")
-SCHEDULES = ("cosine", "linear", "constant")
-LEAST_FLOAT, MOST_FLOAT = 1.1754944e-38, 3.4e38  # of float32: devices take a smaller number for 0
-_BOUNDS = dict(
-    length=(2, MOST), batch=(1, MOST), micro_batches=(1, MOST), steps=(1, MOST), lora=(1, 2**16), every=(1, MOST),
-    keep=(1, MOST), result_of=(1, MOST), seed=(0, 2**32 - 1), samples=(0, 2**16), patience=(1, MOST),
-)  # fmt: skip
-# What may change when a run is continued: where figures and results go, how often it saves and looks at itself, and how
-# a step is laid into memory.
-_NOT_OF_THE_RUN = (
-    "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify", "mesh",
-    "distributed", "remat", "micro_batches", "result_of", "risk_memory",
-    "reward_timeout",
-)  # fmt: skip
-_NOT_WRITTEN = ("fresh", "verify", "distributed", "result_of")  # into a run's file of options
+_TEXT = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A fine-tuning run."""
+    """A fine-tuning run. An option that may change when a run is continued says where figures and results go, how often
+    the run saves and looks at itself, or how a step is laid into memory.
+    """
 
-    model: str  # a checkpoint's folder, or an id such as "org/name"; or adapters, whose training then goes on
-    # Files, globs, folders, and ids of datasets on the hub; a weight may follow each, as in "chats.jsonl=2".
-    data: str | Sequence[str]
-    # The same, of what is scored and not trained on; none to hold out a share of the data.
-    eval_data: Sequence[str] = ()
-    subset: str | None = None  # the dataset's configuration
-    column: str | None = None  # the field of a row that is trained on; `None` for what the names of its fields say
-    # The format of rows that have the fields of several; `None` for what the names of their fields say.
-    format: str | None = None
-    stream: bool = False  # read the dataset from the hub while the run goes on
-    lora: int | None = None  # rank of the adapters that are trained; `None` to train all weights
-    lora_alpha: float | None = None  # numerator of the adapters' scale; `None` for twice the rank
-    # What has adapters: names with commas between them, "all-linear" or a regular expression; `None` for all
-    # projections of layers.
-    lora_targets: str | None = None
-    lora_experts: bool = False  # the experts of a mixture have adapters, too
-    # The share of the adapters' inputs that training drops; `None` for none, or as their folder says.
-    lora_dropout: float | None = None
-    rslora: bool = False  # scale the adapters by alpha/√rank
-    dora: bool = False  # train the lengths of the weights' columns, too
+    model: str = option(help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters")
+    data: str | Sequence[str] = option(help=_TEXT, metavar="DATA")
+    eval_data: Sequence[str] = option(
+        (), "data for evaluation only, instead of holding out a share of --data", metavar="DATA"
+    )
+    subset: str | None = option(None, "the dataset's configuration")
+    column: str | None = option(
+        None, "the field that is trained on: a text, or a list of messages (default: by the fields' names)"
+    )
+    format: str | None = option(None, "the format, if rows have the fields of several formats", choices=list(FORMATS))
+    stream: bool = option(False, "stream a dataset from the hub during the run")
+    lora: int | None = option(
+        None, f"train adapters of this rank (default: {defaults.RANK})", check=within(1, 2**16),
+        nargs="?", const=defaults.RANK, metavar="RANK",
+    )  # fmt: skip
+    lora_alpha: float | None = option(
+        None, "the adapters' alpha; they are scaled by alpha/rank (default: twice the rank)", check=above_0
+    )
+    lora_targets: str | None = option(
+        None,
+        "modules with adapters: q_proj,v_proj, all-linear or a regular expression (default: all seven)",
+        metavar="NAMES",
+    )
+    lora_experts: bool = option(False, "also add adapters to the experts of a mixture")
+    # `None` for none, or as the adapters' folder says.
+    lora_dropout: float | None = option(None, "dropout probability of the adapters' inputs (default: 0)")
+    rslora: bool = option(False, "scale the adapters by alpha/√rank")
+    dora: bool = option(False, "weight-decomposed adapters: also train the norms of the weights' columns")
     adapters: str | None = None  # the folder of adapters that training goes on from, if `--model` was one
-    quantize: str | None = None  # how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are
-    pack: bool = False  # documents share rows, whose segments do not see each other; else each has its own rows
-    length: int = defaults.LENGTH  # tokens in a row
-    # How the rotary embedding reaches rows that are longer than the model's positions, a name of `ROPE_SCALINGS`;
-    # `None` to refuse them.
-    rope_scaling: str | None = None
-    batch: int = defaults.BATCH  # rows in a step
-    # Micro-batches of a step's batch, whose gradients are accumulated; `None` for as few as fit.
-    micro_batches: int | None = None
-    epochs: float | None = None  # how often each row is trained on; `None` for once, or for what `steps` says
-    steps: int | None = None  # training steps; `None` for what `epochs` says
-    learning_rate: float | None = None  # the peak; `None` for that of `peak_rates`
-    optimizer: str = defaults.OPTIMIZER  # "adamw", or "adamw8bit", whose moments have 8 bits
-    schedule: str = "cosine"  # how the rate goes on after the peak, a name of `SCHEDULES`
-    warmup: float = 0.03  # the share of the steps in which the rate rises, or from 1 on their number
-    weight_decay: float = 0.01  # the share of each weight that a step of rate 1 takes away
-    clip: float = 1.0  # a gradient with a larger norm is scaled down to it; 0 to leave all as they are
-    # What layers keep for the backward; `None` for "full"; where that does not fit for "offload_attention", if rows are
-    # long and the host has room for it, else for "offload".
-    remat: str | None = None
-    dtype: str | None = None  # dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere
-    # Dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
-    param_dtype: str | None = None
-    # The share of the data that is held out and scored; `None` for 0.02, or none beside `eval_data`.
-    eval_share: float | None = None
-    every: int = 100  # steps between checkpoints, each with an evaluation
-    samples: int = 0  # how many held-out rows are continued and printed at each evaluation
-    # The run ends once so many evaluations have not improved the held-out loss; `None` for all steps.
-    patience: int | None = None
-    keep: int = 1  # how many of the newest checkpoints are kept, beside the one with the least held-out loss
-    seed: int = 0  # seed of the adapters, the held-out data, the order of the rows and the rounding of bfloat16 weights
-    log: tuple[str, ...] = ("csv",)  # where each step's figures go, names of `LOGS`
-    out: str = "runs/finetune"  # folder for checkpoints, logs and the result
-    merge: bool = False  # add the adapters to the weights in the result
-    # Dtype of the weights in the result; `None` for the checkpoint's own, if it is smaller than theirs.
-    save_dtype: str | None = None
-    result_of: int | None = None  # no training, but the result of this step, whose checkpoint is kept; `None` to train
-    fresh: bool = False  # start over, whatever checkpoint there is
-    # The devices along each axis, such as "fsdp=2,tensor=2"; `None` for as many along fsdp as divide the run.
-    mesh: str | None = None
-    # Join the other processes of the run, as `processes.begin` takes it; `None` for a single process.
-    distributed: str | None = None
-    verify: bool = False  # read all of the model's weights to know whether they are still those of the run
-    risk_memory: bool = False  # begin even if the run does not fit by the planner's estimate
+    quantize: str | None = option(None, "quantize the frozen weights of the layers to 4 or 8 bits", choices=KINDS)
+    pack: bool = option(False, "pack several documents into a row; none attends to another")
+    length: int = option(defaults.LENGTH, "tokens in a row (default: {default})", check=within(2))
+    rope_scaling: str | None = option(
+        None, "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)",
+        choices=list(ROPE_SCALINGS),
+    )  # fmt: skip
+    batch: int = option(defaults.BATCH, "rows in a step (default: {default})", check=within(1))
+    micro_batches: int | None = option(
+        None,
+        "micro-batches into which a batch is cut for gradient accumulation (default: as few as fit)",
+        check=within(1),
+        of_run=False,
+    )
+    epochs: float | None = option(None, "how often each row is trained on, such as 2.5 (default: 1)", check=above_0)
+    steps: int | None = option(None, "number of training steps, instead of --epochs", check=within(1))
+    learning_rate: float | None = option(
+        None, "the peak learning rate (default: {peaks[0]}, with --lora {peaks[1]})", check=above_0
+    )  # fmt: skip
+    optimizer: str = option(
+        defaults.OPTIMIZER, "adamw8bit holds its moments in 8 bits (default: {default})", choices=("adamw", "adamw8bit")
+    )
+    schedule: str = option(
+        "cosine", "learning rate after its peak (default: {default}, which decays to a tenth)",
+        choices=("cosine", "linear", "constant"),
+    )  # fmt: skip
+    warmup: float = option(
+        0.03, "warmup steps: a fraction of all steps, or from 1 on their number (default: {default})", check=at_least_0
+    )
+    weight_decay: float = option(0.01, "AdamW's decoupled weight decay (default: {default})", check=at_least_0)
+    clip: float = option(
+        1.0,
+        "clip the global norm of the gradients at this value; 0 does not clip (default: {default:g})",
+        check=at_least_0,
+    )
+    # `None` for "full"; where that does not fit for "offload_attention", if rows are long and the host has room for it,
+    # else for "offload".
+    remat: str | None = option(
+        None,
+        "what layers keep for the backward (default: full, or an offload where full does not fit)",
+        choices=REMATS,
+        of_run=False,
+    )
+    dtype: str | None = option(None, "dtype of the computation (default: bfloat16, on a CPU float32)", choices=DTYPES)
+    param_dtype: str | None = option(
+        None, "dtype of the weights (default: float32, with --lora the checkpoint's)", choices=DTYPES
+    )
+    # `None` for 0.02, or none beside `eval_data`.
+    eval_share: float | None = option(None, "fraction of the data that is held out for evaluation (default: 0.02)")
+    every: int = option(
+        100, "steps between checkpoints, each with an evaluation (default: {default})", check=within(1), of_run=False
+    )
+    samples: int = option(
+        0, "how many held-out rows the model continues at each evaluation (default: {default})", check=within(0, 2**16),
+        of_run=False, metavar="N",
+    )  # fmt: skip
+    patience: int | None = option(
+        None, "stop after N evaluations without a lower held-out loss", check=within(1), of_run=False, metavar="N"
+    )
+    keep: int = option(
+        1, "how many of the newest checkpoints to keep, in addition to the best one (default: {default})",
+        check=within(1), of_run=False,
+    )  # fmt: skip
+    seed: int = option(0, "seed of all random numbers (default: {default})", check=within(0, 2**32 - 1))
+    log: tuple[str, ...] = option(
+        ("csv",), f"any of {', '.join(LOGS)}, separated by commas (default: csv)", of_run=False,
+        type=lambda text: tuple(text.split(",")),
+    )  # fmt: skip
+    out: str = option("runs/finetune", "folder for checkpoints, logs and the result (default: {default})", of_run=False)
+    merge: bool = option(False, "merge the adapters into the weights of the result", of_run=False)
+    # `None` for the checkpoint's own, if it is smaller than that of the weights.
+    save_dtype: str | None = option(
+        None,
+        "dtype of the weights in the result (default: the checkpoint's)",
+        choices=(*DTYPES, "float16"),
+        of_run=False,
+    )
+    result_of: int | None = option(
+        None,
+        "train nothing: export the checkpoint of this step to OUT/model-STEP or OUT/adapters-STEP",
+        check=within(1), of_run=False, in_file=False, metavar="STEP",
+    )  # fmt: skip
+    fresh: bool = option(False, "start over, even if OUT has checkpoints", of_run=False, in_file=False)
+    mesh: str | None = option(
+        None, "devices along each mesh axis: fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
+        of_run=False,
+    )  # fmt: skip
+    distributed: str | None = option(
+        None,
+        "join the run's other processes: HOST:PORT,INDEX/NUMBER, or no value under SLURM, Open MPI and on cloud TPUs",
+        of_run=False, in_file=False, nargs="?", const="", metavar="PLACE",
+    )  # fmt: skip
+    verify: bool = option(
+        False,
+        "read all weights of the model to check that they have not changed since the run began",
+        of_run=False,
+        in_file=False,
+    )
+    risk_memory: bool = option(
+        False, "start even if the planner estimates that the run does not fit", of_run=False
+    )  # fmt: skip
 
     command = "finetune"
     is_alone = False  # whether the command trains in one process
     peak_rates = 1e-5, 2e-4  # the learning rates without `lora` and with it
-    what_samples = "how many held-out rows the model continues at each evaluation"
+    no_options = ()  # fields that the command decides about
 
     def __post_init__(self):
-        self._check_texts()
-        self._check_numbers()
+        for name in ("data", "eval_data"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        _options.check(self)
+        self._check_run()
         self._check_scored()
         self._check_adapters()
         self._check_data()
         self._check_result()
 
-    def _check_texts(self) -> None:
+    def _check_run(self) -> None:
         if self.is_alone and self.distributed is not None:
             raise UserError("--distributed: this command trains in one process. Leave it out.")
-        for name in ("data", "eval_data"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
-        named = [(name, (getattr(self, name) or "",)) for name in ("model", "subset", "column", "out", "lora_targets")]
-        for name, values in (*named, ("data", self.data), ("eval-data", self.eval_data)):
-            if wrong := [value for value in values if "\0" in value]:
-                raise UserError(f"--{name.replace('_', '-')}={wrong[0]!r} holds a null character, which no name has.")
-        if not is_text(where := os.path.abspath(self.out)):
-            raise UserError(
-                f"--out={ascii(where)} is no UTF-8, which names of checkpoints must be. Pass another --out."
-            )
-
-    def _check_numbers(self) -> None:
-        for name, (least, most) in _BOUNDS.items():
-            if (value := getattr(self, name)) is None or least <= value <= most:
-                continue
-            shown = f"--{name.replace('_', '-')}={value}" if abs(value) < 10**30 else f"--{name.replace('_', '-')}"
-            raise UserError(f"{shown} must be at least {least}" + (f" and at most {most}." if value > most else "."))
         if self.batch * self.length > MOST:
             raise UserError(
                 f"--batch={self.batch} rows of --length={self.length} are more than the {MOST:,} tokens that a step "
@@ -147,18 +189,8 @@ class Settings:
         if self.mesh is not None:
             with user_errors():
                 parse_mesh(self.mesh)
-        for name in ("learning_rate", "epochs", "lora_alpha"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number above 0.")
-            if value is not None and value > MOST_FLOAT:
-                raise UserError(f"--{name.replace('_', '-')}={value} is more than a float32 holds.")
-        for name in ("warmup", "weight_decay", "clip"):
-            if not 0 <= (value := getattr(self, name)) <= MOST_FLOAT:
-                raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number, at least 0.")
         if self.warmup > 1 and self.warmup % 1:
             raise UserError(f"--warmup={self.warmup} must be a share of the steps below 1, or a whole number of steps.")
-        if self.schedule not in SCHEDULES:
-            raise UserError(f"--schedule={self.schedule} must be one of {', '.join(SCHEDULES)}.")
         if self.steps is not None and self.epochs is not None:
             raise UserError(
                 f"--steps={self.steps} and --epochs={self.epochs} both say how long the run is. Pass one of them."
@@ -196,6 +228,10 @@ class Settings:
             raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
         if self.result_of is not None and self.fresh:
             raise UserError(f"--result-of={self.result_of} is of the run that is there, which --fresh forgets.")
+        if not is_text(where := os.path.abspath(self.out)):
+            raise UserError(
+                f"--out={ascii(where)} is no UTF-8, which names of checkpoints must be. Pass another --out."
+            )
         if unknown := set(self.log) - set(LOGS):
             raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")
 
@@ -234,13 +270,25 @@ class Settings:
         """What the run keeps in OUT beside checkpoints, logs and the result, by the names of `result.BESIDE`."""
         return ("tokens",)
 
+    @classmethod
+    def options(cls) -> Iterator[dataclasses.Field[Any]]:
+        """The options that the command has."""
+        return (field for field in _options.options_of(cls) if field.init and field.name not in cls.no_options)
+
+    @classmethod
+    def argument(cls, field: dataclasses.Field[Any]) -> dict[str, Any]:
+        """The keywords of `ArgumentParser.add_argument` for an option, as the command has it."""
+        hidden = dict(help=argparse.SUPPRESS) if cls.is_alone and field.name == "distributed" else {}
+        peaks = [f"{rate:.0e}".replace("e-0", "e-") for rate in cls.peak_rates]
+        return _options.argument(field, peaks=peaks) | hidden
+
     def to_write(self) -> dict[str, Any]:
         """The settings as a file of options has them.
 
         Returns values by name; `None` where the default depends on others. A file neither starts a run over nor has all
         weights read, and is the same for all processes.
         """
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NOT_WRITTEN}
+        return self._values("in_file")
 
     def of_all_processes(self) -> dict[str, Any]:
         """The settings that are the same in all processes of a run."""
@@ -248,11 +296,8 @@ class Settings:
         return {f"--{name.replace('_', '-')}": value for name, value in values.items() if name != "distributed"}
 
     def of_the_run(self) -> dict[str, Any]:
-        """The settings that must stay the same when a run is continued.
-
-        Returns values by name: all but where the figures go, and how often the run saves.
-        """
-        values = dataclasses.asdict(self) | {
+        """The settings that must stay the same when a run is continued, by name."""
+        return self._values("of_run") | {
             "epochs": self.epochs_to_train,
             "learning_rate": self.peak_rate,
             "data": " ".join(self.data),
@@ -260,4 +305,8 @@ class Settings:
             "eval_share": self.share_held_out,
             "column": self.column or "text",
         }
-        return {name: value for name, value in values.items() if name not in _NOT_OF_THE_RUN}
+
+    def _values(self, kind: str) -> dict[str, Any]:
+        """The values by name of the fields that are of a kind; of what is no option, too."""
+        fields = dataclasses.fields(self)
+        return {field.name: getattr(self, field.name) for field in fields if field.metadata.get(kind, True)}

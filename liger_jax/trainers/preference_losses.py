@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax import losses
+from liger_jax import _options, losses
+from liger_jax._options import option
 from liger_jax.losses import DPOOutput, KTOOutput
 from liger_jax.losses.preference import DPO_TYPES, READERS, SORTING_TYPES
 from liger_jax.losses.unpaired import KTO_TYPES
@@ -32,46 +33,43 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them, as in 1,0.5.") from error
 
 
-def _option(help: str, default: Any = None, **argument: Any) -> Any:
-    return dataclasses.field(default=default, metadata=dict(type=float, help=help) | argument)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossOptions:
     """The options of a loss, which are those of its function in `losses`; `None` for the function's own default."""
 
     # In a file of options the name is another one than that of plan's --loss.
-    loss_type: str = _option(
+    loss_type: str = option(
+        "sigmoid",
         f"{', '.join((*DPO_TYPES, *FREE, *KTO_TYPES))}; or several of DPO's, separated by commas (default: sigmoid)",
-        "sigmoid", type=str,
+        flag="--loss",
     )  # fmt: skip
-    loss_weights: tuple[float, ...] | None = _option(
-        "a weight for each of several losses, separated by commas", type=_numbers, metavar="NUMBERS"
+    loss_weights: tuple[float, ...] | None = option(
+        None, "a weight for each of several losses, separated by commas", type=_numbers, metavar="NUMBERS"
     )
-    beta: float = _option(
-        "weight of the penalty towards the reference; a scale for losses without one, 2 to 10 for simpo (default: 0.1)",
+    beta: float = option(
         0.1,
+        "weight of the penalty towards the reference; a scale for losses without one, 2 to 10 for simpo (default: 0.1)",
     )
-    label_smoothing: float | None = _option(
-        "the fraction of pairs whose preference may be the wrong way round (default: 0)"
+    label_smoothing: float | None = option(
+        None, "the fraction of pairs whose preference may be the wrong way round (default: 0)"
     )
-    f_divergence: str | None = _option(
-        "reverse_kl, forward_kl, js_divergence or alpha_divergence (default: reverse_kl)", type=str
+    f_divergence: str | None = option(
+        None, "reverse_kl, forward_kl, js_divergence or alpha_divergence (default: reverse_kl)"
     )
-    f_alpha: float | None = _option("alpha of alpha_divergence (default: 0.5)")
-    discopop_tau: float | None = _option("temperature of discopop (default: 0.05)")
-    cpo_alpha: float | None = _option("weight of the chosen answer's likelihood, for cpo (default: 1)")
-    gamma: float | None = _option("the margin of simpo (default: 0.5)")
-    ld_alpha: float | None = _option(
-        "weight of the tokens of a response beyond the shorter one's length, as in LD-DPO (default: 1)"
+    f_alpha: float | None = option(None, "alpha of alpha_divergence (default: 0.5)")
+    discopop_tau: float | None = option(None, "temperature of discopop (default: 0.05)")
+    cpo_alpha: float | None = option(None, "weight of the chosen answer's likelihood, for cpo (default: 1)")
+    gamma: float | None = option(None, "the margin of simpo (default: 0.5)")
+    ld_alpha: float | None = option(
+        None, "weight of the tokens of a response beyond the shorter one's length, as in LD-DPO (default: 1)"
     )
-    desirable_weight: float | None = _option("weight of good answers, for kto (default: 1)")
-    undesirable_weight: float | None = _option("weight of bad answers, for kto (default: 1)")
+    desirable_weight: float | None = option(None, "weight of good answers, for kto (default: 1)")
+    undesirable_weight: float | None = option(None, "weight of bad answers, for kto (default: 1)")
 
 
 def flag(name: str) -> str:
-    """An option's flag."""
-    return "--loss" if name == "loss_type" else f"--{name.replace('_', '-')}"
+    """An option's name on the command line."""
+    return next(_options.flag(field) for field in dataclasses.fields(LossOptions) if field.name == name)
 
 
 def of_settings(settings: Any) -> dict[str, Any]:
@@ -123,11 +121,11 @@ class Preference(LossOptions):
             raise UserError(f"--ld-alpha={self.ld_alpha} must be in [0, 1]; 1 weighs all tokens alike.")
         if self.sorts and len(self._types) > 1:
             raise UserError(f"--loss={self.loss_type}: a loss that sorts a batch's pairs goes with no other.")
-        for name, option in self._options.items():
+        for name, named in self._options.items():
             values = getattr(self, name)
             for value in values if isinstance(values, tuple) else (values,):
                 if isinstance(value, float) and not math.isfinite(value):
-                    raise UserError(f"{option}={value} must be a finite number.")
+                    raise UserError(f"{named}={value} must be a finite number.")
         two = jax.ShapeDtypeStruct((2,), jnp.float32)
         try:
             pairs = Pairs(two, two, two, two, exist=two, nll=two, references=(two, two))

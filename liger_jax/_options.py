@@ -1,0 +1,121 @@
+"""The options of a run: fields of frozen dataclasses. What is to be known of one stands in its field alone, and from it
+the command line, files of options, a run's identity and refusals are made.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from liger_jax.user_errors import UserError
+
+LEAST_FLOAT, MOST_FLOAT = 1.1754944e-38, 3.4e38  # of float32: devices take a smaller number for 0
+MOST = 2**31 - 1
+Check = Callable[[Any], str]  # says what a value must be; "" if it is right
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    check: Check | None = None,
+    flag: str | None = None,
+    of_run: bool = True,
+    in_file: bool = True,
+    **argument: Any,
+) -> Any:
+    """A field that is an option.
+
+    `help`: its words on the command line, where `{default}` is the command's default. `check`: what a value must be,
+    beside one of `choices`. `flag`: its name on the command line, if it is another one. `of_run`: whether it must stay
+    the same when a run is continued. `in_file`: whether a run writes it into its file of options. `argument`: keywords
+    of `ArgumentParser.add_argument`, where the type does not say them.
+    """
+    own = dict(help=help, check=check, flag=flag, of_run=of_run, in_file=in_file, argument=argument)
+    return dataclasses.field(default=default, metadata=own)
+
+
+def again(owner: Any, name: str, default: Any = dataclasses.MISSING, **changed: Any) -> Any:
+    """The field of an option of `owner` with another default, or with other words or checks."""
+    (field,) = (field for field in dataclasses.fields(owner) if field.name == name)
+    default = field.default if default is dataclasses.MISSING else default
+    return dataclasses.field(default=default, metadata={**field.metadata, **changed})
+
+
+def within(least: int, most: int = MOST) -> Check:
+    """A check of a whole number."""
+
+    def check(value: int) -> str:
+        if least <= value <= most:
+            return ""
+        return f"must be at least {least}" + (f" and at most {most}." if value > most else ".")
+
+    return check
+
+
+def above_0(value: float) -> str:
+    """A check of a number."""
+    if not 0 < value < math.inf:
+        return "must be a finite number above 0."
+    return "is more than a float32 holds." if value > MOST_FLOAT else ""
+
+
+def at_least_0(value: float) -> str:
+    """A check of a number."""
+    return "" if 0 <= value <= MOST_FLOAT else "must be a finite number, at least 0."
+
+
+def of_float32(value: float) -> str:
+    """A check of a number by which a device divides."""
+    holds = LEAST_FLOAT <= value <= MOST_FLOAT
+    return "" if holds else "must be a finite number above 0, of those that float32 holds."
+
+
+def options_of(owner: Any) -> Iterator[dataclasses.Field[Any]]:
+    """The options of a dataclass, or of an instance."""
+    return (field for field in dataclasses.fields(owner) if "help" in field.metadata)
+
+
+def flag(field: dataclasses.Field[Any]) -> str:
+    """An option's name on the command line."""
+    return field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
+
+
+def check(owner: Any) -> None:
+    """Refuses a value that an option cannot have, whatever the others are."""
+    for field in options_of(owner):
+        if (value := getattr(owner, field.name)) is None:
+            continue
+        choices, told = field.metadata["argument"].get("choices"), field.metadata["check"]
+        if wrong := [each for each in _texts(value) if "\0" in each]:
+            raise UserError(f"{flag(field)}={wrong[0]!r} holds a null character, which no name has.")
+        if choices is not None and value not in choices:
+            raise UserError(f"{flag(field)}={value} must be one of {', '.join(choices)}.")
+        if told is not None and (problem := told(value)):
+            is_long = isinstance(value, int) and abs(value) >= 10**30
+            raise UserError(f"{flag(field)}{'' if is_long else f'={value}'} {problem}")
+
+
+def _texts(value: Any) -> Sequence[str]:
+    values = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
+    return [each for each in values if isinstance(each, str)]
+
+
+def argument(field: dataclasses.Field[Any], **words: Any) -> dict[str, Any]:
+    """The keywords of `ArgumentParser.add_argument` for an option: by its type, and what its field says beside that.
+
+    `words`: what stands in its help in braces.
+    """
+    kinds = [*typing.get_args(field.type)] if isinstance(field.type, types.UnionType) else [field.type]
+    found: dict[str, Any] = dict(dest=field.name, help=field.metadata["help"].format(default=field.default, **words))
+    if bool in kinds:
+        found |= dict(action="store_true")
+    elif any(typing.get_origin(kind) is Sequence for kind in kinds):
+        found |= dict(nargs="+")
+    elif numbers := [kind for kind in kinds if kind in (int, float)]:
+        found |= dict(type=numbers[0])
+    if field.default is dataclasses.MISSING:
+        found |= dict(required=True)
+    return found | field.metadata["argument"]
