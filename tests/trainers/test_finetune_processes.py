@@ -118,7 +118,8 @@ def test_a_process_that_is_killed_ends_the_other_and_nothing_is_lost(victim, beg
     if code != 0:  # or it was done before
         assert code == 2 and "stack trace" not in error, (victim, seconds, error[-2000:])
         assert f"Process {victim} of 2 has" in error, (victim, seconds, error[-2000:])
-    assert_alike(tmp_path, undisturbed, "model/model.safetensors", 5e-3)
+    # Adam's twelve steps on four devices leave those of one by half a percent; one step that is lost, by a third.
+    assert_alike(tmp_path, undisturbed, "model/model.safetensors", 2e-2)
 
 
 @pytest.mark.full
