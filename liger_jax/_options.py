@@ -70,7 +70,7 @@ def at_least_0(value: float) -> str:
 def of_float32(value: float) -> str:
     """A check of a number by which a device divides."""
     holds = LEAST_FLOAT <= value <= MOST_FLOAT
-    return "" if holds else "must be a finite number above 0, of those that float32 holds."
+    return "" if holds else "must be a finite number above 0 that float32 can represent."
 
 
 def options_of(owner: Any) -> Iterator[dataclasses.Field[Any]]:
@@ -90,7 +90,7 @@ def check(owner: Any) -> None:
             continue
         choices, told = field.metadata["argument"].get("choices"), field.metadata["check"]
         if wrong := [each for each in _texts(value) if "\0" in each]:
-            raise UserError(f"{flag(field)}={wrong[0]!r} holds a null character, which no name has.")
+            raise UserError(f"{flag(field)}={wrong[0]!r} holds a null character, which file names cannot have.")
         if choices is not None and value not in choices:
             raise UserError(f"{flag(field)}={value} must be one of {', '.join(choices)}.")
         if told is not None and (problem := told(value)):

@@ -109,7 +109,7 @@ def _content(what: str, content: Any) -> str:
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         text = part if isinstance(part, str) else part.get("text") if kind in _TEXT else None
         if not isinstance(text, str):
-            raise UserError(f"{what} has a part of type {kind!r}, and only parts of text can be trained on.")
+            raise UserError(f"{what} has an item of type {kind!r}, and only text can be trained on.")
         texts.append(text)
     return "".join(texts)
 
@@ -118,7 +118,7 @@ def _tool_calls(what: str, calls: Any) -> list[dict[str, Any]]:
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UserError(f"{what} has tool_calls that are no list of objects, each with a function and its name.")
+            raise UserError(f"{what} has tool_calls that are not a list of objects, each with a function and its name.")
         if not isinstance(function.get("arguments", {}), dict | str):
             raise UserError(
                 f"{what} calls {function['name']!r} with arguments of type {type(function['arguments']).__name__}, "
@@ -134,7 +134,7 @@ def _of_json(value: Any, name: str) -> Any:
     try:
         return strict_json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is a text that is no JSON: {str(error)[:200]}.") from error
+        raise UserError(f"{name} is a text that is not JSON: {str(error)[:200]}.") from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -113,7 +113,7 @@ class Layout:
                 which = "a filled pattern" if others == NOBODY else f"words of message {others + 1}"
                 raise UserError(
                     f"The chat template prints {which} within the answer of message {min(messages) + 1}, so "
-                    f"that nobody knows which words are the assistant's. {MARK_IT}"
+                    f"that the assistant's words cannot be told apart. {MARK_IT}"
                 )
 
     def answer(self, i: int, is_last: bool, prompts: Prompts) -> Span:
@@ -201,7 +201,7 @@ class Layout:
         for n in spoken:
             if not first <= n < last and (not there or _fields(self.runs[n].origin) & {"content", "reasoning"}):
                 raise UserError(
-                    f"The chat template prints words of message {i + 1} in more than one place, so that nobody knows "
+                    f"The chat template prints words of message {i + 1} in more than one place, so it is unclear "
                     f"which are the answer. {MARK_IT}"
                 )
         return first, last

@@ -46,7 +46,7 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action], of_all
     for key, value in _table(path, text).items():
         name = name_of.get(_name(key), _name(key))
         if name in spelled:
-            raise UserError(f"--config {path}: {spelled[name]} and {key} are one option. Keep one of them.")
+            raise UserError(f"--config {path}: {spelled[name]} and {key} are the same option. Keep one of them.")
         spelled[name] = key
         if name in known and any(writer in group and command not in group for group in MEANINGS.get(name, ())):
             different.append(key)
@@ -57,7 +57,7 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action], of_all
         else:
             options = [f"--{each.replace('_', '-')}" for each in known]
             asked = in_other_words(f"--{name}", options) or meant(f"--{name}", options)
-            raise UserError(f"--config {path}: {key} is no option of liger-jax {command}.{asked}")
+            raise UserError(f"--config {path}: {key} is not an option of liger-jax {command}.{asked}")
     if others:
         print(f"{path}: not read, as options of other commands: {', '.join(others)}", file=sys.stderr)
     if different:

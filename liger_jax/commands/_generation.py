@@ -29,22 +29,22 @@ class Generation:
 
     def __post_init__(self):
         if self.system is not None and not is_text(self.system):
-            raise UserError(f"--system={ascii(self.system)} is no UTF-8.")
+            raise UserError(f"--system={ascii(self.system)} is not valid UTF-8.")
         for name in ("max_new_tokens", "top_k"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= MOST:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1 and at most {MOST}.")
         if not (self.temperature == 0 or LEAST_FLOAT <= self.temperature <= MOST_FLOAT):
             raise UserError(
-                f"--temperature={self.temperature} must be 0, for the likeliest token, or a number above, of those "
-                "that float32 holds."
+                f"--temperature={self.temperature} must be 0, for the most likely token, or a positive number "
+                "that float32 can represent."
             )
         if not LEAST_FLOAT <= self.top_p <= 1:
-            raise UserError(f"--top-p={self.top_p} must be above 0, of the numbers that float32 holds, and at most 1.")
+            raise UserError(f"--top-p={self.top_p} must be above 0 as a float32, and at most 1.")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed={self.seed} must be at least 0 and below 2**32.")
         for name, given in (("top-p", self.top_p != 1), ("top-k", self.top_k is not None)):
             if given and self.temperature == 0:
-                raise UserError(f"--{name} is for random tokens: pass --temperature, such as --temperature 0.7, too.")
+                raise UserError(f"--{name} is for sampling: pass --temperature, such as --temperature 0.7, as well.")
 
 
 def add_generation_arguments(command: argparse.ArgumentParser) -> None:

@@ -55,7 +55,7 @@ def chat(options: Generation) -> int:
 def _prompts(path: Path) -> Iterator[Document]:
     """The prompts of a file: its text without the last line's end, or what the lines of JSON hold."""
     if not path.is_file():
-        raise UserError(f"--file={path} is no file.")
+        raise UserError(f"--file={path} is not a file.")
     (text,) = files.read_texts(str(path)).values()
     if path.suffix.lower() not in _JSON_LINES:
         yield Document(str(path), text.removesuffix("\n"))

@@ -62,8 +62,8 @@ class TextGenerator:
         """Looks for a chat template."""
         if not self.tokenizer.has_template:
             raise UserError(
-                f"The tokenizer of {self._options.model} has no chat template, so that nothing says how a conversation "
-                "is written. liger-jax generate goes on with texts."
+                f"The tokenizer of {self._options.model} has no chat template, so a conversation cannot be "
+                "rendered. liger-jax generate continues texts."
             )
 
     def generate(self, document: Document) -> Iterator[str]:
@@ -161,7 +161,7 @@ def _result(name: str) -> Source | str:
         if (place / _ADAPTER_CONFIG).is_file() or (place / CONFIG).is_file():
             return Source(place)
     if (folder / CHECKPOINTS).is_dir():
-        raise UserError(f"{name} holds a run that has not come to its end. The same command as before goes on with it.")
+        raise UserError(f"{name} holds a run that is not finished. Repeat its command to resume it.")
     return name
 
 
@@ -170,13 +170,11 @@ def _base(adapters: Source, asked: str | None) -> str:
     path = adapters.folder / _ADAPTER_CONFIG
     base = asked or loads(path.read_bytes(), path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise UserError(f"{path} names no model that the adapters belong to. Name it: --base.")
+        raise UserError(f"{path} does not name the base model of the adapters. Name it with --base.")
     try:
         return find(base).folder.as_posix()
     except (OSError, ImportError) as error:
-        raise UserError(
-            f"The model {base!r}, which the adapters belong to: {error} --base names another place."
-        ) from error
+        raise UserError(f"The adapters' base model, {base!r}: {error} Say where it is with --base.") from error
 
 
 def _stops(adapters: Source) -> list[int]:

@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     def work():
         options = generation_of(args)
         if (args.prompt is None) == (args.file is None):
-            raise UserError("Pass --prompt TEXT or --file FILE, one of them.")
+            raise UserError("Pass either --prompt TEXT or --file FILE.")
         if not is_text(args.prompt or ""):
-            raise UserError(f"--prompt={ascii(args.prompt)} is no UTF-8.")
+            raise UserError(f"--prompt={ascii(args.prompt)} is not valid UTF-8.")
         if options.system is not None and not args.chat and args.prompt is not None:
             raise UserError("--system is for conversations: pass --chat as well.")
         with needed_packages():

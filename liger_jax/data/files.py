@@ -89,7 +89,7 @@ def found(pattern: str, flag: str = "--data") -> list[Path]:
     try:
         return [Path(pattern)] if os.path.exists(pattern) else sorted(map(Path, set(_matches(pattern))))
     except (ValueError, re.error) as error:  # a null, or a set of characters that is none
-        raise UserError(f"{flag}={pattern!r} is no name and no glob: {error}.") from error
+        raise UserError(f"{flag}={pattern!r} is neither a file's name nor a valid glob: {error}.") from error
 
 
 def _matches(pattern: str) -> Iterator[str]:
@@ -155,7 +155,7 @@ def checked(path: Path, file: io.TextIOWrapper) -> Callable[[int], str]:
 def check_text(path: Path, text: str, begin: int = 0) -> None:
     """Checks that a part of a file is text."""
     if (at := text.find("\0")) >= 0:
-        raise _no_text(path, f"character {begin + at} is a null, which is in no text")
+        raise _no_text(path, f"character {begin + at} is a null character, which text files do not have")
 
 
 def _no_text(path: Path, reason: str) -> UserError:

@@ -46,7 +46,7 @@ def checked(where: str, values: Row, read: Callable[[Row], Document]) -> Documen
     try:
         json.dumps(document.content, default=str, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
-        raise UserError(f"{where}: {error.object[error.start]!r} is no character.") from error
+        raise UserError(f"{where}: {error.object[error.start]!r} is not a valid character.") from error
     return document
 
 
@@ -120,7 +120,7 @@ def _of_alpaca(where: str, values: Row) -> Document:
     answer = _text_in(values, "output")
     if values.get("history"):
         raise UserError(
-            "the row has a history, of which nobody knows whether it is trained on. Write the row as messages; "
+            "the row has a history, and it is unclear whether to train on it. Write the row as messages; "
             '"weight": 0 leaves an answer out.'
         )
     question = "\n".join(text for text in asked if text.strip())
@@ -194,7 +194,9 @@ def _with_system(system: Any, messages: list[Row]) -> list[Row]:
     if messages and messages[0].get("role") == "system":
         if messages[0].get("content") == system:
             return messages
-        raise UserError("a system message stands beside the messages, and another one among them. Leave out one.")
+        raise UserError(
+            "there is a system message in the field system and another one among the messages. Leave out one."
+        )
     return [{"role": "system", "content": system}, *messages]
 
 

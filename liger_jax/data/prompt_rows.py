@@ -125,7 +125,7 @@ def prepared(settings: Any, encoder: Tokenizer, place: Path, sources: Mapping[st
             tokens = encoder.prompt(formats.prompt(where, values))
             if len(tokens) > settings.prompt_length:
                 raise UserError(
-                    f"{where} has {len(tokens)} tokens, and --prompt-length={settings.prompt_length} is the most of a "
+                    f"{where} has {len(tokens)} tokens, and --prompt-length={settings.prompt_length} is the longest "
                     f"prompt. Leave the line out, or pass --prompt-length {len(tokens)}."
                 )
             lines.append(Line(where, np.asarray(tokens, np.int32), values))

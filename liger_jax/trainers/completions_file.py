@@ -23,7 +23,7 @@ class CompletionsFile:
             raise UserError(f"{self._path} cannot be read: {error.strerror}.") from error
         if text and not text.startswith(_BEGINNING):
             raise UserError(
-                f"{self._path} is of no run, whose completions would replace it. Move it, or pass another --out."
+                f"{self._path} was not written by a run, and would be overwritten. Move it, or pass another --out."
             )
         self._lines = text.split("\n")
 

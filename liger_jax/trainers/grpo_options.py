@@ -29,7 +29,7 @@ def _seconds(value: float) -> str:
 
 def _share(value: float) -> str:
     holds = LEAST_FLOAT <= value <= 1
-    return "" if holds else "must be above 0, of the numbers that float32 holds, and at most 1."
+    return "" if holds else "must be above 0 as a float32, and at most 1."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +146,8 @@ class GrpoSettings(Settings):
     def _check_scored(self) -> None:
         if self.patience is not None:
             raise UserError(
-                f"--patience={self.patience} is for data that is held out, and this command holds out none: a step's "
-                "rewards are of what the model has just written. Leave it out."
+                f"--patience={self.patience} is for held-out data, and this command holds none out: a step's rewards "
+                "are those of completions that the model has just sampled. Leave it out."
             )
 
     @property

@@ -25,7 +25,7 @@ def check_table(path: Path) -> None:
     except OSError:  # there is none, or opening it to write says why not
         return
     if first and not first.startswith(",".join(_FIRST)):
-        raise UserError(f"{path} is no log of a run, which would replace it. Move it, or pass another --out.")
+        raise UserError(f"{path} is not the log of a run, and would be overwritten. Move it, or pass another --out.")
 
 
 def check_wandb() -> None:

@@ -218,7 +218,7 @@ class Settings:
             )
         if self.stream and (self.steps is None or not self.eval_data):
             raise UserError(
-                "--stream has no end that is known, and no share of it is held out: pass --steps and --eval-data."
+                "--stream reads data of unknown length, so no share can be held out: pass --steps and --eval-data."
             )
         if self.stream and len(self.data) > 1:
             raise UserError("--stream reads one dataset of the hub. Pass --data one id.")
@@ -227,10 +227,12 @@ class Settings:
         if self.save_dtype is not None and self.has_adapters and not self.merge:
             raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
         if self.result_of is not None and self.fresh:
-            raise UserError(f"--result-of={self.result_of} is of the run that is there, which --fresh forgets.")
+            raise UserError(
+                f"--result-of={self.result_of} exports a checkpoint of the existing run, which --fresh discards."
+            )
         if not is_text(where := os.path.abspath(self.out)):
             raise UserError(
-                f"--out={ascii(where)} is no UTF-8, which names of checkpoints must be. Pass another --out."
+                f"--out={ascii(where)} is not valid UTF-8, and names of checkpoints must be. Pass another --out."
             )
         if unknown := set(self.log) - set(LOGS):
             raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")

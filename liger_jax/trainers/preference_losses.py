@@ -30,7 +30,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them, as in 1,0.5.") from error
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers separated by commas, as in 1,0.5.") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,9 @@ def check(settings: Settings, source: Path) -> None:
         log.check_table(out / log.TABLE)
     written = out / SETTINGS
     if written.exists() and not _is_of_a_run(written):
-        raise UserError(f"{written} is of no run, whose options would replace it. Move it, or pass another --out.")
+        raise UserError(
+            f"{written} was not written by a run, and would be overwritten. Move it, or pass another --out."
+        )
     if out.resolve() == source.resolve():  # the folder's name would mean the one model and the other
         raise UserError(f"--out={out} is the folder of --model itself. Pass another --out.")
     _check_kinds(settings, out, target)
@@ -54,7 +56,7 @@ def check(settings: Settings, source: Path) -> None:
         raise UserError(f"The result would be written to {target}, which is --model itself. Pass another --out.")
     if not target.is_dir() or any(target.iterdir()) and not holds_a_run(out / CHECKPOINTS):
         raise UserError(
-            f"The result would replace {target}, and {out / CHECKPOINTS} holds no run that has left it. Move it, or "
+            f"The result would replace {target}, and {out / CHECKPOINTS} holds no run that has written it. Move it, or "
             "pass another --out."
         )
 
@@ -217,7 +219,7 @@ def _cast(model: Any, asked: str | None, stored: str | None) -> None:
             cast = parameter.get_value().astype(wanted)
             if wanted == "float16" and not jnp.isfinite(cast).all():
                 raise UserError(
-                    "A weight is too large for float16. Pass --save-dtype float32: the same command goes on from the "
+                    "A weight is too large for float16. Pass --save-dtype float32: the same command resumes from the "
                     "checkpoint."
                 )
             parameter.set_value(cast)

@@ -41,7 +41,7 @@ class Notes:
                 raise UserError(f"The reward {name} logs a metric {shown(metric)}, and its name must be a text.")
             if metric in _OF_THE_RUN or metric.startswith(_KINDS_OF_THE_RUN):
                 raise UserError(
-                    f"The reward {name} logs a metric {shown(metric)}, which is a figure of the run. Rename it."
+                    f"The reward {name} logs a metric {shown(metric)}, but the run has a figure so named. Rename it."
                 )
             if (figure := number(value)) is None:
                 raise UserError(f"The reward {name} logs {shown(value)} as {metric!r}, and must log a number.")

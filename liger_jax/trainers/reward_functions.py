@@ -55,8 +55,8 @@ class Reward:
         for each in self._signature:
             if each.kind is each.POSITIONAL_ONLY and each.default is each.empty:
                 raise UserError(
-                    f"The reward {self.name} takes {each.name!r} by its place alone, and rewards are called by the "
-                    "names of their parameters. Remove the / after it."
+                    f"The reward {self.name} takes {each.name!r} as a positional-only argument, but arguments are "
+                    "passed by name. Remove the / after it."
                 )
         if not self.takes_all and not {"completions", "completion_ids"} & self.named.keys():
             raise UserError(f"The reward {self.name} must have a parameter completions or completion_ids, a list.")
@@ -73,7 +73,7 @@ class Reward:
                     "trainer_state": "It is the state of transformers' trainer. Give the parameter a default: "
                     "trainer_state=None.",
                 }
-                raise UserError(f"The reward {self.name} needs {name!r}, which no reward is given here. {cure[name]}")
+                raise UserError(f"The reward {self.name} needs {name!r}, which rewards do not get here. {cure[name]}")
             return
         lacking = [line for line in lines if name not in line.fields]
         if not lacking or len(lacking) == len(lines) and has_default:

@@ -47,7 +47,7 @@ class Rewards:
         for name in names:
             if names.count(name) > 1:
                 raise UserError(
-                    f"--reward names two functions {name!r}, whose figures could not be told apart. Rename one."
+                    f"--reward names two functions {name!r}, whose figures would have the same name. Rename one."
                 )
         for reward in self.functions:
             reward.check(lines)

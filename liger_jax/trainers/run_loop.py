@@ -93,4 +93,4 @@ def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
         done = len(log["steps"])
         if not done or loop.checkpoints is None or loop.checkpoints.latest_step != done:
             raise
-        raise UserError(f"{error} Step {done} is saved, and the same command goes on from there.") from error
+        raise UserError(f"{error} Step {done} is saved, and the same command resumes from there.") from error

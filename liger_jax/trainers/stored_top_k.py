@@ -145,7 +145,7 @@ def _entries(k: int, top: tuple[Any, Any], places: np.ndarray) -> bytes:
     ids, log_probs = (np.asarray(x)[: len(places)][places] for x in top)
     if np.isnan(log_probs).any():
         raise UserError(
-            "--teacher: its logits are NaN, so that nothing can be learnt from it. Its weights may not be finite, or "
+            "--teacher: its logits are NaN, so nothing can be learned from it. Its weights may not be finite, or "
             "results too large for --dtype."
         )
     content = np.empty(len(ids), _entry(k))

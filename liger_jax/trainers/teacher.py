@@ -106,7 +106,7 @@ def _check_vocabularies(
             has = "has no such token" if token not in its else f"calls it {its[token]}"
             has = has if its.get(token) != number else f"has a head of {size} entries"
             raise UserError(
-                f"{name} has another vocabulary: the token {short(token)} is number {number} of --model, and the "
+                f"{name} has another vocabulary: the token {short(token)} has the id {number} in --model, and the "
                 f"teacher {has}. Distributions over different tokens cannot be compared; pass a teacher of the same "
                 "tokenizer."
             )

@@ -140,15 +140,15 @@ def test_characters_of_several_tokens_come_whole_and_nothing_is_lost(source):
 @pytest.mark.parametrize(
     ["options", "sentence"],
     [
-        (["--prompt=one", "--file=x"], "Pass --prompt TEXT or --file FILE, one of them."),
-        ([], "Pass --prompt TEXT or --file FILE, one of them."),
+        (["--prompt=one", "--file=x"], "Pass either --prompt TEXT or --file FILE."),
+        ([], "Pass either --prompt TEXT or --file FILE."),
         (["--prompt=one", "--system=x"], "--system is for conversations: pass --chat as well."),
-        (["--prompt=one", "--top-k=5"], "--top-k is for random tokens: pass --temperature, such as"),
-        (["--prompt=one", "--temperature=1e-39"], "--temperature=1e-39 must be 0, for the likeliest token"),
-        (["--prompt=one", "--temperature=-1"], "--temperature=-1.0 must be 0, for the likeliest token"),
+        (["--prompt=one", "--top-k=5"], "--top-k is for sampling: pass --temperature, such as"),
+        (["--prompt=one", "--temperature=1e-39"], "--temperature=1e-39 must be 0, for the most likely token"),
+        (["--prompt=one", "--temperature=-1"], "--temperature=-1.0 must be 0, for the most likely token"),
         (["--prompt=one", "--max-new-tokens=600"], "--prompt has 1 token, and --max-new-tokens=600 adds to them: the"),
         (["--prompt="], "--prompt has no tokens, and a model goes on after at least one."),
-        (["--file=none"], "--file=none is no file."),
+        (["--file=none"], "--file=none is not a file."),
         (["--prompt=one", "--base=x"], "--base is for adapters, and"),
     ],
 )
@@ -165,11 +165,11 @@ def test_folders_without_a_model_are_told_apart(source, run, tmp_path, capsys):
         return capsys.readouterr().err.splitlines()[-1]
 
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert "holds a run that has not come to its end" in error(tmp_path / "run", "generate", "--prompt=one")
+    assert "holds a run that is not finished" in error(tmp_path / "run", "generate", "--prompt=one")
     assert "has no config.json" in error(tmp_path, "generate", "--prompt=one")
     (tmp_path / "adapters").mkdir()
     config = json.loads((run / "adapters" / "adapter_config.json").read_text())
-    for name, sentence in ((None, "names no model"), ("./none", "The model './none', which the adapters belong to: ")):
+    for name, sentence in ((None, "does not name the base model"), ("./none", "The adapters' base model, './none': ")):
         (tmp_path / "adapters" / "adapter_config.json").write_text(
             json.dumps(config | {"base_model_name_or_path": name})
         )
@@ -177,4 +177,4 @@ def test_folders_without_a_model_are_told_apart(source, run, tmp_path, capsys):
     fields = json.loads((source / "tokenizer_config.json").read_text())
     plain = _tiny.checkpoint(tmp_path / "plain")
     (plain / "tokenizer_config.json").write_text(json.dumps({**fields, "chat_template": None}))
-    assert "has no chat template, so that nothing says how a conversation is written" in error(plain, "chat")
+    assert "has no chat template, so a conversation cannot be rendered" in error(plain, "chat")

@@ -177,19 +177,25 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
 @pytest.mark.parametrize(
     ["text", "sentence"],
     [
-        ("learning_rat = 1", "learning_rat is no option of liger-jax finetune. Did you mean --learning-rate?"),
-        ("lr = 1", "lr is no option of liger-jax finetune. Did you mean --learning-rate?"),
-        ("adam_beta2 = 0.9", "adam_beta2 is no option of liger-jax finetune. No command changes it: beta1 is 0.9,"),
+        ("learning_rat = 1", "learning_rat is not an option of liger-jax finetune. Did you mean --learning-rate?"),
+        ("lr = 1", "lr is not an option of liger-jax finetune. Did you mean --learning-rate?"),
+        ("adam_beta2 = 0.9", "adam_beta2 is not an option of liger-jax finetune. No command changes it: beta1 is 0.9,"),
         ("steps = 1.5", "steps = 1.5 must be a whole number."),
         ('learning_rate = "much"', 'learning_rate = "much" must be a number.'),
         ('pack = "yes"', 'pack = "yes" must be true or false.'),
         ("steps = true", "steps = true must be a whole number."),
         ("column = 3", "column = 3 must be a text, in quotes."),
         ('remat = "ful"', 'remat = "ful" must be one of none, full'),
-        ("learning_rate = 1\nlearning-rate = 2", "learning_rate and learning-rate are one option. Keep one of them."),
-        ("learning-rate = 1\nlearning_rate = 2", "learning-rate and learning_rate are one option. Keep one of them."),
+        (
+            "learning_rate = 1\nlearning-rate = 2",
+            "learning_rate and learning-rate are the same option. Keep one of them.",
+        ),
+        (
+            "learning-rate = 1\nlearning_rate = 2",
+            "learning-rate and learning_rate are the same option. Keep one of them.",
+        ),
         ("steps: 1", "is no TOML: "),
-        ("[finetune]\nsteps = 1", "finetune is no option of liger-jax finetune."),
+        ("[finetune]\nsteps = 1", "finetune is not an option of liger-jax finetune."),
     ],
 )
 def test_a_file_that_is_wrong_is_one_sentence(capsys, options, text, sentence):
@@ -263,7 +269,7 @@ def test_a_length_that_a_run_has_added_up_goes_with_its_terms(options):
             "dpo --model x --data y --loss sigmoid,sft --loss-weights nan,1",
             "--loss-weights=nan must be a finite number",
         ),
-        ("dpo --model x --data y --loss sigmoid,sft --loss-weights a", "'a' must be numbers with commas between them"),
+        ("dpo --model x --data y --loss sigmoid,sft --loss-weights a", "'a' must be numbers separated by commas"),
         (
             "dpo --model x --data y --f-divergence alpha_divergence --f-alpha nan",
             "--f-alpha=nan must be a finite number",

@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_reads_from_its_place_and_has_the_same_rows(source, d
 
 
 def test_what_a_stream_needs_is_said(source, dataset, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="--stream has no end that is known, .* pass --steps and --eval-data."):
+    with pytest.raises(UserError, match="--stream reads data of unknown length, .* pass --steps and --eval-data."):
         stream(source, tmp_path, steps=None)
     with pytest.raises(UserError, match="pass --steps and --eval-data."):
         stream(source, tmp_path, eval_data=())

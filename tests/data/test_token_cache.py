@@ -201,7 +201,7 @@ def test_windows_that_nowhere_agree_are_refused(monkeypatch):
 
     left = iter("abcdefgh" * 20)
     read = lambda size: "".join(character for _, character in zip(range(size), left, strict=False))
-    with pytest.raises(UserError, match="makes other tokens of a part of the text than of the whole"):
+    with pytest.raises(UserError, match="splits a section of the text differently than the whole text"):
         list(long_text.encoded(read, Encoded))
 
 

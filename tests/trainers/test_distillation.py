@@ -293,7 +293,7 @@ def test_a_teacher_in_four_bits_has_almost_the_same_probabilities(source, tmp_pa
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--temperature=0"], "--temperature=0.0 must be a finite number above 0, of those that float32 holds."),
+        (["--temperature=0"], "--temperature=0.0 must be a finite number above 0 that float32 can represent."),
         (["--hard-weight=1"], "with 1 there would be no teacher, as in liger-jax finetune"),
         (["--temperature=2", "--divergence=cosine"], "--temperature=2.0 changes no angle between logits"),
         (["--beta=0.3"], "--beta=0.3 goes with --divergence jsd. Leave it out."),
@@ -330,7 +330,7 @@ def shortened(folder):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (renamed, "has another vocabulary: the token 'a' is number"),
+        (renamed, "has another vocabulary: the token 'a' has the id"),
         (shortened, "--length=64 is more than the 32 positions of --teacher="),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds adapters. Pass a whole model"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),

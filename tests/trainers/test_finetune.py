@@ -423,7 +423,7 @@ def test_a_run_stops_early_with_the_best_weights_and_shows_samples(source, tmp_p
 def test_settings_of_no_run_are_not_replaced(source, tmp_path, capsys):
     (tmp_path / "settings.toml").write_text("steps = 3")
     assert chat(source, tmp_path) == 2
-    assert "settings.toml is of no run, whose options would replace it" in capsys.readouterr().err
+    assert "settings.toml was not written by a run, and would be overwritten" in capsys.readouterr().err
 
 
 def test_wandb_that_is_not_installed_is_told_before_anything_is_read(source, tmp_path, capsys, monkeypatch):

@@ -182,7 +182,9 @@ def test_some_completions_of_each_step_are_noted_and_a_run_that_goes_on_takes_th
     CompletionsFile(tmp_path).add(1, records("f"))  # the run has begun again
     assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 1
     (tmp_path / "completions.jsonl").write_text('{"prompt": "mine"}\n')
-    with pytest.raises(UserError, match="completions.jsonl is of no run, .* Move it, or pass another --out"):
+    with pytest.raises(
+        UserError, match="completions.jsonl was not written by a run, .* Move it, or pass another --out"
+    ):
         CompletionsFile(tmp_path)
 
 
@@ -347,11 +349,11 @@ def test_an_epoch_has_each_line_and_whole_steps_and_weights_count():
     ["options", "message"],
     [
         (["--group", "1"], "--group=1 must be at least 2"),
-        (["--patience", "2"], "--patience=2 is for data that is held out, and this command holds out none: .* out."),
+        (["--patience", "2"], "--patience=2 is for held-out data, and this command holds none out: .* out."),
         (["--updates", "0"], "--updates=0 must be at least 1"),
         (["--group", "5"], "--batch=16 completions must be a multiple of --group=5"),
         (["--temperature", "0"], "--temperature=0.0 must be a finite number above 0"),
-        (["--top-p", "1e-39"], "--top-p=1e-39 must be above 0, of the numbers that float32 holds, and at most 1"),
+        (["--top-p", "1e-39"], "--top-p=1e-39 must be above 0 as a float32, and at most 1"),
         (["--importance-max", "2"], "--importance-max=2.0 is for --importance-sampling: pass that, or leave it out"),
         (["--beta", "0.1"], "--beta=0.1 needs a reference, .*--lora 16"),
         (["--length", "20"], "--length=20 is less than --prompt-length=16 and --completion-length=8 together"),

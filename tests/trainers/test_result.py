@@ -75,7 +75,9 @@ def test_only_what_a_run_has_left_is_replaced(tmp_path, name, options):
     for fresh in (False, True):
         result.check(settings(out, fresh=fresh, **options), tmp_path)  # an empty folder
         (out / name / "file").write_text("thesis")
-        with pytest.raises(UserError, match=rf"would replace .*/{name}, and .* holds no run that has left it. Move it"):
+        with pytest.raises(
+            UserError, match=rf"would replace .*/{name}, and .* holds no run that has written it. Move it"
+        ):
             result.check(settings(out, fresh=fresh, **options), tmp_path)
         (out / name / "file").unlink()
     run_in(out, name)
@@ -84,7 +86,7 @@ def test_only_what_a_run_has_left_is_replaced(tmp_path, name, options):
 
 def test_a_table_that_is_no_log_is_not_replaced(tmp_path):
     (tmp_path / "log.csv").write_text("date,weight\n")
-    with pytest.raises(UserError, match=r"log\.csv is no log of a run, which would replace it"):
+    with pytest.raises(UserError, match=r"log\.csv is not the log of a run, and would be overwritten"):
         result.check(settings(tmp_path), tmp_path.parent)
     result.check(settings(tmp_path, log=("tensorboard",)), tmp_path.parent)
 
@@ -101,7 +103,7 @@ def test_what_is_in_the_place_of_a_run_s_files_is_refused_before_it_begins(tmp_p
         make(out / name)
         with pytest.raises(UserError, match=f"{name} is {is_a}, where the run makes a .* Move it, or pass another"):
             result.check(settings(out, log=("csv", "tensorboard")), tmp_path / "source")
-    with pytest.raises(UserError, match=r"--out='.*/o\\udcff' is no UTF-8"):
+    with pytest.raises(UserError, match=r"--out='.*/o\\udcff' is not valid UTF-8"):
         settings(tmp_path / "o\udcff")
 
 

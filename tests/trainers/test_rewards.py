@@ -147,7 +147,7 @@ def test_metrics_are_means_and_columns_have_a_value_for_each_completion():
     assert found.extras == {"seen": [1, "{1, 2}"], "too/seen": ["nan", "b"]}
 
     for what, message in (
-        (lambda metric, extra: metric("loss", 1.0), "logs a metric 'loss', which is a figure of the run"),
+        (lambda metric, extra: metric("loss", 1.0), "logs a metric 'loss', but the run has a figure so named"),
         (lambda metric, extra: metric("own", "much"), "logs 'much' as 'own', and must log a number"),
         (lambda metric, extra: extra("own", itertools.count()), r"logs \[0, 1, 2\] as 'own' for 2 completions"),
     ):
@@ -290,9 +290,9 @@ def test_parameters_are_looked_at_before_anything_is_computed():
         unused()
 
     refused("The reward without must have a parameter completions or completion_ids, a list.", without)
-    refused("The reward by_place takes 'completions' by its place alone", by_place)
+    refused("The reward by_place takes 'completions' as a positional-only argument", by_place)
     refused("The reward state needs 'trainer_state', .* default: trainer_state=None", state)
-    refused("The reward of_a_line needs 'prompt', which no reward is given here. Take prompts, a list", of_a_line)
+    refused("The reward of_a_line needs 'prompt', which rewards do not get here. Take prompts, a list", of_a_line)
     refused("line 1: the reward unknown needs 'solution', and the line's fields are answer, tags. Rename", unknown)
 
 

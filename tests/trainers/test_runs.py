@@ -221,7 +221,7 @@ def test_the_result_of_a_kept_step_stands_beside_the_run_s(command, finished, ca
     error = command.error(capsys, finished, "--result-of=1")
     assert "--result-of=1: this step's checkpoint is not kept; those of 2 are. --keep keeps more of them." in error
     error = command.error(capsys, finished, "--result-of=2", "--fresh")
-    assert "of the run that is there, which --fresh forgets" in error
+    assert "exports a checkpoint of the existing run, which --fresh discards" in error
 
 
 # --- what a run is made of --------------------------------------------------------------------------------------------
@@ -316,8 +316,8 @@ def test_room_on_the_disk_is_looked_for_before_training(command, tmp_path, capsy
         (["--lora", str(2**40)], "must be at least 1 and at most 65536."),
         (["--keep", "0"], "--keep=0 must be at least 1."),
         (["--lora-alpha", "1e39"], "--lora-alpha=1e+39 is more than a float32 holds."),
-        (["--out", "o\0ut"], r"--out='o\x00ut' holds a null character, which no name has."),
-        (["--model", "o\0ut"], r"--model='o\x00ut' holds a null character, which no name has."),
+        (["--out", "o\0ut"], r"--out='o\x00ut' holds a null character, which file names cannot have."),
+        (["--model", "o\0ut"], r"--model='o\x00ut' holds a null character, which file names cannot have."),
     ],
 )
 def test_absurd_values_are_sentences(command, tmp_path, capsys, options, message):
