@@ -198,16 +198,18 @@ def function_of(what: str):
 
 def compile_program(generation: str, shape: str, what: str, in_small_tiles: str, text_path: str) -> None:
     """Compiles and prints the temporary bytes; run in a process of its own, since libtpu reads its settings once."""
-    from tests.aot import targets
+    from tests.aot.targets import ENVIRONMENT
 
-    os.environ.update(targets.ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     import jax.numpy as jnp
+
+    from liger_jax.planner.compilers import compile_for, tpu_devices
 
     n, d, v = HEADS[shape]
     arguments = (((n, d), jnp.bfloat16), ((v, d), jnp.bfloat16), ((n,), jnp.int32))
     options = {SMALL_TILES: "false"} if in_small_tiles == "yes" else None
-    device = targets.tpu_devices(generation)[0]
-    compiled = targets.compile_for(function_of(what), arguments, device, "tpu", options)
+    device = tpu_devices(generation)[0]
+    compiled = compile_for(function_of(what), arguments, device, "tpu", options)
     pathlib.Path(text_path).write_text(compiled.as_text())
     print(json.dumps({"temporary": compiled.memory_analysis().temp_size_in_bytes}))
 
