@@ -179,7 +179,8 @@ def test_stacks_are_the_unrolled_layers_under_every_remat(remat, rng):
         return by_name
 
     expected = gradients(False, "full")
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), gradients(True, remat), expected)
+    near = lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1.0, np.abs(y).max()))
+    jax.tree.map(near, gradients(True, remat), expected)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
