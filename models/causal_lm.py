@@ -163,7 +163,9 @@ class CausalLM(Pretrained):
                 states are cut before the head; each kept position keeps its label.
             return_logits: see the table.
             return_metrics: also return accuracy and, for each position, argmax token, largest logit and log-normaliser.
-            positions: rotary positions; `None` for 0, 1, 2, …
+            positions: the tokens' positions; `None` for 0, 1, 2, … in each document of `segment_ids`, or in each row.
+                As in transformers' call, padding on the left that `attention_mask` hides counts; `generate` leaves it
+                out.
             segment_ids: attention and loss stay within equal ids of a packed row. Documents count from 1. 0 is padding,
                 which follows them and is not scored.
             attention_mask: 0 where a token is padding; no other token sees it, and its id may be any. Labels decide

@@ -46,6 +46,16 @@ def document_numbers(ids: jax.Array) -> jax.Array:
     return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
 
 
+def default_positions(length: int, ids: Any) -> jax.Array:
+    """The place of each token in its document (B, T), or in its row (1, T) without ids; from 0, int32."""
+    order = jnp.arange(length, dtype=jnp.int32)[None]
+    if ids is None:
+        return order
+    ids = jnp.asarray(ids)
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return order - jax.lax.cummax(jnp.where(begins, order, 0), axis=1)
+
+
 def numbered(ids: jax.Array) -> jax.Array:
     """The factor that refuses rows under jit, where nothing can be raised.
 

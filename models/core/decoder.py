@@ -22,7 +22,7 @@ from liger_jax.models.core.row_tokens import RowTokens, TokensInOrder, attention
 from liger_jax.models.core.stream import Stream
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
-from liger_jax.ops.segment_ids import check_segment_ids, numbered
+from liger_jax.ops.segment_ids import check_segment_ids, default_positions, numbered
 
 
 class Decoder(nnx.Module):
@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
             cache, order = with_tokens(cache, input_ids.shape, attention_mask)
             is_mixed = mixes_ropes(config.rope_changes_at, before, jnp.max(order))
             positions = jnp.maximum(order, 0) if positions is None else positions
-        positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
+        positions = default_positions(length, segment_ids) if positions is None else positions
         if sequence is not None:
             in_order = lambda x: None if x is None else sequence.whole_rows(x)
             segment_ids, attention_mask, token_mask = map(in_order, (segment_ids, attention_mask, token_mask))

@@ -44,10 +44,13 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
     parameters, scaling = (_plain(part) for part in given.values())
     if _FULL in scaling or _SLIDING in scaling:
         return {}, ["rope_scaling must be one object for all layers; only rope_parameters may have one for each type"]
+    of_types = getattr(config_type, "scales_full_layers", False)
     if defaults.get("rope_scaling") is not None and not (scaling or parameters):
-        return {}, []  # transformers has this family's own then
-    if getattr(config_type, "scales_full_layers", False):
-        return _of_types_of_layers(values, parameters, scaling, has_local_base="rope_local_base_freq" in defaults)
+        # transformers has this family's own then
+        return {}, [] if of_types else _turns_whole_heads(values.get(_PART, 1.0))
+    if of_types:
+        own_base = None if "rope_local_base_freq" in defaults else defaults["rope_theta"]
+        return _of_types_of_layers(values, parameters, scaling, own_base)
     if _FULL in parameters or _SLIDING in parameters:
         return {}, ["rope_parameters must be one object for all layers: in this family their types share it"]
     taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
@@ -91,10 +94,10 @@ def write(scaling: RopeScaling | None, most: int) -> dict[str, Any]:
     return lengths | {"rope_scaling": {"rope_type": kind} | fields}
 
 
-def _of_types_of_layers(values, parameters, scaling, *, has_local_base: bool) -> tuple[dict[str, Any], list[str]]:
+def _of_types_of_layers(values, parameters, scaling, own_base: float | None) -> tuple[dict[str, Any], list[str]]:
     """Gemma 3's and OLMo 3's: `rope_scaling` changes fields of the layers with full attention.
 
-    In OLMo 3 the layers that slide have the same base.
+    `own_base`: of a family whose layers share a base, as OLMo 3, its default; `None` for a base of each type.
     """
     by_type = {kind: parameters.get(kind) or {} for kind in (_FULL, _SLIDING)}
     for kind, part in by_type.items():
@@ -115,10 +118,19 @@ def _of_types_of_layers(values, parameters, scaling, *, has_local_base: bool) ->
     if local_found is not None:
         local_problems.append(f"{local_name} must have rope_type='default'")
     rope = {"rope_theta": taken["rope_theta"], "rope_scaling": own_scaling}
-    if has_local_base:
+    if own_base is None:
         rope["rope_local_base_freq"] = local.get("rope_theta", values["rope_local_base_freq"])
-    elif local.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
-        bases = f"{config_fields.short(local['rope_theta'])} and {config_fields.short(rope['rope_theta'])}"
+        return rope | _our_most(own_scaling, values), wrong + problems + local_problems
+    # Where the layers that slide have no object in rope_parameters, transformers 5 gives them the family's own base.
+    base, shared = local.get("rope_theta", own_base), rope["rope_theta"]
+    if base != shared and not full and not local:
+        warnings.warn(
+            f"config.json: rope_theta={config_fields.short(shared)} is the base of all layers, as in transformers 4. "
+            f"transformers 5 gives layers that slide {own_base} unless rope_parameters says a base for them.",
+            stacklevel=2,
+        )
+    elif base != shared:
+        bases = f"{config_fields.short(base)} and {config_fields.short(shared)}"
         local_problems.append(f"rope_theta must be one number for both types of layers, and is {bases}")
     return rope | _our_most(own_scaling, values), wrong + problems + local_problems
 
@@ -186,9 +198,7 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
     if not (isinstance(kind, str) and kind in ("default", *_KINDS)):
         return None, [f"rope_type={config_fields.short(kind)} must be 'default' or one of {list(_KINDS)}"]
     part = 1.0 if kind == "proportional" else fields.pop(_PART, values.get(_PART, 1.0))
-    wrong = (
-        [] if part == 1 else [f"partial_rotary_factor={config_fields.short(part)} must be 1: whole heads are rotated"]
-    )
+    wrong = _turns_whole_heads(part)
     scaling_type: Any = _KINDS.get(kind)
     known = dataclasses.fields(scaling_type) if scaling_type else ()
     if kind not in ("linear", "proportional") and scaling_type:
@@ -217,6 +227,13 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
         except ValueError as error:  # fields that do not fit together
             problems = [str(error).rstrip(".")]
     return None, wrong + [f"{name}: {problem}" for problem in problems]
+
+
+def _turns_whole_heads(part: Any) -> list[str]:
+    """A clause if the family does not rotate the share of a head's columns that a file asks for."""
+    return (
+        [] if part == 1 else [f"partial_rotary_factor={config_fields.short(part)} must be 1: whole heads are rotated"]
+    )
 
 
 def _set_original(name: str, kind: str, fields: dict[str, Any], values: Mapping[str, Any]) -> list[str]:

@@ -450,13 +450,16 @@ def test_both_bases_of_gemma_3_are_read_from_transformers_4_and_5():
 def test_olmo_3_scales_layers_with_full_attention_alone_by_the_files_of_transformers_4_and_5():
     read = lambda values: config_json.read(values, Olmo3Config, {})
     scaling = {"rope_type": "linear", "factor": 8.0}
-    old = read({"rope_theta": 7.0, "rope_scaling": scaling})
+    with pytest.warns(UserWarning, match="rope_theta=7.0 is the base of all layers, as in transformers 4"):
+        old = read({"rope_theta": 7.0, "rope_scaling": scaling})
     assert old == read(config_json.write(old, {}, "Olmo3ForCausalLM", "float32"))
     plain = {"rope_theta": 7.0, "rope_type": "default"}
     assert old == read({"rope_parameters": {FULL: plain | scaling, SLIDING: plain}})
     assert old.rope_of(SLIDING) == (7.0, None) and old.rope_of(FULL) == (7.0, LinearRope(8.0))
     with pytest.raises(ValueError, match="rope_theta must be one number for both types of layers, and is 5.0 and 7.0"):
         read({"rope_parameters": {FULL: plain, SLIDING: plain | {"rope_theta": 5.0}}})
+    with pytest.raises(ValueError, match="must be one number for both types of layers, and is 500000.0 and 7.0"):
+        read({"rope_parameters": {FULL: plain}})  # transformers gives layers that slide the family's base
 
 
 def test_layers_of_exaone_4_with_full_attention_rotate_where_no_layer_slides():
@@ -492,3 +495,5 @@ def test_ministral_3_has_its_own_scaling_where_config_json_has_none():
         read({"rope_parameters": yarn})
     with pytest.raises(ValueError, match="rope_scaling=None must be a YarnRope"):
         read({"rope_parameters": {"rope_theta": 7.0, "llama_4_scaling_beta": 0.1}})
+    with pytest.raises(ValueError, match="partial_rotary_factor=0.5 must be 1: whole heads are rotated"):
+        read({"partial_rotary_factor": 0.5})

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.losses import shifted_labels
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.layout import devices_along, from_chunks, in_chunks
+from liger_jax.ops.segment_ids import default_positions
 
 # What a row is padded with, after its last position: nothing is scored there. Tokens and positions repeat their last
 # number, so that no largest one grows; no position sees those behind it. Segments and masks are 0, as at other padding.
@@ -70,7 +71,7 @@ class SequenceShards:
             named["shift_labels"] = as_labels(named["shift_labels"])
         shape = jnp.shape(named["input_ids"])
         if named.get("positions") is None:
-            named["positions"] = jnp.arange(shape[1], dtype=jnp.int32)[None]
+            named["positions"] = default_positions(shape[1], named.get("segment_ids"))
         if shape[1] % self.multiple and all(named.get(name) is None for name in _PADDED_BEHIND):
             named["token_mask"] = jnp.ones(shape, bool)
         return {name: self._in_order(name, x, shape) for name, x in named.items()}
