@@ -79,7 +79,10 @@ def broadcast_mask(op: str, where: Any, shape: tuple[int, ...]) -> jax.Array:
     """A bool mask, broadcast to `shape`, or an error."""
     where = jnp.asarray(where)
     check_bool(op, "where", where)
-    if np.broadcast_shapes(where.shape, shape) != shape:
+    fits = where.ndim <= len(shape) and all(
+        here in (1, there) for here, there in zip(where.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
         raise ValueError(f"{op}: where has shape {where.shape}, which does not broadcast to {shape}; add its axes.")
     return jnp.broadcast_to(where, shape)
 

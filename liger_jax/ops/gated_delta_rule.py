@@ -1,6 +1,7 @@
 """The gated delta rule: a linear attention whose state forgets, and overwrites what a key had stored."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -80,6 +81,8 @@ def gated_delta_rule(
     _check_shapes(q, k, v, gate, beta, state)
     if scale is not None:
         checks.check_number(_OP, scale=scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"{_OP}: scale={scale} must be finite; pass None for 1/√D.")
     arrays = q, k, v, gate, beta, ids_of_rows(_OP, segment_ids, v.shape[:2]), state
     local = functools.partial(_on_one_device, scale=q.shape[-1] ** -0.5 if scale is None else float(scale))
     if (spec := _explicit.spec_of_explicit(v)) is not None:

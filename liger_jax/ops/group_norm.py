@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from liger_jax.ops import checks
@@ -79,6 +80,8 @@ def group_norm(
         checks.check_shape(_OP, name, column, (channels,), f"one entry for each channel, on x's axis {channel_axis}")
     if 0 in x.shape[1:]:
         raise ValueError(f"{_OP}: x has shape {x.shape}, whose groups must have elements to normalise; leave x out.")
+    if isinstance(num_groups, bool) or not isinstance(num_groups, (int, np.integer)):
+        raise TypeError(f"{_OP}: num_groups={num_groups!r} must be a Python int.")
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
             f"{_OP}: num_groups={num_groups} does not divide the {channels} channels on x's axis {channel_axis}; "

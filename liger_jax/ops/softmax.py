@@ -1,9 +1,11 @@
 """Softmax and sparsemax."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from liger_jax.ops import _explicit, checks
@@ -54,7 +56,8 @@ def softmax(
     subtracted from all scores first. Only `x` is kept for the backward pass.
 
     Args:
-        x: at least one axis, any float dtype. A score of −inf gets probability 0, unless all are −inf.
+        x: at least one axis, any float dtype. A score of −inf gets probability 0; if all are −inf,
+            probabilities are NaN, as in `jax.nn.softmax`.
         axis: the axis of the sum, several, or None for all.
         where: bool, which scores count, of a shape that broadcasts to x's; others get probability 0. None counts all.
         implementation: None or "xla".
@@ -74,12 +77,16 @@ def softmax(
     if where is not None:
         where = checks.broadcast_mask(op, where, x.shape)
         x = jnp.where(where, x, jnp.asarray(-jnp.inf, x.dtype))
-    if isinstance(axis, int):
+    if axis is not None and _is_axis(axis):
         y = _along_axis(op, x, axis, implementation)
     else:
         axes = tuple(range(x.ndim)) if axis is None else axis
+        if not (isinstance(axes, (tuple, list)) and all(map(_is_axis, axes))):
+            raise TypeError(f"{op}: axis={axis!r} must be a Python int, a tuple of them, or None for all axes.")
         for each in axes:
             _check_axis(op, x, each)
+        if len({each % x.ndim for each in axes}) < len(axes):
+            raise ValueError(f"{op}: axis={axis} names an axis of x twice, which has shape {x.shape}; name it once.")
         last = tuple(range(x.ndim - len(axes), x.ndim))
         moved = jnp.moveaxis(x, axes, last)
         shape = moved.shape
@@ -113,6 +120,8 @@ def sparsemax(
         Martins and Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label
         Classification", 2016 (arXiv:1602.02068).
     """
+    if not _is_axis(axis):
+        raise TypeError(f"sparsemax: axis={axis!r} must be a Python int.")
     return _along_axis("sparsemax", x, axis, implementation)
 
 
@@ -126,6 +135,11 @@ def _along_axis(op: str, x: ArrayLike, axis: int, implementation: Implementation
     _KERNELS[op].choose(implementation, rows, kind=op)
     function = _softmax if op == "softmax" else _sparsemax
     return jnp.moveaxis(function(rows) if rows.size else rows, -1, axis)
+
+
+def _is_axis(axis: Any) -> bool:
+    """Whether it is an int of Python or NumPy."""
+    return isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)
 
 
 def _check_axis(op: str, x: jax.Array, axis: int) -> None:

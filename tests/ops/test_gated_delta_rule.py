@@ -205,6 +205,8 @@ def test_refusals(rng):
             gated_delta_rule(*arguments)
     with pytest.raises(ValueError, match="state has shape"):
         gated_delta_rule(q, k, v, gate, beta, state=jnp.zeros((B, H, E, D)))
+    with pytest.raises(ValueError, match="scale=nan must be finite"):
+        gated_delta_rule(q, k, v, gate, beta, scale=float("nan"))
     with pytest.raises(ValueError, match="segment_ids"):
         gated_delta_rule(q, k, v, gate, beta, segment_ids=jnp.ones((B, 4), jnp.int32))
     with pytest.raises(TypeError, match="floating"):

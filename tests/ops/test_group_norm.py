@@ -66,6 +66,7 @@ def test_every_layout_and_number_of_groups_matches_float64(num_groups, channel_a
         ((jnp.ones(4),), {}, ValueError, r"x has shape \(4,\), but must be \(B, C, …\); add the missing axis"),
         ((jnp.ones((2, 4, 0)),), {}, ValueError, r"x has shape \(2, 4, 0\), whose groups must have elements"),
         ((jnp.ones((2, 5)),), {}, ValueError, r"num_groups=2 does not divide the 5 channels on x's axis 1; pass a"),
+        ((jnp.ones((2, 4)),), {"num_groups": 2.0}, TypeError, r"num_groups=2.0 must be a Python int"),
         ((jnp.ones((2, 4)),), {"num_groups": 0}, ValueError, r"num_groups=0 does not divide the 4 channels"),
         ((jnp.ones((2, 4)),), {"channel_axis": 0}, ValueError, r"channel_axis=0 is unknown; pass one of \(1, -1\)"),
         ((jnp.ones((2, 4)),), {"eps": "0"}, TypeError, r"eps is a str, but must be a Python number"),

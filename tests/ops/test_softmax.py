@@ -181,8 +181,20 @@ def test_xla_is_partitioned_without_communication(axis_type, kind, rng):
         (jnp.ones((2, 3), int), -1, TypeError, "x has dtype int32, but must be floating point; cast it"),
         (jnp.ones((2, 3)), 2, ValueError, r"axis=2 is no axis of x, which has shape \(2, 3\); pass one in \[-2, 2\)\."),
         (jnp.ones(()), -1, ValueError, r"axis=-1 is no axis of x, which has shape \(\); reshape x to \(1,\)\."),
+        (jnp.ones((2, 3)), 1.0, TypeError, r"axis=1.0 must be a Python int"),
+        (jnp.ones((2, 3)), True, TypeError, r"axis=True must be a Python int"),
     ],
 )
 def test_wrong_arguments_say_what_to_do(x, axis, error, message, kind, unchecked_types):
     with pytest.raises(error, match=f"^{kind}: {message}"):
         OPS[kind](x, axis=axis)
+
+
+def test_softmax_takes_axes_as_jax_does_and_names_what_it_cannot_take(unchecked_types):
+    x = jnp.arange(6.0).reshape(2, 3)
+    for axis in (np.int64(0), [0, 1]):
+        np.testing.assert_allclose(softmax(x, axis=axis), jax.nn.softmax(x, axis=axis), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"softmax: axis=\(0, -2\) names an axis of x twice"):
+        softmax(x, axis=(0, -2))
+    with pytest.raises(ValueError, match=r"softmax: where has shape \(2,\), which does not broadcast to \(2, 3\)"):
+        softmax(x, where=jnp.ones(2, bool))
