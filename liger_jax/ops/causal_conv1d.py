@@ -32,11 +32,12 @@ def causal_conv1d(
         weight: (D, W), any float dtype; its last column belongs to the token itself. W is 4 in most models.
         bias: (D,), any float dtype, or None for 0.
         segment_ids: (B, T) integers of packed rows, as `causal_attention`'s: no token sees another document's.
-        state: (B, W − 1, D), any float dtype: the tokens before the first one, in the same document; None for 0.
+        state: (B, W − 1, D), any float dtype, rounded to x's: the tokens before the first one, in the same document;
+            None for 0.
 
     Returns:
         (B, T, D) in x's dtype; and the `state` for the tokens that follow, (B, W − 1, D) in x's dtype: the last W − 1
-        tokens of the last document, after zeros if it has fewer.
+        tokens of the last document, after zeros if it has fewer. Padding at the end of a row is its last document.
 
     Raises:
         ValueError: `segment_ids` do not count documents, or a mesh splits T.

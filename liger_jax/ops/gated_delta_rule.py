@@ -58,9 +58,11 @@ def gated_delta_rule(
         scale: the output's factor, a Python number; None for D^−½.
 
     Returns:
-        The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token, in float32, or in
-        float64 if an argument is float64. A NaN or infinite input makes its head's output NaN from its token to the
-        end of its document, and the gradients of that document NaN. Other documents are not affected.
+        The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token, in float32, or in float64
+        if an argument is float64. Padding at the end of a row is one more document, which has a state of its own; to
+        keep that of the tokens give padding a gate and a beta of 0, and their document's id. A NaN or infinite input
+        makes its head's output NaN from its token to the end of its document, and the gradients of that document NaN.
+        Other documents are not affected.
 
     Raises:
         ValueError: `segment_ids` do not count documents, or a mesh splits T, D or E.
