@@ -69,9 +69,9 @@ def share_contexts(most: int = 100) -> None:
     def shared(*arguments, **options):
         if arguments or options or _is_lowering():
             return make(*arguments, **options)
-        found = context(next(lowered) // most)
-        found.allow_unregistered_dialects = False  # as in a new one, whatever a program before has left
-        return found
+        kept = context(next(lowered) // most)
+        kept.allow_unregistered_dialects = False  # as in a new one, whatever a program before has left
+        return kept
 
     vars(mlir)["make_ir_context"] = shared
 

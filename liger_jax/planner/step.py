@@ -184,7 +184,7 @@ class Run:
 
     @property
     def micro_batch_choices(self) -> list[int]:
-        """The numbers of micro-batches of which each device has an equal share, in ascending order."""
+        """The numbers of micro-batches that give each device an equal share, in ascending order."""
         rows, unshared = divmod(self.batch, self.batch_devices)
         small = [] if unshared else [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
         return sorted({*small, *(rows // n for n in small)})

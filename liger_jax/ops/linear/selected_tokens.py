@@ -20,7 +20,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import put, ra
 
 
 def as_selected(op: str, ids: Any, vocab_size: int) -> jax.Array | None:
-    """The ids as an int32 array, of which each that is no token is −1. None passes.
+    """The ids as an int32 array, with −1 for every id that is not a token. None passes.
 
     Raises a TypeError or ValueError unless they are tokens of the vocabulary, as far as they are concrete.
     """

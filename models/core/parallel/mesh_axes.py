@@ -65,7 +65,7 @@ def placed(batch: Any, mesh: Mesh, rows: Names, positions: str | None, length: i
 
 
 def put(x: Any, sharding: NamedSharding | None) -> Any:
-    """An array, or its type, on its devices, of which each process has its own; `None` for the default one."""
+    """An array, or its type, on the devices of its process; `None` for the default device."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if sharding is None or sharding.is_fully_addressable:
