@@ -39,15 +39,18 @@ def test_a_batch_is_shifted_padded_and_put_in_the_order_of_chunks(devices):
     with jax.set_mesh(mesh):
         placed = layout.place(batch)
         again = layout.place(placed)
+        of_one_document = layout.place(dict(input_ids=tokens))["positions"]
+    assert of_one_document.tolist() == [[0, 1, 5, 5, 2, 3, 4, 5]]
+    assert of_one_document.sharding.spec == P(None, "sequence")
     # Chunks of two, 0 and 3 on the first device, 1 and 2 on the second; the last two positions are padding.
     assert placed["input_ids"][0].tolist() == [10, 11, 15, 15, 12, 13, 14, 15]
     assert placed["shift_labels"][0].tolist() == [11, 12, -100, -100, -100, 14, 15, -100]
-    assert placed["positions"].tolist() == [[0, 1, 5, 5, 2, 3, 4, 5]]
+    assert placed["positions"].tolist() == [[0, 1, 2, 2, 2, 0, 1, 2]] * 2  # of each document
     assert placed["segment_ids"][0].tolist() == [1, 1, 0, 0, 1, 2, 2, 2]  # a router counts no padding
     assert placed["loss_weights"][0].tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
     assert set(placed) == {*batch, "shift_labels", "positions"} - {"labels"}
     assert placed["input_ids"].addressable_shards[1].data.tolist() == [[12, 13, 14, 15], [18, 19, 20, 21]]
-    assert [x.sharding.spec for x in (placed["positions"], placed["of_rows"])] == [P(None, "sequence"), P("fsdp")]
+    assert [x.sharding.spec for x in (placed["positions"], placed["of_rows"])] == [P("fsdp", "sequence"), P("fsdp")]
     for name, x in placed.items():
         np.testing.assert_array_equal(x, again[name])
 
