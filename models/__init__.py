@@ -27,6 +27,8 @@ from liger_jax.models.granite import GraniteConfig as GraniteConfig
 from liger_jax.models.granite import GraniteForCausalLM as GraniteForCausalLM
 from liger_jax.models.hunyuan import HunYuanDenseV1Config as HunYuanDenseV1Config
 from liger_jax.models.hunyuan import HunYuanDenseV1ForCausalLM as HunYuanDenseV1ForCausalLM
+from liger_jax.models.lfm2 import Lfm2Config as Lfm2Config
+from liger_jax.models.lfm2 import Lfm2ForCausalLM as Lfm2ForCausalLM
 from liger_jax.models.llama import LlamaConfig as LlamaConfig
 from liger_jax.models.llama import LlamaForCausalLM as LlamaForCausalLM
 from liger_jax.models.ministral3 import Ministral3Config as Ministral3Config

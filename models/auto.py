@@ -13,6 +13,7 @@ from liger_jax.models.granite import GraniteForCausalLM
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.hunyuan import HunYuanDenseV1ForCausalLM
+from liger_jax.models.lfm2 import Lfm2ForCausalLM
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.lora.files import load_adapters
 from liger_jax.models.ministral3 import Ministral3ForCausalLM
@@ -41,6 +42,7 @@ FAMILIES = {
     "gpt_oss": GptOssForCausalLM,
     "granite": GraniteForCausalLM,
     "hunyuan_v1_dense": HunYuanDenseV1ForCausalLM,
+    "lfm2": Lfm2ForCausalLM,
     "llama": LlamaForCausalLM,
     "ministral3": Ministral3ForCausalLM,
     "mistral": MistralForCausalLM,

@@ -262,7 +262,7 @@ class Architecture:
     def parameters(self) -> list[tuple[ParameterInfo, Any]]:
         """All parameters and types. One stack holds all layers where those of other types have equal parameters."""
         config, count = self.config, self.config.num_hidden_layers
-        if config.num_linear_layers:
+        if config.num_recurrent_layers:
             return self._described(config)
         of_one_type = dict(layer_types=("full_attention",) * count, no_rope_layers=(1,) * count)
         fields = set() if config.layers_differ else {field.name for field in dataclasses.fields(config)}

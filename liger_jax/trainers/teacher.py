@@ -57,7 +57,7 @@ class Teacher:
         held = sum(math.prod(_shape_on_a_device(x)) * x.dtype.itemsize for x in jax.tree.leaves(state))
         config = self.architecture.config
         # A layer's input and output, its normalised input, and the feed-forward's gate, up and product.
-        return held + jnp.dtype(dtype).itemsize * tokens * 3 * (config.hidden_size + config.intermediate_size)
+        return held + jnp.dtype(dtype).itemsize * tokens * 3 * (config.hidden_size + config.feed_forward_width)
 
     def made_of(self) -> dict[str, str]:
         """Texts by which it can be told from another teacher."""

@@ -79,15 +79,14 @@ class Attention(nnx.Module):
             self.q_proj = linear(width, (2 if config.gates_attention else 1) * query_width, use_bias=qkv_bias)
             self.k_proj = linear(width, kv_width, use_bias=qkv_bias)
             self.v_proj = None if config.shares_keys_with_values else linear(width, kv_width, use_bias=qkv_bias)
-        self.o_proj = linear(query_width, width, use_bias=config.output_bias)
+        self.out_name, self.norm_names = config.output_name, config.qk_norm_names
+        setattr(self, self.out_name, linear(query_width, width, use_bias=config.output_bias))
         self.norm_is_wide = config.qk_norm_is_wide
         norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
         self.norms_rotated = config.norms_rotated
-        if self.norms_rotated:  # by these names in checkpoints
-            self.query_layernorm, self.key_layernorm = map(norm, norm_widths)
-        has_norms = config.qk_norm and not self.norms_rotated
-        self.q_norm = norm(norm_widths[0]) if has_norms else None
-        self.k_norm = norm(norm_widths[1]) if has_norms and self.owner is None else None
+        has_norms = config.qk_norm, config.qk_norm and self.owner is None
+        for name, norm_width, has_norm in zip(self.norm_names, norm_widths, has_norms, strict=True):
+            setattr(self, name, norm(norm_width) if has_norm else None)
         self.value_eps = config.rms_norm_eps if config.norms_values else None
         self.sinks = parameter(config.num_attention_heads) if config.has_sinks else None
         self.rope_layout = config.rope_layout
@@ -116,8 +115,10 @@ class Attention(nnx.Module):
         given: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]] | None = None,
     ) -> tuple[Float[Array, "B own D"], tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]:
         """Returns the keys and values too, with which a later layer may be `given` them; it makes none."""
-        layout = self.kernels.mesh_layout
-        tensor, heads_lie = axis_of_shard(layout.tensor, self.o_proj), layout.in_attention
+        layout, o_proj = self.kernels.mesh_layout, getattr(self, self.out_name)
+        tensor, heads_lie = axis_of_shard(layout.tensor, o_proj), layout.in_attention
+        norms = [getattr(self, name) for name in self.norm_names]
+        q_norm, k_norm = (None, None) if self.norms_rotated else norms
 
         def heads(y):
             y = in_rows(y, tensor)
@@ -131,13 +132,13 @@ class Attention(nnx.Module):
         if given is None:
             v = heads(v) if self.value_eps is None else plain.normalised(heads(v), self.value_eps)
         if given is not None:
-            q = heads(q) if self.q_norm is None else self.q_norm(heads(q))
-        elif self.q_norm is None or self.k_norm is None:
+            q = heads(q) if q_norm is None else q_norm(heads(q))
+        elif q_norm is None or k_norm is None:
             q, k = heads(q), heads(k)
         elif self.norm_is_wide:
-            q, k = heads(self.q_norm.of_shard(q, tensor)), heads(self.k_norm.of_shard(k, tensor))
+            q, k = heads(q_norm.of_shard(q, tensor)), heads(k_norm.of_shard(k, tensor))
         else:
-            q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
+            q, k = q_norm(heads(q)), k_norm(heads(k))
         if cos is not None and sin is not None:
             rope = functools.partial(ops.apply_rope if self.kernels.rope else plain.apply_rope, layout=self.rope_layout)
             table_lies = layout.of_all_rows if cos.shape[0] == 1 else layout.in_loss
@@ -148,8 +149,8 @@ class Attention(nnx.Module):
         if rows is not None and rows.query_scale is not None:
             q = q * rows.query_scale.astype(q.dtype)[..., None]
         if self.norms_rotated:
-            q, k = self.query_layernorm(q), self.key_layernorm(k)
-        elif self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
+            q, k = norms[0](q), norms[1](k)
+        elif q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_INPUT)
         options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
         segments = None if rows is None else rows.segments
@@ -185,8 +186,8 @@ class Attention(nnx.Module):
         if gate is not None:
             out = out * jax.nn.sigmoid(in_rows(gate, tensor).astype(jnp.float32)).astype(out.dtype)
         if tensor is not None or cache is not None:
-            return product_of_shards(self.o_proj, by_device(out, tensor), tensor), (k, v)
-        return over_tokens(lambda layers, tile: layers[0](tile), (self.o_proj,), out, self.remat, layout), (k, v)
+            return product_of_shards(o_proj, by_device(out, tensor), tensor), (k, v)
+        return over_tokens(lambda layers, tile: layers[0](tile), (o_proj,), out, self.remat, layout), (k, v)
 
     def _projected(self, x: Float[Array, "B own D"], tensor: str | None) -> Any:
         """Queries, keys and values before heads are cut: (B, T, …), or of `all_tokens`."""
@@ -206,5 +207,5 @@ class Attention(nnx.Module):
 
     def _split(self, qkv: Float[Array, "B T both"]) -> Any:
         """This device's queries, keys and values from one projection's."""
-        query_width = self.o_proj.kernel.shape[-2]
+        query_width = getattr(self, self.out_name).kernel.shape[-2]
         return jnp.split(qkv, [query_width, (query_width + qkv.shape[-1]) // 2], axis=-1)

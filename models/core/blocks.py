@@ -69,11 +69,11 @@ class Blocks:
         remat: Remat = "none",
         scan: bool = True,
         feed_forward: str = DENSE,
-        is_linear: bool = False,
+        is_recurrent: bool = False,
     ):
         self.config, self.kernels, self.dtype, self.param_dtype = config, kernels, dtype, param_dtype
         self.rngs, self.remat, self.scan = rngs, remat, scan
-        self.feed_forward, self.is_linear = feed_forward, is_linear  # of which kinds they are
+        self.feed_forward, self.is_recurrent = feed_forward, is_recurrent  # of which kinds they are
 
     def linear(self, in_width: int, out_width: int, *, use_bias: bool = False) -> nnx.Linear:
         """Makes a projection."""

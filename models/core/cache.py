@@ -22,15 +22,16 @@ from liger_jax.pallas_kernels.attention.xla import CHUNK, MASKED_SCORE
 
 
 @tree_dataclass
-class LinearCache:
-    """What layers of linear attention keep of the tokens before.
+class RecurrentCache:
+    """What layers without keys, of linear attention or of a convolution, keep of the tokens before.
 
     Attributes:
-        states: (layers, B, heads, key width, value width) float32, those of the gated delta rule.
+        states: (layers, B, heads, key width, value width) float32, those of the gated delta rule; `None` in models
+            whose layers are convolutions alone.
         tokens: (layers, B, W − 1, channels), the last tokens of the convolution of width W; 0 before the first one.
     """
 
-    states: jax.Array
+    states: jax.Array | None
     tokens: jax.Array
 
 
@@ -45,14 +46,14 @@ class KVCache:
         positions: (B, S) int32, the number of a slot's token among its row's tokens; −1 where there is no token.
         length: int32 scalar, the number of slots that are written. That of an empty cache is a NumPy array, so that a
             program which makes the cache knows it, too.
-        linear: what layers of linear attention keep; `None` in a model without them.
+        recurrent: what layers without keys keep; `None` in a model without them.
     """
 
     keys: jax.Array
     values: jax.Array
     positions: jax.Array
     length: jax.Array | np.ndarray
-    linear: LinearCache | None = None
+    recurrent: RecurrentCache | None = None
 
     def is_known_empty(self) -> bool:
         """Whether it is known, in the running program or when one is made, that no slot is written."""
@@ -68,12 +69,11 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
             f"init_cache: length={length} must be in [1, {config.longest_sequence}], up to what the model takes "
             "(max_position_embeddings and rope_scaling). Take fewer tokens, or raise the config's field."
         )
-    linear, num_linear = None, config.num_linear_layers
-    if (heads := config.linear_heads) is not None:
-        of_state = heads.value_heads, heads.key_width, heads.value_width
-        linear = LinearCache(
-            states=jnp.zeros((num_linear, batch, *of_state), jnp.float32),
-            tokens=jnp.zeros((num_linear, batch, heads.taps - 1, heads.channels), dtype),
+    recurrent, of_layers = None, (config.num_recurrent_layers, batch)
+    if (sizes := config.recurrent_sizes) is not None:
+        recurrent = RecurrentCache(
+            states=None if sizes.state is None else jnp.zeros((*of_layers, *sizes.state), jnp.float32),
+            tokens=jnp.zeros((*of_layers, sizes.taps - 1, sizes.channels), dtype),
         )
     layers, *of_token = config.cached
     shape = (layers, batch, length, *of_token)
@@ -82,7 +82,7 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
         values=jnp.zeros(shape, dtype),
         positions=jnp.full((batch, length), -1, jnp.int32),
         length=np.zeros((), np.int32),
-        linear=linear,
+        recurrent=recurrent,
     )
 
 
@@ -122,18 +122,18 @@ def _longer(x, axis, length, value=0):
 def repeated(cache: KVCache, times: int) -> KVCache:
     """Gives each row of a cache copies, which follow it."""
     again = functools.partial(jnp.repeat, repeats=times, axis=1)
-    keys, values, linear = jax.tree.map(again, (cache.keys, cache.values, cache.linear))
+    keys, values, recurrent = jax.tree.map(again, (cache.keys, cache.values, cache.recurrent))
     positions = jnp.repeat(cache.positions, times, axis=0)
-    return dataclasses.replace(cache, keys=keys, values=values, positions=positions, linear=linear)
+    return dataclasses.replace(cache, keys=keys, values=values, positions=positions, recurrent=recurrent)
 
 
 def of_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
     """Takes some rows out of a cache."""
     take = functools.partial(jnp.take, indices=rows, mode="clip", unique_indices=True, indices_are_sorted=True)
-    arrays = cache.keys, cache.values, cache.linear
-    keys, values, linear = jax.tree.map(functools.partial(take, axis=1), arrays)
+    arrays = cache.keys, cache.values, cache.recurrent
+    keys, values, recurrent = jax.tree.map(functools.partial(take, axis=1), arrays)
     positions = take(cache.positions, axis=0)
-    return dataclasses.replace(cache, keys=keys, values=values, positions=positions, linear=linear)
+    return dataclasses.replace(cache, keys=keys, values=values, positions=positions, recurrent=recurrent)
 
 
 def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array, ""]) -> Bool[Array, ""] | bool:
@@ -157,25 +157,27 @@ class LayerCache:
     """One layer's part of a cache during one call. Attention writes to it and reads from it.
 
     `cache`: the model's cache. Its `positions` include the call's tokens; its `length` does not yet. `layer`: the
-    layer's number among those with keys, or among those with linear attention.
+    layer's number among those with keys, or among those without.
     """
 
     def __init__(self, cache: KVCache, layer: Int[Array, ""], is_new: bool = False):
         self.cache, self.layer, self.is_new = cache, layer, is_new
 
-    def linear_states(self) -> tuple[Float[Array, "B H D E"], Float[Array, "B W_1 C"]]:
-        """The states of a layer of linear attention, and the last tokens of its convolution."""
-        assert self.cache.linear is not None
+    def recurrent_states(self) -> tuple[Float[Array, "B H D E"] | None, Float[Array, "B W_1 C"]]:
+        """The states of a layer of linear attention, and the last tokens of a layer's convolution."""
+        assert self.cache.recurrent is not None
+        states, tokens = self.cache.recurrent.states, self.cache.recurrent.tokens
         of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
-        return of_layer(self.cache.linear.states), of_layer(self.cache.linear.tokens)
+        return None if states is None else of_layer(states), of_layer(tokens)
 
-    def write_linear(self, state: Float[Array, "B H D E"], tokens: Float[Array, "B W_1 C"]) -> None:
-        """Writes what `linear_states` returns to the next call."""
-        linear = self.cache.linear
-        assert linear is not None
+    def write_recurrent(self, state: Float[Array, "B H D E"] | None, tokens: Float[Array, "B W_1 C"]) -> None:
+        """Writes what `recurrent_states` returns to the next call."""
+        recurrent = self.cache.recurrent
+        assert recurrent is not None
         written = lambda x, own: jax.lax.dynamic_update_index_in_dim(x, own.astype(x.dtype), self.layer, 0)
-        linear = LinearCache(states=written(linear.states, state), tokens=written(linear.tokens, tokens))
-        self.cache = dataclasses.replace(self.cache, linear=linear)
+        states = None if state is None else written(recurrent.states, state)
+        recurrent = RecurrentCache(states=states, tokens=written(recurrent.tokens, tokens))
+        self.cache = dataclasses.replace(self.cache, recurrent=recurrent)
 
     def attend(
         self,

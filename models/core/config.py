@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from liger_jax.models.core import config_fields
 from liger_jax.models.core.experts import Experts
-from liger_jax.models.core.linear_attention import LINEAR, LinearHeads
+from liger_jax.models.core.gated_convolution import CONVOLUTION
+from liger_jax.models.core.linear_attention import LINEAR, LinearHeads, RecurrentSizes
 from liger_jax.ops import LongRope, RopeScaling
 
 
@@ -77,6 +78,11 @@ class LlamaConfig:
     fused_gate_up: ClassVar[bool] = False  # one projection, gate_up_proj, for gate and up
     rope_layout: ClassVar[str] = "half"  # which columns of a head are rotated together, as `ops.apply_rope` has it
     partial_rotary_factor: ClassVar[float] = 1.0  # the share of a head's columns that is rotated, the first ones
+    # Names in checkpoints: of the norms of queries and keys, of attention's last projection and of the last norm.
+    qk_norm_names: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
+    output_name: ClassVar[str] = "o_proj"
+    last_norm_name: ClassVar[str] = "norm"
+    names_in_files: ClassVar[Mapping[str, str]] = {}  # of fields whose name in config.json is another
     qk_norm: ClassVar[bool] = False
     qk_norm_is_wide: ClassVar[bool] = False  # whether it is one norm over all heads, and not one for each
     norms_rotated: ClassVar[bool] = False  # whether it is after the rotation, and not before it
@@ -119,9 +125,19 @@ class LlamaConfig:
         return None
 
     @property
-    def num_linear_layers(self) -> int:
-        """How many layers have linear attention."""
-        return (self.layer_types or ()).count(LINEAR)
+    def recurrent_sizes(self) -> RecurrentSizes | None:
+        """What layers without keys keep for each row; `None` in families without such layers."""
+        return None if self.linear_heads is None else self.linear_heads.sizes
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """How many layers have no keys: linear attention, or a convolution."""
+        return sum(kind in (LINEAR, CONVOLUTION) for kind in self.layer_types or ())
+
+    @property
+    def feed_forward_width(self) -> int:
+        """The width of a dense feed-forward."""
+        return self.intermediate_size
 
     @property
     def longest_sequence(self) -> int:
@@ -150,7 +166,7 @@ class LlamaConfig:
     @property
     def cached(self) -> tuple[int, int, int]:
         """How many layers a cache holds keys of; and for each of their tokens heads and columns."""
-        return self.num_hidden_layers - self.num_linear_layers, self.num_key_value_heads or 0, self.head_dim or 0
+        return self.num_hidden_layers - self.num_recurrent_layers, self.num_key_value_heads or 0, self.head_dim or 0
 
     def of_layers(self, attention: str) -> "LlamaConfig":
         """The architecture as layers with a kind of attention have it.
@@ -218,7 +234,7 @@ class LlamaConfig:
         Returns:
             Its base and its scaling; `None` where nothing is rotated.
         """
-        return None if layer_type == LINEAR else (self.rope_theta, self.rope_scaling)
+        return None if layer_type in (LINEAR, CONVOLUTION) else (self.rope_theta, self.rope_scaling)
 
     def __post_init__(self, _followed: Mapping[str, Any] | None):
         self._set(**{name: None for name, value in (_followed or {}).items() if getattr(self, name) is value})

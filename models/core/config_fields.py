@@ -27,6 +27,7 @@ _FROM_ZERO = {
     "mscale",
     "mscale_all_dim",
     "no_rope_layers",
+    "full_attn_idxs",
 }
 _FROM_ZERO |= {"router_aux_loss_coef", "router_z_loss_coef", "mlp_only_layers", "llama_4_scaling_beta"}
 _FROM_ZERO |= {"num_kv_shared_layers", "hidden_size_per_layer_input", "partial_rotary_factor"}

@@ -47,14 +47,14 @@ class Decoder(nnx.Module):
         of_layer = functools.partial(
             Blocks, kernels=kernels, dtype=dtype, param_dtype=param_dtype, remat=remat, scan=scan
         )
-        of_kind = lambda kind: dict(feed_forward=kind.feed_forward, is_linear=kind.is_linear)
+        of_kind = lambda kind: dict(feed_forward=kind.feed_forward, is_recurrent=kind.is_recurrent)
         make_layer = lambda kind, rngs: layer(of_layer(config.of_layers(kind.attention), rngs=rngs, **of_kind(kind)))
         kinds = tuple(
             LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in range(config.num_hidden_layers)
         )
         self.stack = LayerStack(kinds, scan, remat, kernels)
         self.layers, self.last_layers = self.stack.make(make_layer, rngs)
-        self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
+        setattr(self, config.last_norm_name, Blocks(config, kernels, dtype, param_dtype).norm())
 
     def embed(self, input_ids: Integer[Array, "B T"]) -> tuple[Float[Array, "B padded D"], Float[Array, "V D"]]:
         """Looks up the tokens' embeddings, and returns the table too, as the weight of a tied head.
@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
         segments = None if ids is None else Segments.of(ids)._replace(is_valid=None)  # the embeddings are NaN instead
         growth = config.query_growth
         scale = None if growth is None else query_scale(positions, *growth)
-        in_order = None if config.linear_heads is None else TokensInOrder.of(segment_ids, attention_mask)
+        in_order = None if not config.num_recurrent_layers else TokensInOrder.of(segment_ids, attention_mask)
         rows = RowTokens(segments, is_token, scale, in_order)
         inputs = {}
         for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
@@ -178,11 +178,12 @@ class Decoder(nnx.Module):
             x = x * numbered(ids).astype(x.dtype)[..., None]
         x, aux, cache = self.run_layers(self.stream(x, input_ids), inputs, cache, dropout_words)
         x = x.hidden if isinstance(x, Stream) else x
+        last_norm = getattr(self, config.last_norm_name)
         if cache is None:
-            hidden = self.norm(x)
+            hidden = last_norm(x)
             return Decoded(hidden if hidden.shape[1] == length else hidden[:, :length], aux, None)
         # Under jit no error can be raised for a cache that is too short or that mixes rotations, so the result is NaN.
         x = jnp.where((cache.length + length <= cache.positions.shape[1]) & ~jnp.asarray(is_mixed), x, jnp.nan)
         return Decoded(
-            self.norm(x), aux, dataclasses.replace(cache, length=jnp.asarray(cache.length + length, jnp.int32))
+            last_norm(x), aux, dataclasses.replace(cache, length=jnp.asarray(cache.length + length, jnp.int32))
         )

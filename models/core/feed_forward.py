@@ -39,24 +39,29 @@ def may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
 class DenseFeedForward(nnx.Module):
     """down(activation(gate(x))·up(x))."""
 
+    names = "gate_proj", "up_proj", "down_proj"  # in a checkpoint
+
     def __init__(self, blocks: Any, inner_width: int | None = None):
         config, kernels, linear, remat = blocks.config, blocks.kernels, blocks.linear, blocks.remat
         width = config.hidden_size
-        inner_width = int(config.intermediate_size if inner_width is None else inner_width)
+        inner_width = int(config.feed_forward_width if inner_width is None else inner_width)
+        gate, up, down = self.names
         self.has_gate_up = config.fused_gate_up
         if self.has_gate_up:
             self.gate_up_proj = linear(width, 2 * inner_width, use_bias=config.mlp_bias)
         else:
-            self.gate_proj = linear(width, inner_width, use_bias=config.mlp_bias)
-            self.up_proj = linear(width, inner_width, use_bias=config.mlp_bias)
-        self.down_proj = linear(inner_width, width, use_bias=config.mlp_bias)
+            setattr(self, gate, linear(width, inner_width, use_bias=config.mlp_bias))
+            setattr(self, up, linear(width, inner_width, use_bias=config.mlp_bias))
+        down_proj = linear(inner_width, width, use_bias=config.mlp_bias)
+        setattr(self, down, down_proj)
         self.activation, self.kernels = config.gate, kernels
         self.fused, self.recomputed = may_fuse(kernels, remat, blocks.scan), remat != "none"
         self.remat: Remat = remat
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Aux]:
-        projections = (self.gate_up_proj,) if self.has_gate_up else (self.gate_proj, self.up_proj)
-        layers = *projections, self.down_proj
+        gate, up, down = self.names
+        projections = ("gate_up_proj",) if self.has_gate_up else (gate, up)
+        layers = tuple(getattr(self, name) for name in (*projections, down))
         return over_tokens(self._of_projections, layers, x, self.remat, self.kernels.mesh_layout), {}
 
     @staticmethod
@@ -65,7 +70,7 @@ class DenseFeedForward(nnx.Module):
         if not keeps_products(remat):
             return 0
         # The backward of a norm over the result needs the result.
-        return 2 * config.intermediate_size + (config.hidden_size if config.norms_results else 0)
+        return 2 * config.feed_forward_width + (config.hidden_size if config.norms_results else 0)
 
     @staticmethod
     def values_in_backward(config: Any, in_place: bool) -> int:
@@ -73,7 +78,7 @@ class DenseFeedForward(nnx.Module):
 
         `in_place`: whether one half of them is computed after the other, in the same place.
         """
-        return (3 * config.intermediate_size + 1) // 2 if in_place else 5 * config.intermediate_size
+        return (3 * config.feed_forward_width + 1) // 2 if in_place else 5 * config.feed_forward_width
 
     def _of_projections(self, projections: tuple[Any, ...], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The feed-forward by its projections in their order."""

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from liger_jax.models.core.cache import KVCache, LayerCache
 from liger_jax.models.core.dropout import give_words
 from liger_jax.models.core.feed_forward import DENSE, Aux
+from liger_jax.models.core.gated_convolution import CONVOLUTION
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.linear_attention import LINEAR
 from liger_jax.models.core.parameters import stack_of_place
@@ -27,14 +28,14 @@ class LayerKind(NamedTuple):
     feed_forward: str = DENSE  # the feed-forward's kind
 
     @property
-    def is_linear(self) -> bool:
-        """Whether the layer has linear attention."""
-        return self.attention == LINEAR
+    def is_recurrent(self) -> bool:
+        """Whether the layer has no keys, but linear attention or a convolution."""
+        return self.attention in (LINEAR, CONVOLUTION)
 
     @property
     def structure(self) -> tuple[bool, str]:
         """What a layer's parameters follow from: layers for which it is equal have the same ones."""
-        return self.is_linear, self.feed_forward
+        return self.is_recurrent, self.feed_forward
 
 
 class Decoded(NamedTuple):
@@ -178,10 +179,10 @@ class LayerStack:
             if memory is None:
                 x, aux = layer(x, *own_inputs)
                 return (x, None), aux
-            cache, earlier = memory  # how many layers there were with attention, and with linear attention
-            own = LayerCache(cache, earlier[kind.is_linear], is_new)
+            cache, earlier = memory  # how many layers there were with keys, and without
+            own = LayerCache(cache, earlier[kind.is_recurrent], is_new)
             x, aux = layer(x, *own_inputs, own)
-            earlier = tuple(number + (i == kind.is_linear) for i, number in enumerate(earlier))
+            earlier = tuple(number + (i == kind.is_recurrent) for i, number in enumerate(earlier))
             return (x, (own.cache, earlier)), aux
 
         if self.remat == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):

@@ -27,6 +27,14 @@ LINEAR = "linear_attention"  # the type of such layers in config.json
 _EPS = 1e-6  # of the norms of queries and keys
 
 
+class RecurrentSizes(NamedTuple):
+    """What a layer without keys keeps for each row: its state's axes, and the taps and channels of its convolution."""
+
+    state: tuple[int, int, int] | None  # heads, key width and value width; `None` for a convolution alone
+    taps: int
+    channels: int
+
+
 @dataclasses.dataclass(frozen=True)
 class LinearHeads:
     """What a config says of its linear attention."""
@@ -53,6 +61,11 @@ class LinearHeads:
         """What the convolution runs over: queries, keys and values."""
         return 2 * self.keys + self.values
 
+    @property
+    def sizes(self) -> RecurrentSizes:
+        """What a layer keeps for each row."""
+        return RecurrentSizes((self.value_heads, self.key_width, self.value_width), self.taps, self.channels)
+
 
 class Projected(NamedTuple):
     """What the projections give of tokens."""
@@ -66,8 +79,9 @@ class Projected(NamedTuple):
 class Convolution(nnx.Module):
     """The weights of a short convolution of each channel, in the shape of `torch.nn.Conv1d`."""
 
-    def __init__(self, blocks: Any, channels: int, taps: int):
+    def __init__(self, blocks: Any, channels: int, taps: int, *, use_bias: bool = False):
         self.taps = blocks.parameter(channels, 1, taps)
+        self.bias = nnx.Param(jnp.zeros(channels, blocks.param_dtype)) if use_bias else None
 
 
 class Scale(nnx.Module):
@@ -118,14 +132,14 @@ class LinearAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rows: RowTokens | None, cache: LayerCache | None = None
     ) -> Float[Array, "B T D"]:
         layout, in_order = self.kernels.mesh_layout, None if rows is None else rows.in_order
-        state, tokens = (None, None) if cache is None else cache.linear_states()
+        state, tokens = (None, None) if cache is None else cache.recurrent_states()
         norm, out = getattr(self, self.out_norm), getattr(self, self.out)
         weights = self.taps(), self.A_log[...], self.dt_bias[...], norm.scale[...]
         # Arrays of rows, which are whole on each device.
         split = *self.projected(x), in_order, state, tokens
         y, state, tokens = layout.run(self._mixed, split, weights, spec=layout.of_rows)
         if cache is not None:
-            cache.write_linear(state, tokens)
+            cache.write_recurrent(state, tokens)
             return out(y)
         return self.over_tokens(lambda layers, tile: layers[0](tile), (out,), y)
 
@@ -143,7 +157,7 @@ class LinearAttention(nnx.Module):
             q, k, v, gate, beta = (
                 jnp.where(jnp.expand_dims(rows.is_token, range(2, x.ndim)), x, 0) for x in (q, k, v, gate, beta)
             )
-            after = _last_tokens(qkv, tokens, rows.is_token, heads.taps - 1)
+            after = last_tokens(qkv, tokens, rows.is_token, heads.taps - 1)
         out, state = ops.gated_delta_rule(q, k, v, gate, beta, segment_ids=rows.documents, state=state)
         out = rows.in_place(checkpoint_name(out, LINEAR_ATTENTION_OUTPUT))
         out = ops.gated_rms_norm(out, z.reshape(out.shape), scale, eps=self.eps)
@@ -164,7 +178,7 @@ class LinearAttention(nnx.Module):
         return q.astype(mixed.dtype), k.astype(mixed.dtype), v.astype(mixed.dtype)
 
 
-def _last_tokens(
+def last_tokens(
     x: Float[Array, "B T C"], before: Float[Array, "B W_1 C"] | None, is_token: Bool[Array, "B T"], count: int
 ) -> Float[Array, "B W_1 C"]:
     """The last of so many tokens before rows and in them, whose padding is after their tokens."""

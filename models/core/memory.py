@@ -61,22 +61,22 @@ class LayerMemory:
     # The devices of an expert axis. Each has its experts, and buffers for all rows that may be sent to them.
     expert: int = 1
     trains_experts: bool = False  # whether the weights of experts have gradients
-    is_linear: bool = False  # whether the layer has linear attention
+    is_recurrent: bool = False  # whether the layer has no keys, but linear attention or a convolution
 
     @property
     def each(self) -> list[tuple["LayerMemory", int]]:
         """What a layer of each kind holds, and how many there are of it."""
-        linear = self.config.num_linear_layers
+        linear = self.config.num_recurrent_layers
         counts = {False: self.config.num_hidden_layers - linear, True: linear}
-        return [(dataclasses.replace(self, is_linear=kind), count) for kind, count in counts.items() if count]
+        return [(dataclasses.replace(self, is_recurrent=kind), count) for kind, count in counts.items() if count]
 
     @property
     def kept(self) -> dict[str, int]:
         """Bytes that the layer keeps for its backward: "layer inputs", "attention" and "feed-forward"."""
         c, kept = self.config, self._values_kept()
-        if self.remat == "none" and self.is_linear:
+        if self.remat == "none" and self.is_recurrent:
             kept["attention"] += self._rule_states() // (self.rows * self.seq * jnp.dtype(self.dtype).itemsize)
-        if self.remat == "none" and self.device.platform == "tpu" and not self.is_linear:
+        if self.remat == "none" and self.device.platform == "tpu" and not self.is_recurrent:
             # Narrower heads of queries, keys and results are padded to a row, and each of attention's sums takes a row.
             padding = max(0, LANES - c.head_dim) * (2 * c.num_attention_heads + self._key_heads)
             kept["attention"] += padding + (LANES - 1) * self._sums()
@@ -86,7 +86,7 @@ class LayerMemory:
     def offloaded(self) -> int:
         """Bytes that the layer keeps for its backward in the host's memory: its inputs, and attention's results."""
         c = self.config
-        has_result = self.remat == "offload_attention" and not self.is_linear
+        has_result = self.remat == "offload_attention" and not self.is_recurrent
         of_attention = c.num_attention_heads * c.head_dim + self._sums() if has_result else 0
         return self._bytes(c.hidden_size + of_attention) if is_offloaded(self.remat) else 0
 
@@ -117,38 +117,44 @@ class LayerMemory:
             values += c.hidden_size
             feed_forward += 2 * 4 * c.rotary_width * self.seq
             if not self.has_adapters:  # tiles sum the weights' gradients in float32
-                feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size // self.tensor
-        if self.is_linear:
+                feed_forward += 4 * 3 * c.hidden_size * c.feed_forward_width // self.tensor
+        if self.is_recurrent:
             return self._bytes(values) + max(feed_forward, self._rule_work())
         return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
 
     def _values_of_heads(self) -> int:
-        """What the backward holds of queries and keys, or of what linear attention projects: values for each token."""
+        """What the backward holds of queries and keys, or of what a layer without keys projects, for each token."""
         c = self.config
-        if self.is_linear:
+        if self.is_recurrent and c.linear_heads is None:
+            return 3 * c.recurrent_sizes.channels
+        if self.is_recurrent:
             return c.linear_heads.channels + 2 * c.linear_heads.values
         heads = (c.num_attention_heads + self._key_heads) * c.head_dim
         gates = c.num_attention_heads * c.head_dim if c.gates_attention else 0
         return (3 if c.qk_norm else 2) * heads + 2 * gates
 
     def _rule_states(self) -> int:
-        """Bytes of the states of linear attention that are kept between chunks."""
+        """Bytes of the states of linear attention that are kept between chunks; 0 for a convolution."""
         heads = self.config.linear_heads
+        if heads is None:
+            return 0
         of_row = -(-self.seq // TOKENS_A_STATE) * heads.value_heads * heads.key_width * heads.value_width
         return 4 * self.rows * of_row
 
     def _rule_work(self) -> int:
-        """Bytes that the backward of linear attention holds beside what it projects: of the convolution and the rule.
+        """Bytes that the backward of a layer without keys holds beside what it projects: of a convolution and a rule.
 
         These are arguments, result and gradients of both, the convolution's taps and their gradients in float32, and,
         for the chunks of one kept state, their states and the products of a chunk's tokens with one another.
         """
-        heads, tokens = self.config.linear_heads, self.rows * self.seq
+        heads, tokens, channels = self.config.linear_heads, self.rows * self.seq, self.config.recurrent_sizes.channels
+        wide = 4 * ARRAYS_OF_CONVOLUTION * channels * tokens
+        if heads is None:
+            return self._bytes(3 * channels) + wide
         at_once = self.rows * min(self.seq, TOKENS_A_STATE)
         of_state = heads.key_width * heads.value_width * heads.value_heads
         chunks = 4 * at_once * (PRODUCTS_OF_CHUNK * CHUNK * heads.value_heads + 2 * of_state // CHUNK)
-        wide = 4 * ARRAYS_OF_CONVOLUTION * heads.channels * tokens
-        return self._bytes(3 * heads.channels + 2 * heads.values) + wide + chunks + 2 * self._rule_states()
+        return self._bytes(3 * channels + 2 * heads.values) + wide + chunks + 2 * self._rule_states()
 
     def _values_kept(self) -> dict[str, int]:
         """What the layer keeps for its backward, by kind: values of the computation's dtype for each token."""
@@ -156,7 +162,9 @@ class LayerMemory:
         d, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, self._key_heads * c.head_dim
         # What is projected to; what is kept of attention's result. Gates are projections, too.
         projected, result = q + 2 * kv + (q if c.gates_attention else 0), q + self._sums()
-        if self.is_linear:
+        if self.is_recurrent and c.linear_heads is None:
+            projected, result = 3 * c.recurrent_sizes.channels, 0
+        elif self.is_recurrent:
             heads = c.linear_heads
             projected, result = heads.channels + heads.values + 2 * heads.value_heads, heads.values
         inputs, of_attention = {
@@ -281,7 +289,7 @@ def loss_budget_bytes(
     return budget_beside_layers(
         *sizes,
         -(-config.vocab_size // tensor),
-        f=(config.intermediate_size if experts is None else experts.per_token * experts.width) // tensor,
+        f=(config.feed_forward_width if experts is None else experts.per_token * experts.width) // tensor,
         f_tokens=sizes[0] if experts is not None else tokens_at_once(sizes[0], config.hidden_size, remat, tensor),
         dtype=dtype,
         weight_dtype=head.dtype_in_products(dtype),

@@ -49,7 +49,7 @@ class RowTokens(NamedTuple):
     segments: Segments | None  # what attention stays within; `None` for rows of one document, which need no mask
     is_token: Bool[Array, "B row"] | None  # (B, T) bool of whole rows, which positions routers count; `None` for all
     query_scale: Float[Array, "#B T 1"] | None = None  # what queries are multiplied by; `None` for nothing
-    in_order: TokensInOrder | None = None  # what linear attention takes; `None` in models without it
+    in_order: TokensInOrder | None = None  # what layers without keys take; `None` in models without such
 
 
 def attention_segments(

@@ -89,7 +89,8 @@ def read(
     defaults = getattr(config_type, "defaults_of_type", {}).get(values.get("model_type"), {})
     values = {**defaults, **values}
     values, problems_of_layers = getattr(config_type, "as_published", lambda values: (values, []))(values)
-    others = getattr(config_type, "other_names", {})
+    in_files = {other: own for own, other in getattr(config_type, "names_in_files", {}).items()}
+    others = {**getattr(config_type, "other_names", {}), **in_files}
     values = {own: values[other] for other, own in others.items() if other in values} | dict(values)
     rope, wrong = rope_fields.read(values, config_type)
     wrong += problems_of_layers
@@ -142,6 +143,7 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
         del values["router_z_loss_coef"]
     for name in config.never:
         del values[name]
+    values = {config.names_in_files.get(name, name): value for name, value in values.items()}
     values |= rope_fields.write(values.pop("rope_scaling"), config.max_position_embeddings)
     if (beta := values.pop("llama_4_scaling_beta", None)) is not None:
         values["rope_scaling"]["llama_4_scaling_beta"] = beta

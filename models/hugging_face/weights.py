@@ -22,7 +22,7 @@ from liger_jax.ops.block_quantized import BlockQuantized
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PREDICTORS = "mtp."  # layers that predict several tokens, which transformers does not read, either
 _LANGUAGE_PART = "language_model."  # of a multimodal checkpoint
-_DECODER, _OF_DECODER = "model.", ("embed_tokens.", "layers.", "norm.")
+_DECODER, _OF_DECODER = "model.", ("embed_tokens.", "layers.", "norm.", "embedding_norm.")
 FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
 _STRIP = 64  # rows that are transposed at a time
 _COMPARED = 4096  # rows that are compared at a time

@@ -25,6 +25,7 @@ class HunYuanDenseV1Config(LlamaConfig):
     never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     qk_norm: ClassVar[bool] = True
     norms_rotated: ClassVar[bool] = True
+    qk_norm_names: ClassVar[tuple[str, str]] = ("query_layernorm", "key_layernorm")
     alpha_stretches_base: ClassVar[bool] = True
 
 

@@ -155,8 +155,8 @@ class OlmoHybridLayer(nnx.Module):
     """x + attention(norm(x)) of linear attention, or x + norm(attention(x)), and then the same of the feed-forward."""
 
     def __init__(self, blocks: Blocks):
-        self.is_linear = blocks.is_linear
-        if self.is_linear:
+        self.is_recurrent = blocks.is_recurrent
+        if self.is_recurrent:
             self.input_layernorm = blocks.norm()
             self.linear_attn = OlmoHybridLinearAttention(blocks)
         else:
@@ -174,7 +174,7 @@ class OlmoHybridLayer(nnx.Module):
         window: int | None,
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], Aux]:
-        if self.is_linear:
+        if self.is_recurrent:
             normed, x = self.input_layernorm.fork(x)
             normed, x = self.post_attention_layernorm.add(self.linear_attn(normed, rows, cache), x)
             fed, aux = self.mlp(normed)

@@ -169,9 +169,9 @@ class Qwen3NextLayer(nnx.Module):
     linear_attention: type[LinearAttention] = Qwen3NextLinearAttention
 
     def __init__(self, blocks: Blocks):
-        self.is_linear = blocks.is_linear
+        self.is_recurrent = blocks.is_recurrent
         self.input_layernorm = blocks.norm()
-        if self.is_linear:
+        if self.is_recurrent:
             self.linear_attn = self.linear_attention(blocks)
         else:
             self.self_attn = blocks.attention()
@@ -188,7 +188,7 @@ class Qwen3NextLayer(nnx.Module):
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], Aux]:
         normed, x = self.input_layernorm.fork(x)
-        if self.is_linear:
+        if self.is_recurrent:
             attended = self.linear_attn(normed, rows, cache)
         else:
             attended = self.self_attn(normed, cos, sin, rows, window, cache)

@@ -48,6 +48,7 @@ FAMILIES = {
     "qwen3_5": (models.Qwen3_5ForCausalLM, DELTA),
     "qwen3_5moe": (models.Qwen3_5MoeForCausalLM, MIXTURE | DELTA),
     "olmohybrid": (models.OlmoHybridForCausalLM, DELTA | dict(linear_allow_neg_eigval=(False,), rope_theta=(None,))),
+    "lfm2": (models.Lfm2ForCausalLM, dict(conv_bias=(True,), conv_L_cache=(1, 4), full_attn_idxs=((0,), (1,)))),
     "olmoe": (models.OlmoeForCausalLM, MIXTURE | dict(norm_topk_prob=(True,))),
     "gptoss": (models.GptOssForCausalLM, MIXTURE | dict(sliding_window=(1, 3, 500))),
 }

@@ -79,6 +79,7 @@ DELTA = dict(
     head_dim=8,
     rope_parameters=dict(rope_theta=100.0, rope_type="default", partial_rotary_factor=0.5),
 )
+CONV = dict(norm_eps=1e-5, tie_word_embeddings=True, block_auto_adjust_ff_dim=True, block_multiple_of=8)
 SHARED = dict(num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=12)
 ALPHA = dict(rope_type="dynamic", factor=1.0, alpha=50.0)
 MULTIPLIERS = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=1.7)
@@ -184,6 +185,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoHybrid",
         {**NO_IDS, "initializer_range": 0.1, "layer_types": ["full_attention", "linear_attention"], "hidden_size": 32},
     ),
+    "lfm2": (
+        "Lfm2",
+        {**NO_IDS, **CONV, "num_hidden_layers": 5, "full_attn_idxs": [1, 3]},
+    ),
+    "lfm2_biases": (
+        "Lfm2",
+        {**NO_IDS, **CONV, "conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [1], "block_multiple_of": 10},
+    ),
     "gemma": ("Gemma", GEMMA),
     "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "num_hidden_layers": 3}),  # one pattern of two, and one layer left over
     "gemma2_full": (
@@ -237,6 +246,7 @@ COMMITTED = (
     "smollm3",
     "qwen3_5",
     "olmo_hybrid",
+    "lfm2",
     "llama_tied",
     "gemma",
     "qwen3",

@@ -103,6 +103,17 @@ def of_linear_attention(rng):
     )
 
 
+def of_convolutions(rng, layers):
+    return dict(
+        conv_bias=bool(rng.integers(2)),
+        conv_L_cache=int(rng.integers(1, 5)),
+        block_multiple_of=int(rng.integers(1, 9)),
+        block_ffn_dim_multiplier=float(rng.uniform(0.5, 2)),
+        block_auto_adjust_ff_dim=bool(rng.integers(2)),
+        full_attn_idxs=tuple(range(0, layers, 2)) if rng.random() < 0.5 else None,
+    )
+
+
 def of_gemma_4(rng, fields):
     """The fields of layers that differ; of each type of layers, one is before those that share keys."""
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
@@ -174,10 +185,10 @@ def drawn(rng, family):
     if "Gemma4" in family.__name__:
         own |= of_gemma_4(rng, fields)
     own |= {name: None if name == "intermediate_size" else False for name in family.config_type.never}
-    if family.config_type.known_types[0] == "linear_attention":
+    if family.config_type.known_types[0] in ("linear_attention", "conv"):
         types = map(str, rng.choice(family.config_type.known_types, layers - 1))
         own["layer_types"] = (*types, FULL)  # without keys transformers' cache has no length
-        own |= of_linear_attention(rng)
+        own |= of_linear_attention(rng) | of_convolutions(rng, layers)
     if "OlmoHybrid" in family.__name__:
         own["layer_types"] = None
     if "Qwen3Moe" in family.__name__:

@@ -113,10 +113,11 @@ class SequenceShards:
 
     def check(self, config: Any) -> None:
         """Raises a ValueError unless the layers of an architecture can share rows."""
-        if config.num_linear_layers:
+        if config.num_recurrent_layers:
             raise ValueError(
                 f"sequence={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of linear "
-                "attention, whose state passes through a row from token to token. Give the devices to fsdp."
+                "attention or convolutions, whose state passes through a row from token to token. Give the devices to "
+                "fsdp."
             )
 
     def check_labels(self, labels: Any, logits_to_keep: Any) -> None:

@@ -96,10 +96,10 @@ class TensorShards:
 
     def check(self, config: Any) -> None:
         """Raises a ValueError unless the axis can split an architecture, and divides its heads and its feed-forward."""
-        if config.num_linear_layers:
+        if config.num_recurrent_layers:
             raise ValueError(
                 f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of linear "
-                "attention, whose heads the axis cannot split. Give the devices to fsdp."
+                "attention or convolutions, which the axis cannot split. Give the devices to fsdp."
             )
         if config.layers_differ:
             raise ValueError(
