@@ -98,6 +98,10 @@ _QWEN3_5_MOE = _GATED_DELTA_NET | dict(
     num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
 )  # fmt: skip
 _OLMO_HYBRID = dict(model_type="olmo_hybrid", vocab_size=100352, rope_theta=None, max_position_embeddings=65536)
+_LFM_2 = dict(
+    model_type="lfm2", vocab_size=65536, max_position_embeddings=128000, num_key_value_heads=8,
+    full_attn_idxs=[2, 5, 8, 10, 12, 14],
+)  # fmt: skip
 _SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
 
 
@@ -238,6 +242,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3.5-9b": _QWEN3_5 | _sizes(4096, 12288, 32, 16, 4),
     "qwen3.5-35b-a3b": _QWEN3_5_MOE | dict(num_hidden_layers=40, num_experts=256),
     "olmo-hybrid-7b": _OLMO_HYBRID | _sizes(3840, 11008, 32, 30, 30),
+    "lfm2-350m": _LFM_2 | _sizes(1024, 6656, 16, 16),
+    "lfm2-700m": _LFM_2 | _sizes(1536, 10240, 16, 24),
+    "lfm2-1.2b": _LFM_2 | _sizes(2048, 12288, 16, 32),
+    "lfm2-2.6b": _LFM_2 | _sizes(
+        2048, 10752, 30, 32, block_auto_adjust_ff_dim=False, full_attn_idxs=[2, 5, 9, 13, 17, 21, 24, 27]
+    ),
     "smollm3-3b": _SMOLLM_3 | _sizes(2048, 11008, 36, 16, 4),
 }  # fmt: skip
 _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say how a model was trained

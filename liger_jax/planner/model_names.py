@@ -79,7 +79,7 @@ _KINDS = {
         r"|qwen2-57b|arctic|jetmoe"
     ),
     "a state-space or recurrent model": (
-        r"mamba|rwkv|jamba|zamba|bamba|hymba|falcon-?h1|granite-4|nemotron-(h|nano-9b)|recurrentgemma|xlstm|lfm2|hyena"
+        r"mamba|rwkv|jamba|zamba|bamba|hymba|falcon-?h1|granite-4|nemotron-(h|nano-9b)|recurrentgemma|xlstm|hyena"
     ),
     "a diffusion model": r"diffusion|sdxl|(?<![a-z])sd-?3|(?<![a-z])flux|llada|pixart|(?<![a-z])wan2",
     "a model of sound": r"whisper|audio|speech|wav2vec|hubert|musicgen|voxtral|(?<![a-z])(bark|tts|asr)(?![a-z])",

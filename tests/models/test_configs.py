@@ -44,7 +44,7 @@ SIZES = dict(
 )
 # Fields that the model does not read: a config computes layer_types from them when it is made.
 SAY_LAYER_TYPES = {
-    "full_attention_interval", "max_window_layers", "no_rope_layer_interval", "num_hidden_layers",
+    "full_attention_interval", "full_attn_idxs", "max_window_layers", "no_rope_layer_interval", "num_hidden_layers",
     "sliding_window_pattern", "use_sliding_window",
 }  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"

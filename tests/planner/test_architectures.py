@@ -35,6 +35,7 @@ PUBLISHED = {  # parameters as the models' publishers count them, in billions; o
     "olmo-3-1025-7b": 7.298, "olmo-3-1125-32b": 32.23, "exaone-4.0-1.2b": 1.279, "exaone-4.0-32b": 32.00,
     "glm-4-9b-0414": 9.400, "glm-4-32b-0414": 32.57, "ministral-3-3b-2512": 3.429, "ministral-3-8b-2512": 8.490,
     "ministral-3-14b-2512": 13.51,
+    "lfm2-350m": 0.3545, "lfm2-700m": 0.7425, "lfm2-1.2b": 1.170, "lfm2-2.6b": 2.569,
     "granite-3.0-2b": 2.534, "granite-3.0-8b": 8.171, "granite-3.1-2b": 2.534, "granite-3.1-8b": 8.171,
     "phi-3-mini-4k": 3.821, "phi-3-mini-128k": 3.821, "phi-3-medium-4k": 13.96, "phi-3-medium-128k": 13.96,
     "phi-3.5-mini": 3.821, "phi-4": 14.66, "phi-4-mini": 3.836, "smollm3-3b": 3.075,
