@@ -238,7 +238,7 @@ def test_several_devices_have_the_loss_and_gradients_of_one(kind, devices, rng):
 def test_axes_that_would_split_heads_or_rows_are_refused(axis, devices, model):
     layout = Layout(batch=("fsdp",), **{axis: axis})
     mesh = jax.make_mesh((1, 2), ("fsdp", axis), devices=devices[:2], axis_types=(AxisType.Auto,) * 2)
-    message = f"{axis}='{axis}' has 2 devices, and Qwen3NextConfig has layers of linear attention, whose .* to fsdp"
+    message = f"{axis}='{axis}' has 2 devices, and Qwen3NextConfig has layers of linear attention .*, wh.* to fsdp"
     with pytest.raises(ValueError, match=message):
         layout.shardings(model, mesh)
     split = Qwen3NextForCausalLM(CONFIG, kernels=KernelOptions(layout=layout), rngs=nnx.Rngs(0))
