@@ -1,10 +1,11 @@
 """EXAONE 4: norms after attention and feed-forward, of queries and keys, too, and rotations in sliding layers alone."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from liger_jax.models.causal_lm import CausalLM
-from liger_jax.models.core.config_fields import fixed_fields
+from liger_jax.models.core.config_fields import MOST_LAYERS, fixed_fields, short
 from liger_jax.models.llama import LlamaConfig
 from liger_jax.models.olmo2.modeling import Olmo2Layer
 from liger_jax.ops import RopeScaling
@@ -36,6 +37,26 @@ class Exaone4Config(LlamaConfig):
     norms_results: ClassVar[bool] = True
     sliding_window_pattern: ClassVar[int] = 4
 
+    @staticmethod
+    def as_published(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The fields of config.json, whose pattern, a number n or letters L and G, says the types that it lacks."""
+        values, types = dict(values), values.get("layer_types")
+        pattern, layers = values.pop("sliding_window_pattern", 4), values.get("num_hidden_layers", 32)
+        if types or values.get("sliding_window", 4096) is None or type(layers) is not int:
+            return values, []
+        is_number = type(pattern) is int and pattern > 0
+        if is_number:
+            pattern = "L" * (min(pattern, layers + 1) - 1) + "G"  # the letters beyond the last layer say nothing
+        if not (isinstance(pattern, str) and pattern and {*pattern} <= {*"LG"}):
+            return values, [f"sliding_window_pattern={short(pattern)} must be a positive int, or letters L and G"]
+        letters = [pattern[i % len(pattern)] for i in range(min(layers, MOST_LAYERS))]
+        if not is_number and letters[-1:] == ["L"]:  # which transformers' code and its words treat in two ways
+            return values, [
+                f"sliding_window_pattern={short(pattern)} must end in G at the last layer; or give layer_types"
+            ]
+        of_letter = {"L": "sliding_attention", "G": "full_attention"}
+        return values | {"layer_types": [of_letter[letter] for letter in letters]}, []
+
     def type_of_layer(self, i: int) -> str:
         """Full attention in every fourth layer, and in all without a window."""
         return "full_attention" if self.sliding_window is None else super().type_of_layer(i)
@@ -60,5 +81,4 @@ class Exaone4ForCausalLM(CausalLM):
 
     layer = Olmo2Layer
     config_type = Exaone4Config
-    # transformers computes `layer_types` from the pattern where a file lacks them, and writes 0 without a window.
-    config_fixed = fixed_fields("exaone4", sliding_window_pattern=(4, "LLLG", 0, None))
+    config_fixed = fixed_fields("exaone4", sliding_window_pattern=(4,))  # which `layer_types` decides instead

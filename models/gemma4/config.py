@@ -72,6 +72,9 @@ class Gemma4TextConfig(GemmaConfig):
     attention_scale: ClassVar[float | None] = 1.0
     scales_full_layers: ClassVar[bool] = True
     nests_rope: ClassVar[bool] = True
+    defaults_of_type: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "gemma4_unified_text": dict(hidden_size_per_layer_input=0, sliding_window=1024, max_position_embeddings=262144),
+    }
     layers_differ: ClassVar[bool] = True
     sliding_window_pattern: ClassVar[int | None] = 6
 

@@ -147,11 +147,14 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     values |= rope_fields.write(values.pop("rope_scaling"), config.max_position_embeddings)
     if (beta := values.pop("llama_4_scaling_beta", None)) is not None:
         values["rope_scaling"]["llama_4_scaling_beta"] = beta
-    local = values.get("rope_local_base_freq", config.rope_theta)
-    if config.nests_rope or (config.scales_full_layers and "rope_local_base_freq" not in values):
+    local = getattr(config, "rope_local_base_freq", None) or config.rope_theta
+    follows = config.scales_full_layers and type(config).rope_local_base_freq is None
+    if config.nests_rope or follows:
         plain = {"rope_type": "default", "rope_theta": config.rope_theta}  # transformers 5 reads one base here alone
         full = plain | values.get("rope_scaling", {})
         values["rope_parameters"] = {"full_attention": full, "sliding_attention": plain | {"rope_theta": local}}
+    if follows:
+        del values["rope_local_base_freq"]
     if config.nests_rope:
         values = {name: value for name, value in values.items() if name not in rope_fields.NAMES}
     if "use_sliding_window" in values:  # where it is false transformers has no window, whatever layer_types says

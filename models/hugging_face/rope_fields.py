@@ -49,7 +49,7 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
         # transformers has this family's own then
         return {}, [] if of_types else _turns_whole_heads(values.get(_PART, 1.0))
     if of_types:
-        own_base = None if "rope_local_base_freq" in defaults else defaults["rope_theta"]
+        own_base = None if defaults["rope_local_base_freq"] else defaults["rope_theta"]
         return _of_types_of_layers(values, parameters, scaling, own_base)
     if _FULL in parameters or _SLIDING in parameters:
         return {}, ["rope_parameters must be one object for all layers: in this family their types share it"]
@@ -97,7 +97,7 @@ def write(scaling: RopeScaling | None, most: int) -> dict[str, Any]:
 def _of_types_of_layers(values, parameters, scaling, own_base: float | None) -> tuple[dict[str, Any], list[str]]:
     """Gemma 3's and OLMo 3's: `rope_scaling` changes fields of the layers with full attention.
 
-    `own_base`: of a family whose layers share a base, as OLMo 3, its default; `None` for a base of each type.
+    `own_base`: of a family whose layers may share a base, as OLMo 3, its default; `None` for a base of each type.
     """
     by_type = {kind: parameters.get(kind) or {} for kind in (_FULL, _SLIDING)}
     for kind, part in by_type.items():
@@ -117,21 +117,22 @@ def _of_types_of_layers(values, parameters, scaling, own_base: float | None) -> 
     local_found, local_problems = _scaling_of(local_name, local, values)
     if local_found is not None:
         local_problems.append(f"{local_name} must have rope_type='default'")
-    rope = {"rope_theta": taken["rope_theta"], "rope_scaling": own_scaling}
-    if own_base is None:
-        rope["rope_local_base_freq"] = local.get("rope_theta", values["rope_local_base_freq"])
-        return rope | _our_most(own_scaling, values), wrong + problems + local_problems
-    # Where the layers that slide have no object in rope_parameters, transformers 5 gives them the family's own base.
-    base, shared = local.get("rope_theta", own_base), rope["rope_theta"]
-    if base != shared and not full and not local:
-        warnings.warn(
-            f"config.json: rope_theta={config_fields.short(shared)} is the base of all layers, as in transformers 4. "
-            f"transformers 5 gives layers that slide {own_base} unless rope_parameters says a base for them.",
-            stacklevel=2,
+    base, shared = local.get("rope_theta", own_base or values["rope_local_base_freq"]), taken["rope_theta"]
+    if own_base and (given := values["rope_local_base_freq"]):
+        wrong.append(
+            f"rope_local_base_freq={config_fields.short(given)} must be absent: {local_name} says the base here"
         )
-    elif base != shared:
-        bases = f"{config_fields.short(base)} and {config_fields.short(shared)}"
-        local_problems.append(f"rope_theta must be one number for both types of layers, and is {bases}")
+    if own_base and not full and not local:
+        base = shared
+        if shared != own_base:
+            warnings.warn(
+                f"config.json: rope_theta={config_fields.short(shared)} is the base of all layers, as in transformers "
+                f"4. transformers 5 gives layers that slide {own_base} unless rope_parameters says a base for them.",
+                stacklevel=2,
+            )
+    # Else transformers 5 gives layers that slide, where no object of theirs says it, the family's own base.
+    base = None if own_base and base == shared else base
+    rope = {"rope_theta": shared, "rope_local_base_freq": base, "rope_scaling": own_scaling}
     return rope | _our_most(own_scaling, values), wrong + problems + local_problems
 
 

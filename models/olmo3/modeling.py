@@ -12,12 +12,13 @@ from liger_jax.ops import RopeScaling
 class Olmo3Config(Olmo2Config):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for OLMo 3, and these.
 
-    `rope_scaling` belongs to layers with full attention, and `rope_theta` to all.
+    `rope_scaling` belongs to layers with full attention.
 
     Args:
         sliding_window: how many positions a position sees in a sliding layer, itself included.
         layer_types: the type of each layer, "sliding_attention" or "full_attention"; `None` for full attention in every
             fourth layer and a window in the others.
+        rope_local_base_freq: the rotary embedding's base in sliding layers; `None` for `rope_theta`.
 
     Example:
         >>> Olmo3Config().layer_types.index("full_attention")
@@ -27,13 +28,15 @@ class Olmo3Config(Olmo2Config):
     rope_theta: float = 500_000.0
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] | None = None
+    rope_local_base_freq: float | None = None
 
     scales_full_layers: ClassVar[bool] = True
     sliding_window_pattern: ClassVar[int] = 4
 
     def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
-        """The rotary embedding's base, and its scaling in layers with full attention."""
-        return self.rope_theta, None if layer_type == "sliding_attention" else self.rope_scaling
+        """The rotary embedding's base and scaling in layers of this type."""
+        slides = layer_type == "sliding_attention"
+        return (self.rope_local_base_freq or self.rope_theta, None) if slides else super().rope_of(layer_type)
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):

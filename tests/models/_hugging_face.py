@@ -213,6 +213,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         {**GEMMA, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
     ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {name: x for name, x in {**GEMMA, **GEMMA4}.items() if not name.endswith("per_layer_input")}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 1},
+    ),
     "gemma3_pattern": (
         "Gemma3",
         {
@@ -287,7 +292,7 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     torch.manual_seed(seed)
     family, options = CASES[case]
-    text = "Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
+    text = "Text" if family in ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe") else ""
     fields = {**SIZES, **options}
     if family == "Qwen3_5Moe":  # in which no layer is dense
         del fields["intermediate_size"]

@@ -456,10 +456,13 @@ def test_olmo_3_scales_layers_with_full_attention_alone_by_the_files_of_transfor
     plain = {"rope_theta": 7.0, "rope_type": "default"}
     assert old == read({"rope_parameters": {FULL: plain | scaling, SLIDING: plain}})
     assert old.rope_of(SLIDING) == (7.0, None) and old.rope_of(FULL) == (7.0, LinearRope(8.0))
-    with pytest.raises(ValueError, match="rope_theta must be one number for both types of layers, and is 5.0 and 7.0"):
-        read({"rope_parameters": {FULL: plain, SLIDING: plain | {"rope_theta": 5.0}}})
-    with pytest.raises(ValueError, match="must be one number for both types of layers, and is 500000.0 and 7.0"):
-        read({"rope_parameters": {FULL: plain}})  # transformers gives layers that slide the family's base
+    two = read({"rope_parameters": {FULL: plain | scaling, SLIDING: plain | {"rope_theta": 5.0}}})
+    assert two == read(config_json.write(two, {}, "Olmo3ForCausalLM", "float32"))
+    assert two.rope_of(SLIDING) == (5.0, None) and two.rope_of(FULL) == (7.0, LinearRope(8.0))
+    alone = read({"rope_parameters": {FULL: plain}})
+    assert alone.rope_of(SLIDING) == (500_000.0, None)  # as transformers, which gives them the family's own base
+    with pytest.raises(ValueError, match="rope_local_base_freq=5.0 must be absent"), pytest.warns(UserWarning):
+        read({"rope_theta": 7.0, "rope_local_base_freq": 5.0})  # which transformers would not read
 
 
 def test_layers_of_exaone_4_with_full_attention_rotate_where_no_layer_slides():
@@ -467,8 +470,20 @@ def test_layers_of_exaone_4_with_full_attention_rotate_where_no_layer_slides():
     hybrid, full = read(sliding_window=4, sliding_window_pattern="LLLG"), read(sliding_window=None)
     assert hybrid.layer_types[:4] == (SLIDING, SLIDING, SLIDING, FULL) and set(full.layer_types) == {FULL}
     assert hybrid.rope_of(FULL) is None and hybrid.rope_of(SLIDING) == full.rope_of(FULL) == (10000.0, None)
-    with pytest.raises(ValueError, match="sliding_window_pattern=2 must be 4"):
-        read(sliding_window_pattern=2)
+    of_pattern = lambda n, **others: read(sliding_window_pattern=n, num_hidden_layers=5, **others).layer_types
+    assert of_pattern(2) == (SLIDING, FULL) * 2 + (SLIDING,) and of_pattern("LGG") == ((SLIDING, FULL, FULL) * 2)[:5]
+    assert of_pattern(10**9) == (SLIDING,) * 5 and of_pattern(2, layer_types=[FULL] * 5) == (FULL,) * 5
+    for wrong in (-1, None, "LX", "", [4]):
+        with pytest.raises(ValueError, match="sliding_window_pattern=.* must be a positive int, or letters L and G"):
+            read(sliding_window_pattern=wrong)
+    with pytest.raises(ValueError, match="sliding_window_pattern='LG' must end in G at the last layer"):
+        of_pattern("LG")
+
+
+def test_gemma_4_s_unified_models_have_their_own_defaults():
+    read = lambda **values: config_json.read(values, models.Gemma4TextConfig, models.Gemma4ForCausalLM.config_fixed)
+    config = read(model_type="gemma4_unified_text", sliding_window=7)
+    assert (config.hidden_size_per_layer_input, config.sliding_window, config.max_position_embeddings) == (0, 7, 262144)
 
 
 def test_an_alpha_stretches_hunyuan_s_base():
