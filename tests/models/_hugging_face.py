@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_unified": (
         "Gemma4Unified",
         {name: x for name, x in {**GEMMA, **GEMMA4}.items() if not name.endswith("per_layer_input")}
-        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 1},
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "gemma3_pattern": (
         "Gemma3",
