@@ -15,6 +15,7 @@ _OF_ROW = {"messages", "tools", VALUES}
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # a template has them from elsewhere
 _LOOK_ALIKE = re.compile(r"weight|train|loss|mask|kwargs|function", re.IGNORECASE)
 _TEXT = ("text", "input_text", "output_text")  # types of parts that are text
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def checked_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -69,6 +70,25 @@ def look_alikes(row: dict[str, Any]) -> set[str]:
     }
 
 
+def check_media(what: str, fields: Mapping[str, Any], *, names: bool = True) -> None:
+    """Raises an error if fields hold images, video or sound, of which a text would be trained on without them.
+
+    `names`: whether a file's name or address counts, too.
+    """
+    if found := [name for name in _MEDIA if _is_media(fields.get(name), names)]:
+        raise UserError(f"{what} has {found[0]!r}, and only text can be trained on.")
+
+
+def _is_media(value: Any, names: bool) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_is_media(each, names) for each in value)
+    if isinstance(value, str):
+        return names and bool(value)
+    return not isinstance(value, bool | int | float | None) and not (
+        isinstance(value, dict) and not any(value.values())
+    )
+
+
 def is_trained(message: Mapping[str, Any]) -> bool:
     """Whether a message is to be trained on, by its own fields."""
     return all(message.get(field) is None or bool(message[field]) for field in IS_TRAINED)
@@ -76,6 +96,7 @@ def is_trained(message: Mapping[str, Any]) -> bool:
 
 def _message(what: str, message: dict[str, Any]) -> dict[str, Any]:
     result = dict(message)
+    check_media(what, message)
     for name in IS_TRAINED:
         if result.get(name, 1) not in (0, 1):
             raise UserError(f"{what} has {name}={result[name]!r}, and must have 0 or 1, false or true.")
@@ -110,6 +131,7 @@ def _content(what: str, content: Any) -> str:
         text = part if isinstance(part, str) else part.get("text") if kind in _TEXT else None
         if not isinstance(text, str):
             raise UserError(f"{what} has an item of type {kind!r}, and only text can be trained on.")
+        check_media(f"{what} has an item of text that", part if isinstance(part, dict) else {})
         texts.append(text)
     return "".join(texts)
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_jax.chat import strict_json
-from liger_jax.chat.messages import VALUES, checked_messages, look_alikes, template_values, tools
+from liger_jax.chat.messages import VALUES, check_media, checked_messages, look_alikes, template_values, tools
 from liger_jax.chat.strict_json import kind_of
 from liger_jax.data.documents import Document
+from liger_jax.data.pieces import errors_at
 from liger_jax.user_errors import UserError
 
 MOST_LEVELS = 100  # of lists and objects in one another; what reads them later calls itself at each
@@ -41,6 +42,7 @@ def checked(where: str, values: Row, read: Callable[[Row], Document]) -> Documen
     values = {name: value for name, value in values.items() if value is not None}
     try:
         document = read(values)
+        check_media("the row", values, names=document.messages is not None or document.prompt is not None)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     try:
@@ -53,6 +55,8 @@ def checked(where: str, values: Row, read: Callable[[Row], Document]) -> Documen
 def prompt(where: str, values: Any) -> Document:
     """What a line asks of a model: a prompt, or messages."""
     fields = values if isinstance(values, dict) else {}
+    with errors_at(where):
+        check_media("the row", fields)
     text, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(text, str):
         return Document(where, text)

@@ -50,6 +50,7 @@ class Tokenizer:
             raise UserError(f"{folder}: eos_token_id names {short(wrong[0])}, which is no token. Mend its config.")
         check_growth(folder / FILE, content)
         self._folder, self._files, self._vocab_size = folder, files, vocab_size
+        self._media = source.media_tokens
         self._config = added_tokens.merged(self._json(added_tokens.CONFIG), self._json(added_tokens.MAP))
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -150,7 +151,7 @@ class Tokenizer:
     def identity(self) -> dict[str, Any]:
         """What the tokens of a text depend on, apart from the text."""
         files = {name: digests.of_bytes(content) for name, content in self._files.items() if content}
-        return files | {"vocab_size": self._vocab_size, "eos": self._eos}
+        return files | {"vocab_size": self._vocab_size, "eos": self._eos, "media": sorted(self._media)}
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -324,6 +325,12 @@ class Tokenizer:
             raise UserError(
                 f"{document.where}: the token {name!r} has the number {wrong}, and the model's vocabulary has "
                 f"{self._vocab_size} entries. Pass a model with its own tokenizer."
+            )
+        media = next((each for each in ids if each in self._media), None) if self._media else None
+        if media is not None:
+            raise UserError(
+                f"{document.where}: the token {self._tokenizer.id_to_token(media)!r} is config.json's "
+                f"{self._media[media]}, and stands for what is no text. Only text can be trained on: leave the row out."
             )
         return np.asarray(ids, np.int32)
 

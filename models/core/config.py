@@ -83,6 +83,7 @@ class LlamaConfig:
     output_name: ClassVar[str] = "o_proj"
     last_norm_name: ClassVar[str] = "norm"
     names_in_files: ClassVar[Mapping[str, str]] = {}  # of fields whose name in config.json is another
+    older_names: ClassVar[Mapping[str, str]] = {}  # in config.json, of fields' names; they count before the others
     qk_norm: ClassVar[bool] = False
     qk_norm_is_wide: ClassVar[bool] = False  # whether it is one norm over all heads, and not one for each
     norms_rotated: ClassVar[bool] = False  # whether it is after the rotation, and not before it

@@ -92,6 +92,8 @@ def read(
     in_files = {other: own for own, other in getattr(config_type, "names_in_files", {}).items()}
     others = {**getattr(config_type, "other_names", {}), **in_files}
     values = {own: values[other] for other, own in others.items() if other in values} | dict(values)
+    older = getattr(config_type, "older_names", {})
+    values |= {own: values[other] for other, own in older.items() if other in values}
     rope, wrong = rope_fields.read(values, config_type)
     wrong += problems_of_layers
     wrong += [

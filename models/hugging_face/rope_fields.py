@@ -34,18 +34,20 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
     for name, parameters in given.items():
         if not isinstance(parameters, dict):
             return {}, [f"{name}={config_fields.short(parameters)} must be an object, {{…}}, or null"]
-    no_base = (values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", True)}).get("rope_theta", True)
-    if getattr(config_type, "may_not_rotate", False) and no_base is None:
+    counts = given["rope_scaling"] or given["rope_parameters"]
+    if getattr(config_type, "may_not_rotate", False) and counts.get("rope_theta", values.get("rope_theta", 1)) is None:
         return {"rope_theta": None, "rope_scaling": None}, []
     defaults = {field.name: field.default for field in dataclasses.fields(config_type)}
     defaults |= getattr(config_type, "rope_defaults", {})
     given = {name: _renamed(part, getattr(config_type, "rope_aliases", {})) for name, part in given.items()}
-    values = defaults | {name: value for name, value in values.items() if value is not None}
+    is_there = values.get("rope_parameters") is not None  # if only as {}
+    rotates_all = {_PART: 1.0} if _PART in values and values[_PART] is None else {}  # as null does in transformers
+    values = defaults | {name: value for name, value in values.items() if value is not None} | rotates_all
     parameters, scaling = (_plain(part) for part in given.values())
     if _FULL in scaling or _SLIDING in scaling:
         return {}, ["rope_scaling must be one object for all layers; only rope_parameters may have one for each type"]
     of_types = getattr(config_type, "scales_full_layers", False)
-    if defaults.get("rope_scaling") is not None and not (scaling or parameters):
+    if defaults.get("rope_scaling") is not None and not (scaling or parameters or is_there and not of_types):
         # transformers has this family's own then
         return {}, [] if of_types else _turns_whole_heads(values.get(_PART, 1.0))
     if of_types:

@@ -27,6 +27,7 @@ from liger_jax.models.hugging_face.checkpoint import (
 # files that a save does not write, say how weights are quantised that a save writes dense, or ask a reader to run code
 # that is not in them.
 _CODE = ("auto_map", "trust_remote_code")
+_MEDIA = re.compile(r"(image|video|audio|vision_start|vision_end|boi|eoi|boa|eoa)_token_(id|index)")
 _NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights", "quantization_config", *_CODE)
 
 
@@ -50,6 +51,13 @@ class Source:
     def multimodal(self) -> bool:
         """Whether config.json describes a multimodal model, of which we have the language part."""
         return bool(self._whole_config.get("text_config"))
+
+    @property
+    def media_tokens(self) -> dict[int, str]:
+        """The tokens in whose places, or around which, a multimodal model has images, video or sound: their fields."""
+        has_config = self._content(CONFIG) is not None  # a tokenizer's folder may have none
+        whole = self._whole_config if has_config and self.multimodal else {}
+        return {token: name for name, token in whole.items() if _MEDIA.fullmatch(name) and type(token) is int}
 
     @property
     def is_nf4(self) -> bool:

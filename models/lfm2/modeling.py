@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -60,16 +60,13 @@ class Lfm2Config(LlamaConfig):
     never: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
     known_types: ClassVar[tuple[str, ...]] = (CONVOLUTION, "full_attention")
     names_in_files: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_eps"}
+    older_names: ClassVar[Mapping[str, str]] = {
+        "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"
+    }  # fmt: skip
     qk_norm: ClassVar[bool] = True
     qk_norm_names: ClassVar[tuple[str, str]] = ("q_layernorm", "k_layernorm")
     output_name: ClassVar[str] = "out_proj"
     last_norm_name: ClassVar[str] = "embedding_norm"
-
-    @staticmethod
-    def as_published(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The fields of config.json, of which two have older names that count before the others."""
-        older = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
-        return {**values, **{own: values[name] for name, own in older.items() if name in values}}, []
 
     @property
     def recurrent_sizes(self) -> RecurrentSizes:

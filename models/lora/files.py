@@ -2,11 +2,14 @@
 
 import os
 import pathlib
+import warnings
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
+from liger_jax.models.core.config_fields import short
 from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.hugging_face import adapter_files, checkpoint
 from liger_jax.models.hugging_face.adapter_config import AdapterConfig
@@ -19,6 +22,8 @@ from liger_jax.models.lora.linear import names, of_layers, trained
 from liger_jax.models.lora.outside import tables, with_adapters_on, without_adapters
 
 Model = TypeVar("Model", bound=nnx.Module)
+# In these families PEFT takes such names, whole ones too, for the weights of experts (its `_convert_peft_config_moe`).
+_NAMES_OF_EXPERTS, _FUSED = (".gate_proj", ".up_proj", ".down_proj"), ("qwen3_moe", "qwen3_next")
 
 
 def save_adapters(
@@ -94,6 +99,7 @@ def save_adapters(
         parameters=sorted({name.partition(".mlp.")[2] for name in own_of_experts}),
         **fields,
     )
+    _say_what_peft_takes_for_experts(model, own.keys() - own_of_experts.keys())
     tensors |= more | of_experts
     folder, small_files = pathlib.Path(path), {}
     if tokenizer_from is not None:
@@ -169,6 +175,19 @@ def _all_names(model: nnx.Module) -> list[str]:
     """The names in a checkpoint of all that may have an adapter."""
     outside = [table.name for table in tables(model)]
     return outside + [name for path, projection in projections(model) for name in names(path, projection)]
+
+
+def _say_what_peft_takes_for_experts(model: nnx.Module, adapted: Iterable[str]) -> None:
+    """Warns of adapters of shared experts and of dense layers that PEFT does not load beside routed experts."""
+    fixed = getattr(model, "config_fixed", {}).get("model_type", ())
+    lost = sorted(name for name in adapted if name.endswith(_NAMES_OF_EXPERTS) and {*fixed} & {*_FUSED})
+    if lost:
+        warnings.warn(
+            f"save_adapters: load_adapters reads the adapters of {short(lost)}, PEFT does not: for it these names are "
+            "those of routed experts. Save the merged model (merge_lora) for others, or leave the projections out: "
+            "add_lora(…, exclude=[…]).",
+            stacklevel=3,
+        )
 
 
 def _is_multimodal(model: nnx.Module, base_model: str | None) -> bool:

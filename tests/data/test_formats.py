@@ -1,6 +1,7 @@
 """Rows of the formats that people have: what is trained on of each, and what is refused as it could be meant twice."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -118,6 +119,43 @@ def test_what_is_named_is_what_is_trained_on(row, options, found):
 def test_rows_that_could_be_meant_otherwise_are_refused(row, message):
     with pytest.raises(UserError, match=f"^a.jsonl, line 1: .*{message}"):
         read(row)
+
+
+@pytest.mark.parametrize(
+    ["row", "field"],
+    [
+        ({"messages": [USER, ANSWER], "images": ["a.png"]}, "the row has 'images'"),
+        ({"conversations": [HUMAN, GPT], "image": "a.png"}, "the row has 'image'"),
+        ({"prompt": "one", "completion": "two", "audio": {"bytes": b"x"}}, "the row has 'audio'"),
+        ({"text": "one", "image": {"bytes": b"x"}}, "the row has 'image'"),
+        ({"messages": [USER | {"images": ["aGk="]}, ANSWER]}, "message 1, the user's, has 'images'"),
+        ({"messages": [USER | {"content": [{"text": "one", "video": "a.mp4"}]}, ANSWER]}, "an item of text that has"),
+    ],
+    ids=str,
+)
+def test_rows_with_images_video_or_sound_are_refused(row, field):
+    with pytest.raises(UserError, match=f"line 1: .*{field}.*, and only text can be trained on"):
+        read(row)
+    without = {"images": [], "image": None, "audio": {"bytes": None}}  # as tables fill what is not there
+    assert read({"messages": [USER, ANSWER]} | without).messages == [USER, ANSWER]
+    assert read({"text": "one", "image": "https://example.org/a.png"}).text == "one"  # beside a text, and no part of it
+    with pytest.raises(UserError, match="line 1: the row has 'image'"):
+        formats.prompt("line 1", {"prompt": "one", "image": "a.png"})
+
+
+def test_a_token_for_images_is_refused_by_its_name(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "whole")
+    vocabulary = Tokenizer(Source(folder), 320, []).vocabulary
+    token = next(token for token in vocabulary if vocabulary[token] == 40)
+    config = {"model_type": "gemma3", "image_token_index": 40, "text_config": {"model_type": "gemma3_text"}}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(Source(tmp_path / "whole"), 320, [])
+    text = tokenizer.text([40])
+    with pytest.raises(UserError, match=f"line 1: the token '{re.escape(token)}' is config.json's image_token_index"):
+        tokenizer.pieces([read({"text": text})], length=10)
+    with pytest.raises(UserError, match="image_token_index"):
+        tokenizer.prompt(formats.prompt("line 1", {"prompt": text}))
+    assert Tokenizer(Source(folder), 320, []).pieces([read({"text": text})], length=10)
 
 
 def test_a_row_without_the_field_that_is_named_is_not_trained_on_by_its_text():

@@ -486,6 +486,32 @@ def test_gemma_4_s_unified_models_have_their_own_defaults():
     assert (config.hidden_size_per_layer_input, config.sliding_window, config.max_position_embeddings) == (0, 7, 262144)
 
 
+def test_an_empty_or_null_field_of_the_rotary_embedding_is_read_as_transformers_reads_it():
+    read = lambda config_type, **values: config_json.read(values, config_type, {})
+    assert read(models.GptOssConfig, rope_parameters=None).rope_scaling == models.GptOssConfig().rope_scaling
+    assert read(models.GptOssConfig, rope_parameters={}).rope_scaling is None  # not the family's own
+    assert read(models.Qwen3_5TextConfig, partial_rotary_factor=None).partial_rotary_factor == 1.0
+    hybrid = lambda **values: read(models.OlmoHybridConfig, **values).rope_theta
+    assert hybrid(rope_theta=None) is hybrid(rope_theta=None, rope_parameters={"rope_type": "default"}) is None
+    assert (
+        hybrid(rope_parameters={"rope_theta": None}, rope_scaling={"rope_theta": 7.0}) == 7.0
+    )  # the second one counts
+
+
+def test_older_names_of_lfm2_count_before_the_others_and_are_not_written_again(tmp_path):
+    fields = dict(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    config = models.Lfm2Config(**fields, intermediate_size=12, block_multiple_of=4)
+    models.Lfm2ForCausalLM(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    older = {"block_ff_dim": 12, "intermediate_size": 99, "tie_embedding": True, "tie_word_embeddings": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | older))
+    model = models.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config == config
+    model.save_pretrained(tmp_path)
+    written = json.loads(path.read_text())
+    assert not {"block_ff_dim", "tie_embedding"} & {*written} and written["intermediate_size"] == 12
+
+
 def test_an_alpha_stretches_hunyuan_s_base():
     read = lambda **values: config_json.read(values, HunYuanDenseV1Config, {})
     scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
