@@ -71,43 +71,46 @@ def causal_attention(
     sequence_axis: str | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "B Tq Q H"]:
-    """softmax(softcap·tanh(scale·q·kᵀ/softcap), over what a position may see)·v, with Q a multiple of K.
+    """softmax(softcap·tanh(scale·q·kᵀ/softcap))·v over the keys that a position attends to; Q is a multiple of K.
 
-    A position sees itself and the earlier positions of its segment, as far as its window goes. No (T, T) array exists,
-    forward or backward. Scores and their softmax are float32. The softmax's weights are rounded to q.dtype.
+    A position attends to itself and to the earlier positions of its segment, within its window. No (T, T) array is ever
+    in memory, neither in the forward nor in the backward. Scores and their softmax are float32. The softmax's weights
+    are rounded to q.dtype.
 
-    TPUs run splash attention. NVIDIA GPUs from Ampere on run cuDNN if there are no segments and no softcap; on Hopper
-    windows shorter than T do not go to cuDNN either. The other cases go to kernels of ours, which compute only what is
-    visible. On Hopper, 2 × 8,192 positions packed with documents of 512 on average take a quarter of cuDNN's time for
-    one segment. Other GPUs from Ampere on run the same algorithm in Triton, which was compiled for an A100 and never
-    timed on one. XLA runs everywhere else.
+    TPUs use splash attention. NVIDIA GPUs from Ampere on use cuDNN if there are no segments and no softcap, except that
+    Hopper GPUs do not use it for windows shorter than T. All other cases use our kernels, which skip blocks that are
+    masked entirely. On Hopper, 2 × 8,192 positions packed with documents of 512 on average take a quarter of cuDNN's
+    time for one segment. Other GPUs from Ampere on run the same algorithm in Triton, which was compiled for an A100 and
+    never timed on one. XLA is used everywhere else.
 
-    On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike. Inside a
-    `jax.shard_map`, `sequence_axis` splits rows: each device has chunks of every row, in the order that
-    `liger_jax.ops.layout.in_chunks` makes, and attends to the whole row's keys and values, which are gathered; their
-    gradients are scattered back. This is not checked: in another order the result is wrong.
+    On a mesh with Explicit axes, the batch may be sharded, and so may the heads of `q`, `k` and `v`, in the same way.
+    Inside a `jax.shard_map`, rows may be sharded over `sequence_axis`: each device has chunks of every row, in the
+    order of `liger_jax.ops.layout.in_chunks`, and attends to the keys and values of the whole row, which are gathered;
+    their gradients are reduce-scattered. The order is not checked: with another one the result is wrong.
 
     Args:
         q: (B, Tq, Q, H), queries, any float dtype. Tq is T, unless `q_offset` is given.
         k: (B, T, K, H), keys, of q's dtype.
         v: (B, T, K, H), values, of q's dtype.
-        segment_ids: (B, S) integers, and S is T; a position sees only positions with its own id, wherever they stand.
-            Documents count from 1. 0 is padding, which follows them and whose results mean nothing. For many
-            calls with the same ids, pass `Segments.of(ids)`. `None` for one segment. With `sequence_axis` they are
-            those of the whole rows, in their own order, and S is the length of these.
-        window: a position sees itself and window − 1 before it; `None` for all before it, as T or more.
+        segment_ids: (B, S) integers, where S is T; a position attends only to positions with the same id. Documents are
+            numbered from 1. Padding has the id 0 and follows the documents; its results have no meaning. For many calls
+            with the same ids, pass `Segments.of(ids)`. `None` for one segment. With `sequence_axis`, S is the length of
+            the whole rows, whose ids are in their original order.
+        window: a position attends to itself and the window − 1 positions before it; `None`, or T or more, for all
+            positions before it.
         softcap: positive bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
-        sinks: (Q,) any float dtype, one more score for each head, of a key without a value: it takes weight from the
-            keys that a position sees, as gpt-oss has it; `None` for none.
-        q_offset: the position of the first query in the row of keys, where there are fewer queries; from 0 to T − Tq.
-            The running program may compute it: out of range, everything is NaN. `None` for a query beside each key.
-        sequence_axis: the mesh axis that splits the rows; `None` for whole rows.
+        sinks: (Q,) any float dtype, one more score in each head's softmax, which belongs to no value and so takes
+            weight from the keys, as in gpt-oss; `None` for none.
+        q_offset: if there are fewer queries than keys, the position of the first query among the keys, from 0 to T −
+            Tq. It may be traced; if it is out of range then, the result is NaN. `None` if there are as many queries as
+            keys.
+        sequence_axis: the mesh axis over which rows are sharded; `None` for whole rows.
         implementation: None to choose, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs from Ampere on: no
             segments, softcap or sinks), "mosaic_gpu" (Hopper), "triton" (Ampere and newer) or "splash" (TPUs).
 
     Returns:
-        (B, Tq, Q, H) in q.dtype. Under jit a row in which an id is negative or a 0 stands before another id is NaN.
+        (B, Tq, Q, H) in q.dtype. Under jit, a row in which an id is negative, or a 0 comes before another id, is NaN.
 
     Raises:
         ValueError: outside of jit, a row has such ids.

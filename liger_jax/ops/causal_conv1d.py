@@ -22,22 +22,23 @@ def causal_conv1d(
     segment_ids: Integer[ArrayLike, "B T"] | None = None,
     state: Float[ArrayLike, "B W_1 D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B W_1 D"]]:
-    """Sums the last W tokens of each channel: y_t = bias + Σ_j weight[:, j] · x_{t − W + 1 + j}.
+    """Convolves the last W tokens of each channel: y_t = bias + Σ_j weight[:, j] · x_{t − W + 1 + j}.
 
     This is `torch.nn.Conv1d` with `groups=D` and a padding of W − 1 on the left. It is computed in float32 or wider and
-    rounded once; the backward keeps the arguments alone. XLA is the only implementation.
+    rounded once; only the arguments are kept for the backward. XLA is the only implementation.
 
     Args:
         x: (B, T, D), any float dtype.
-        weight: (D, W), any float dtype; its last column belongs to the token itself. W is 4 in most models.
+        weight: (D, W), any float dtype; its last column is the factor of the token itself. W is 4 in most models.
         bias: (D,), any float dtype, or None for 0.
-        segment_ids: (B, T) integers of packed rows, as `causal_attention`'s: no token sees another document's.
+        segment_ids: (B, T) integers of packed rows, as in `causal_attention`: tokens of other documents count as 0.
         state: (B, W − 1, D), any float dtype, rounded to x's: the tokens before the first one, in the same document;
             None for 0.
 
     Returns:
         (B, T, D) in x's dtype; and the `state` for the tokens that follow, (B, W − 1, D) in x's dtype: the last W − 1
-        tokens of the last document, after zeros if it has fewer. Padding at the end of a row is its last document.
+        tokens of the last document, with zeros before them if it has fewer. Padding at the end of a row counts as its
+        last document.
 
     Raises:
         ValueError: `segment_ids` do not count documents, or a mesh splits T.

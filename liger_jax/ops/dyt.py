@@ -39,11 +39,11 @@ def dyt(
     """Dynamic tanh, which replaces a norm and needs no statistics of x: y = tanh(alpha · x) · scale + bias.
 
     Computed in float32 and rounded once. Only the inputs are kept for the backward pass. XLA is the only
-    implementation: it fuses the op into its neighbours.
+    implementation: it fuses the op with its neighbours.
 
     Args:
         x: (..., D), any float dtype.
-        alpha: (), any float dtype; 0.5 is the usual start.
+        alpha: (), any float dtype; usually initialised with 0.5.
         scale: (D,), any float dtype, or None for no scale.
         bias: (D,), any float dtype, or None for no bias.
         implementation: None or "xla".

@@ -50,11 +50,11 @@ def fused_add_rms_norm(
 ) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
     """Adds to the residual stream and normalises it: s = x + residual, y = s / sqrt(mean(s²) + eps) · (offset + scale).
 
-    `y, residual = fused_add_rms_norm(x, residual, scale)` is what stands between two sublayers of a pre-norm model.
-    s is rounded to residual.dtype and normalised as rounded. s, `scale` and on NVIDIA GPUs two numbers a row are kept
-    for the backward pass. x and residual have the same gradient: the sum of those by both outputs, made in float32. A
-    layer's first norm has nothing to add: with `residual=None` s is x. On TPUs the default is XLA, because the kernel
-    is not measured there. Other arguments are those of `rms_norm`.
+    `y, residual = fused_add_rms_norm(x, residual, scale)` is the step between two sublayers of a pre-norm model. s is
+    rounded to residual.dtype before it is normalised. s, `scale` and on NVIDIA GPUs two numbers a row are kept for the
+    backward pass. x and residual have the same gradient, the sum of the gradients through both outputs, which is
+    computed in float32. For a model's first norm, which has nothing to add, pass `residual=None`: then s is x. On TPUs
+    the default is XLA, because the kernel is not measured there. Other arguments are those of `rms_norm`.
 
     Args:
         x: (..., D), any float dtype: the output of the sublayer before.

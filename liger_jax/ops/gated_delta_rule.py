@@ -41,28 +41,28 @@ def gated_delta_rule(
         S ← S + k_t (beta_t · (v_t − Sᵀ k_t))ᵀ
         o_t = scale · Sᵀ q_t
 
-    It is computed in float32 or wider, in chunks of 64 tokens. The writes of a chunk solve one triangular system (the
-    WY representation). The backward keeps the arguments and the state before every 1,024th token, and computes the rest
-    again. Time and memory are linear in T. XLA is the only implementation.
+    It is computed in float32 or wider, in chunks of 64 tokens. The writes of a chunk are the solution of one triangular
+    system (the WY representation). The arguments and the state before every 1,024th token are kept for the backward,
+    which recomputes the rest. Time and memory are linear in T. XLA is the only implementation.
 
     Args:
         q: (B, T, K, D), any float dtype. Queries, which models normalise beforehand.
         k: (B, T, K, D), as `q`. The rule is stable for keys of norm 1 at most.
         v: (B, T, H, E), any float dtype; H is a multiple of K, and H/K consecutive heads share a head of `q` and `k`.
-        gate: (B, T, H), any float dtype: the logarithm of a head's decay, at most 0; −inf forgets the whole state. A
-            positive gate makes the state grow.
-        beta: (B, T, H), any float dtype: how much of what is stored at a key is overwritten, from 0 to 1.
-        segment_ids: (B, T) integers of packed rows, as `causal_attention`'s: the state is 0 where a document begins.
-        state: (B, H, D, E), any float dtype: the state before the first token, whose document it belongs to; None
-            for 0.
+        gate: (B, T, H), any float dtype: the logarithm of a head's decay, at most 0; −inf erases the whole state. With
+            a positive gate the state would grow.
+        beta: (B, T, H), any float dtype: the fraction of the value stored for a key that is overwritten, from 0 to 1.
+        segment_ids: (B, T) integers of packed rows, as in `causal_attention`: the state is 0 at the start of each
+            document.
+        state: (B, H, D, E), any float dtype: the state before the first token, from the same document; None for 0.
         scale: the output's factor, a Python number; None for D^−½.
 
     Returns:
         The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token, in float32, or in float64
-        if an argument is float64. Padding at the end of a row is one more document, which has a state of its own; to
-        keep that of the tokens give padding a gate and a beta of 0, and their document's id. A NaN or infinite input
-        makes its head's output NaN from its token to the end of its document, and the gradients of that document NaN.
-        Other documents are not affected.
+        if an argument is float64. Padding at the end of a row counts as one more document with a separate state. To
+        keep the state of the tokens instead, give the padding a gate and a beta of 0 and the id of their document. A
+        NaN or infinite input makes its head's output NaN from that token to the end of the document, and the document's
+        gradients NaN. Other documents are not affected.
 
     Raises:
         ValueError: `segment_ids` do not count documents, or a mesh splits T, D or E.

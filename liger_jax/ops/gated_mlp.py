@@ -151,13 +151,12 @@ def gated_mlp(
 ) -> Float[Array, "*batch D"]:
     """The gated feed-forward without biases: y = (act(x · gate_kernel) · (x · up_kernel)) · down_kernel.
 
-    Values and gradients equal three products around `swiglu` or `geglu`, with the same rounding. The gradients
-    take less memory and fewer passes. `x`, gate and up are kept for the backward, or `x` alone. The backward makes the
-    gradients of gate and up and their gated product in one pass: on a GPU in the place of what it reads, on Hopper
-    while the product is made. It takes its products in an order that frees arrays early. There are no products for
-    gradients that nobody asks for.
+    Values and gradients equal those of three products and `swiglu` or `geglu`, with the same rounding. The gradients
+    need less memory and fewer passes. `x`, gate and up are kept for the backward, or only `x`. The backward computes
+    the gradients of gate and up and their gated product in one pass, on a GPU in place, and on Hopper in the epilogue
+    of a product. The order of its products frees arrays early. Gradients that are not needed are not computed.
 
-    On a mesh with Explicit axes, three products and `swiglu` or `geglu` are called, and differentiated one by one.
+    On a mesh with Explicit axes, the op is three separate products and `swiglu` or `geglu`.
 
     Args:
         x: (..., D), any float dtype.
@@ -165,18 +164,20 @@ def gated_mlp(
         up_kernel: (D, F) in x.dtype.
         down_kernel: (F, D) in x.dtype.
         activation: "silu", or "gelu_tanh" or "gelu", which is exact: see `geglu`.
-        recomputed: whether gate and up are made again in the backward, and not kept. Large ones are made in two halves
-            of F, if a Pallas kernel makes their gradients, which takes half the memory. A `jax.checkpoint` around the
-            op then has no product to make again. Leave this False if the policy of a `jax.checkpoint` keeps products.
-            On Hopper up is no plain product; such a policy keeps it by its `checkpoint_name`, "up_projection".
+        recomputed: whether gate and up are recomputed in the backward instead of being kept. If a Pallas kernel
+            computes their gradients, large ones are recomputed for one half of F at a time, which takes half the
+            memory. A `jax.checkpoint` around the op then does not recompute any product. Leave this False if the policy
+            of a `jax.checkpoint` keeps products. On Hopper, up is not the result of a plain product; such a policy can
+            keep it by its `checkpoint_name`, "up_projection".
         precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: for what is between the products: None to choose, or "xla", "triton" or "mosaic_gpu" (Hopper).
+        implementation: of the operations between the products: None to choose, or "xla", "triton" or "mosaic_gpu"
+            (Hopper).
 
     Returns:
         (..., D) in x.dtype.
 
     Raises:
-        ValueError: a mesh with Explicit axes splits F.
+        ValueError: F is sharded over a mesh with Explicit axes.
 
     Example:
         >>> x, kernel = jnp.ones((2, 3)), jnp.ones((3, 4))

@@ -34,8 +34,8 @@ def gated_rms_norm(
 ) -> Float[Array, "*batch D"]:
     """Normalises the last axis and gates it: y = x / sqrt(mean(x²) + eps) · scale · gate · sigmoid(gate).
 
-    This is what follows `gated_delta_rule` in Qwen3-Next, Qwen3.5 and OLMo Hybrid, whose heads are normalised one by
-    one. Computed in float32 and rounded once. Only the inputs are kept for the backward pass. XLA is the only
+    It follows `gated_delta_rule` in Qwen3-Next, Qwen3.5 and OLMo Hybrid, where each head is normalised separately.
+    Computed in float32 and rounded once. Only the inputs are kept for the backward pass. XLA is the only
     implementation.
 
     Args:

@@ -40,7 +40,7 @@ def poly_norm(
 
     Args:
         x: (..., D), any float dtype.
-        weight: (3,), any float dtype: the coefficients of x³, x² and x; a third each is the usual start.
+        weight: (3,), any float dtype: the coefficients of x³, x² and x; usually initialised with a third each.
         bias: (), any float dtype, or None for no bias.
         eps: added to each mean square, a finite Python number ≥ 0.
         implementation: None or "xla".

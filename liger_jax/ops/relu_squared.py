@@ -21,8 +21,8 @@ def _relu_squared(x):
 def relu_squared(x: Float[ArrayLike, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
     """The squared rectifier of Primer's and Nemotron's feed-forward layers: y = max(x, 0)².
 
-    Value and gradient are computed in float32 and rounded once. Only `x` is kept for the backward pass. XLA is
-    the only implementation: it fuses the op into its neighbours.
+    Value and gradient are computed in float32 and rounded once. Only `x` is kept for the backward pass. XLA is the only
+    implementation: it fuses the op with its neighbours.
 
     Args:
         x: any shape, any float dtype.

@@ -39,9 +39,9 @@ def rms_norm(
         x: (..., D), any float dtype.
         scale: (D,), any float dtype, or None for no scale.
         eps: added to the mean square, a finite Python number ≥ 0.
-        offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
-        casting_mode: where the result is rounded to x.dtype. "llama": before the scale; "gemma": once, at the
-            end; "none": from the reciprocal root on, everything in x.dtype.
+        offset: added to the scale, a Python number: 1.0 for Gemma, which stores its scale minus 1.
+        casting_mode: where the result is rounded to x.dtype. "llama": before the scale; "gemma": once, at the end;
+            "none": everything after the reciprocal root is computed in x.dtype.
         implementation: None to choose, or "xla", "triton", "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `liger_jax.ops`.
 
     Returns:

@@ -73,15 +73,15 @@ def apply_rope(
     """Rotates queries and keys by their positions: (x₁, x₂)·cos + (−x₂, x₁)·sin.
 
     x₁ and x₂ are the halves of the first R columns of each head, or their even and odd columns; the columns from R on
-    pass through. The rotation is computed in float32 and rounded once. The backward is the inverse rotation: only
-    `cos` and `sin` are kept for it, and they are constants. XLA is the only implementation: it fuses the op into its
+    pass through. The rotation is computed in float32 and rounded once. The backward is the inverse rotation: only `cos`
+    and `sin` are kept for it, and they are constants. XLA is the only implementation: it fuses the op with its
     neighbours.
 
     Args:
         q: (B, T, Q, H), any float dtype.
         k: (B, T, K, H), any float dtype; K may differ from Q.
-        cos: (B, T, R) or (1, T, R), any float dtype, as `rope_table` makes it; R is even and at most H. Columns i and
-            i + R/2 belong to the pair i, in either layout.
+        cos: (B, T, R) or (1, T, R), any float dtype, as `rope_table` makes it; R is even and at most H. Columns i and i
+            + R/2 of the table belong to pair i, in either layout.
         sin: as `cos`.
         layout: "half": the pair i is columns i and i + R/2, as in Hugging Face's LLaMA, Qwen and Gemma;
             "interleaved": columns 2i and 2i + 1, as in Meta's LLaMA checkpoints and in GLM.
@@ -117,12 +117,12 @@ def apply_mrope(
 ) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
     """Rotates queries and keys by three positions each, of time, height and width: Qwen2-VL's multimodal RoPE.
 
-    The first sections[0] pairs of a head turn by the first table, the next sections[1] by the second, the others by
-    the third. The backward is the inverse rotation, for which only `cos` and `sin` are kept. XLA is the
-    only implementation. Other arguments, and the result, are those of `apply_rope`.
+    The first sections[0] pairs of a head are rotated by the first table, the next sections[1] by the second, and the
+    others by the third. The backward is the inverse rotation, for which only `cos` and `sin` are kept. XLA is the only
+    implementation. Other arguments, and the result, are those of `apply_rope`.
 
     Args:
-        cos: (3, B, T, R) or (3, 1, T, R), any float dtype, as `rope_table` makes it of positions (3, B, T).
+        cos: (3, B, T, R) or (3, 1, T, R), any float dtype, as `rope_table` makes it from positions (3, B, T).
         sin: as `cos`.
         sections: three Python ints, R/2 in sum: a config's `mrope_section`.
 

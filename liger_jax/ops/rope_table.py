@@ -76,10 +76,10 @@ class DynamicRope:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
-    """LLaMA 3.1's scaling: low frequencies are divided by `factor`, high ones kept, those between blended linearly.
+    """LLaMA 3.1's scaling: low frequencies are divided by `factor`, high ones kept, those in between interpolated.
 
     f' = f·(s + (1 − s)/factor), where s = (original·f/2π − low_freq_factor)/(high_freq_factor − low_freq_factor),
-    clipped to [0, 1], is the share of the frequency that is kept.
+    clipped to [0, 1], is the weight of the unscaled frequency.
 
     Args:
         factor: at least 1.
@@ -169,13 +169,13 @@ class YarnRope:
 class LongRope:
     """LongRoPE: each frequency is divided by its own factor, and `scale` scales both tables.
 
-    The factors are `short_factor` while length, the largest position in the call plus one, is at most the length in
-    training, and `long_factor` beyond it, then for all positions. Inside `shard_map` it is the shard's.
+    length is the largest position in the call plus one; inside `shard_map`, in the shard. If it is at most the length
+    in training, all positions use `short_factor`, and otherwise all use `long_factor`.
 
     Args:
         short_factor: R/2 numbers.
         long_factor: R/2 numbers.
-        factor: how many times longer the context gets. The tables' scale alone follows from it.
+        factor: how many times longer the context gets. It determines only the scale of the tables.
         original_max_position_embeddings: the length in training, at least 2.
         attention_factor: scale of both tables; `None` for √(1 + ln(factor)/ln(original)), or 1 for a factor up to 1.
 
@@ -214,12 +214,12 @@ class LongRope:
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalRope:
-    """A rotation of the first pairs of a head alone, at the frequencies that they have in a head that turns whole.
+    """Rotates only the first pairs of a head, at the frequencies that they would have if all pairs were rotated.
 
-    ⌊partial_rotary_factor·R/2⌋ of the R/2 pairs turn, at frequencies divided by `factor`; the others do not.
+    ⌊partial_rotary_factor·R/2⌋ of the R/2 pairs are rotated, at frequencies divided by `factor`.
 
     Args:
-        partial_rotary_factor: the share of the pairs that turn, from 0 to 1.
+        partial_rotary_factor: the fraction of the pairs that are rotated, from 0 to 1.
         factor: at least 1.
 
     Raises:

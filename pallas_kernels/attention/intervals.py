@@ -27,17 +27,17 @@ def is_numbered(ids: Any) -> Any:
 
 
 class Segments(NamedTuple):
-    """Segments of packed rows (B, T), and where they begin and end; made once, for all layers that attend to them.
+    """Segments of packed rows (B, T), with their first and last positions; computed once for all layers.
 
-    `of` makes one. A segment is all positions of a row with one id, wherever they stand. Ids count documents from 1,
-    and are 0 at padding, after them.
+    Use `Segments.of`. A segment consists of all positions of a row with the same id. Ids number documents from 1, and
+    are 0 at the padding after them.
 
     Attributes:
         ids: (B, T) integers.
-        first: (B, T) int32, the first position with a position's id.
-        last: (B, T) int32, the last one.
-        is_foreign: (B,) whether some id of the row comes back after another id.
-        is_valid: (B,) whether ids are as they must be; attention makes other rows NaN. `None` where that is known.
+        first: (B, T) int32, the first position with the same id.
+        last: (B, T) int32, the last position with the same id.
+        is_foreign: (B,) whether some id of the row occurs again after another id.
+        is_valid: (B,) whether the row's ids are valid; attention makes other rows NaN. `None` if that has been checked.
 
     Example:
         >>> Segments.of(jnp.array([[1, 1, 2, 0]])).first.tolist()
