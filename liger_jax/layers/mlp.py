@@ -88,9 +88,9 @@ class SwiGLUMLP(_GatedMLP):
         width: D, of input and output.
         inner_width: F.
         linear: makes a projection: `linear(in_width, out_width)`.
-        fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with its own `gated`
-            passes False.
-        recomputed: whether that op's backward computes gate and up again, instead of keeping them.
+        fused: whether plain projections and the gate are computed by one op, `ops.gated_mlp`. A subclass that overrides
+            `gated` passes False.
+        recomputed: whether gate and up are recomputed in the op's backward instead of being kept.
         implementation: which kernel the op runs, as in `ops.gated_mlp`.
 
     Example:
@@ -111,7 +111,8 @@ class GeGLUMLP(_GatedMLP):
     """Gemma's feed-forward layer: down(gelu(gate(x))·up(x)), by `ops.gated_mlp` or `ops.geglu`.
 
     Args:
-        approximate: the GELU by tanh, as in Gemma, or exact. The other arguments are those of `SwiGLUMLP`.
+        approximate: True for the tanh form of GELU, as in Gemma, False for the exact one. The other arguments are those
+            of `SwiGLUMLP`.
 
     Example:
         >>> import functools

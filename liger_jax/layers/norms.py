@@ -58,9 +58,9 @@ class RMSNorm(nnx.RMSNorm):
 
     Args:
         *args: `num_features`, the axis' size.
-        offset: added to `scale`, which starts at scale_init's value − offset; 1.0 for Gemma.
+        offset: added to `scale`, which is initialised with scale_init's value minus offset; 1.0 for Gemma.
         casting_mode: where the result is rounded: "gemma", once, "llama", before the scale, or "none".
-        implementation: as the op takes it.
+        implementation: as in the op.
         **flax: `epsilon`, `dtype`, `param_dtype`, `use_scale`, `scale_init`, `promote_dtype`, `rngs` and
             `scale_metadata`, as in Flax. With dtype None the result has the promoted dtype of x and scale.
 
@@ -95,8 +95,8 @@ class LayerNorm(nnx.LayerNorm):
 
     Args:
         *args: `num_features`, the axis' size.
-        implementation: as the op takes it.
-        **flax: those of `flax.nnx.LayerNorm`, as `RMSNorm` takes its own.
+        implementation: as in the op.
+        **flax: the arguments of `flax.nnx.LayerNorm`, with the exceptions of `RMSNorm`.
 
     Example:
         >>> LayerNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([3.0, 5.0])).tolist()
@@ -122,7 +122,7 @@ class GroupNorm(nnx.GroupNorm):
     Args:
         *args: `num_features`, `num_groups` and `group_size`, as in Flax.
         channel_axis: -1 for Flax's layout, 1 for PyTorch's.
-        **flax: those of `flax.nnx.GroupNorm`, as `RMSNorm` takes its own.
+        **flax: the arguments of `flax.nnx.GroupNorm`, with the exceptions of `RMSNorm`.
 
     Example:
         >>> GroupNorm(4, num_groups=2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([[3.0, 5.0, 1.0, 7.0]])).tolist()
@@ -148,7 +148,7 @@ class DyT(nnx.Module):
 
     Args:
         num_features: the last axis' size, D.
-        init_alpha: where `alpha` starts.
+        init_alpha: the initial value of `alpha`.
         use_bias: False for no `bias`.
         param_dtype: dtype of the parameters.
 

@@ -33,17 +33,17 @@ _STEPS = 127  # of int8, on each side of zero
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockQuantized:
-    """A weight as codes and scales, which stands where its array stood: `astype` makes the array again.
+    """A weight as codes and scales, which takes the place of an array; `astype` returns the dense array.
 
-    Layers call `astype` where they use a weight, so that a model holds one dense layer at a time. Codes and scales have
-    the weight's rank. `w[i]` indexes the leading axes, which hold no blocks.
+    Layers call `astype` where they use a weight, so that only one layer of a model is dense at a time. Codes and scales
+    have the weight's rank. `w[i]` indexes the leading axes, along which there are no blocks.
 
     Attributes:
-        codes: uint8, two to a byte along the blocks' axis, the even one in the low bits; or int8.
+        codes: uint8 with two codes in a byte along the blocks' axis, the even one in the low bits; or int8.
         scales: one for each block, bfloat16 or, as in bitsandbytes' checkpoints, float32.
         kind: "nf4" or "int8".
         axis: the axis of the blocks, −2 of a kernel (in, out) or −1 of a head (V, D).
-        dtype: dtype of the weight that it was made of.
+        dtype: dtype of the weight before it was quantised.
     """
 
     codes: Any  # arrays, or what stands for them in a tree: types, specs, None
@@ -104,11 +104,11 @@ def block_quantized(
     Args:
         weight: any float dtype.
         kind: "nf4" or "int8".
-        block_size: values with one scale; it is even and divides the axis.
+        block_size: the number of values that share a scale; it must be even and divide the axis.
         axis: −1 or −2.
 
     Returns:
-        Codes and scales: 0.53 bytes a value for nf4 in blocks of 64, and 1.03 for int8.
+        Codes and scales, which take 0.53 bytes per value for nf4 in blocks of 64, and 1.03 for int8.
 
     Example:
         >>> weight = block_quantized(jnp.linspace(-1, 1, 64)[:, None], "nf4")

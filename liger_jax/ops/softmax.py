@@ -50,10 +50,10 @@ def softmax(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "..."]:
-    """Makes probabilities of scores: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
+    """Turns scores into probabilities: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
 
-    It is `jax.nn.softmax` with an arithmetic in float32: value and gradient are rounded once. The largest score is
-    subtracted from all scores first. Only `x` is kept for the backward pass.
+    It is `jax.nn.softmax` computed in float32: value and gradient are rounded once. The largest score is subtracted
+    from all scores first. Only `x` is kept for the backward pass.
 
     Args:
         x: at least one axis, any float dtype. A score of −inf gets probability 0; if all are −inf,
@@ -98,11 +98,11 @@ def softmax(
 def sparsemax(
     x: Float[ArrayLike, "..."], *, axis: int = -1, implementation: Implementation = None
 ) -> Float[Array, "..."]:
-    """Makes probabilities of scores, most of them 0: y_i = max(x_i − τ, 0), with τ such that Σ_j y_j = 1 along an axis.
+    """Turns scores into sparse probabilities: y_i = max(x_i − τ, 0), with τ such that Σ_j y_j = 1 along an axis.
 
     y is the distribution nearest to x. With S = {i: y_i > 0}, dx_i = dy_i − mean of dy over S for i in S, and 0
-    elsewhere. τ is exact: it comes from a sort of the scores. Computed in float32 and rounded once. Only which
-    scores are in S is kept for the backward pass.
+    elsewhere. τ is exact: it comes from a sort of the scores. Computed in float32 and rounded once. Only a mask of S is
+    kept for the backward pass.
 
     Args:
         x: at least one axis, any float dtype.

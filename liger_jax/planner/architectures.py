@@ -300,18 +300,18 @@ class Architecture:
 
 
 def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
-    """Finds a model by its name, by a config.json of Hugging Face's, or by the folder of that file.
+    """Finds a model by its name, by a Hugging Face config.json, or by the folder of that file.
 
     Args:
-        name_or_path: a path, one of `MODELS`, or an id on Hugging Face; the case of names does not matter. If a file or
-            folder of that name exists, it is taken.
+        name_or_path: a path, one of `MODELS`, or an id on Hugging Face; the case of names does not matter. An existing
+            file or folder of that name takes precedence.
 
     Returns:
         The architecture.
 
     Raises:
-        ValueError: neither a file nor a known name, a family that is not here, or a config that its model does not
-            support.
+        ValueError: it is neither a file nor a known name, the family is not supported, or the model does not support
+            the config.
         OSError: the file cannot be read.
 
     Example:

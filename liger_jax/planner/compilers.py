@@ -173,7 +173,7 @@ def compile_run(run: Run, devices: list[Any] | None = None) -> Compiled:
         devices: devices to compile for instead, such as this machine's own; as many as the run's.
 
     Returns:
-        What each device needs.
+        The memory that each device needs.
 
     Raises:
         ImportError: the compiler for these devices is not installed.

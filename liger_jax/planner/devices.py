@@ -102,15 +102,16 @@ def target(name: str | None = None, memory: str | None = None) -> Target:
     """Devices by name: "h200", "RTX 4090", "h200:8", "8xh100", "v5e" (one device), "v5e:8x8", "v5p:4x4x4".
 
     Args:
-        name: one of `GPUS`, or much like it, with a number of them; one of `TPUS`, with a topology of chips; or "gpu"
-            or `None` for a GPU of which only its memory is known, which is taken for one of Ampere's generation.
+        name: one of `GPUS`, or a similar spelling, perhaps with the number of them; one of `TPUS`, perhaps with a
+            topology of chips; or "gpu" or `None` for a GPU of which only the memory is known, which is assumed to be of
+            the Ampere generation.
         memory: the memory of each GPU, such as "24GiB", as the driver reports it; `None` for that of the table.
 
     Returns:
         The target; no plugin is needed yet.
 
     Raises:
-        ValueError: no such device, or no such number or topology of them.
+        ValueError: there is no such device, or no such number or topology of them.
 
     Example:
         >>> target("h200:32").topology, target("v5p:4x4x4").count, target("3090").name, target(memory="24GiB").name

@@ -28,12 +28,12 @@ class Estimate:
     """Bytes on each device.
 
     Attributes:
-        bytes_of: what each of `STATIC` and `DYNAMIC` takes at the peak.
+        bytes_of: the bytes of each item of `STATIC` and `DYNAMIC` at the peak.
         peak: the moment of the peak, "loss" or "backward".
         loss_bytes: the logits or the fused loss's buffers, wherever the peak is.
         static: parameters, all gradients and the optimizer's state, which do not depend on the batch. If the peak is in
-            the loss, some gradients do not exist yet, and `bytes_of` has less of them.
-        host: bytes of the host's pinned memory for each device: layers' inputs and optimizer state that are there.
+            the loss, some gradients do not exist yet, and are not in `bytes_of`.
+        host: bytes of the host's pinned memory for each device: offloaded layers' inputs and optimizer state.
     """
 
     bytes_of: dict[str, int]

@@ -22,12 +22,12 @@ LEVELS = ("estimate", "compiled")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What a run needs on each of its devices, with the fused loss and with logits.
+    """The memory that a run needs on each device, with the fused loss and with a loss on logits.
 
     Attributes:
         run: what is trained, and on what.
-        estimates: for each of "fused" and "logits".
-        compiled: what the compiler says for each of them; empty where it was not asked.
+        estimates: the estimate for each of "fused" and "logits".
+        compiled: the compiler's figures for each of them; empty if the step was not compiled.
     """
 
     run: Run
@@ -36,23 +36,23 @@ class MemoryPlan:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Bytes of a step for each loss, by the compiler where it was asked."""
+        """Bytes of a step for each loss, by the compiler if the step was compiled."""
         memory: Any = self.compiled or self.estimates
         return {loss: memory[loss].total for loss in LOSSES}
 
     @property
     def fits(self) -> bool:
-        """Whether the run has the memory that it needs with its own loss, on its devices and on their host."""
+        """Whether the run fits with its loss, on its devices and on their host."""
         return self.needed <= self.run.target.capacity_bytes and has_host_memory(self.run, self.host)
 
     @property
     def host(self) -> int:
-        """Bytes of a host's memory for all of its devices, by estimate."""
+        """Estimated bytes of a host's memory for all of its devices."""
         return estimate(self.run).host * self.run.target.count_on_host
 
     @property
     def needed(self) -> int:
-        """Bytes of a step with the run's own loss."""
+        """Bytes of a step with the run's loss."""
         return self.totals[self.run.loss]
 
     @property
@@ -61,7 +61,7 @@ class MemoryPlan:
         return self.needed - self.estimates[self.run.loss].total
 
     def estimated(self, run: Run) -> int:
-        """What another run needs by its estimate, with this plan's correction.
+        """The estimate for another run, plus the difference between this plan's compiled and estimated bytes.
 
         Args:
             run: a run much like this plan's.
@@ -73,12 +73,12 @@ class MemoryPlan:
 
     @property
     def largest_batch(self) -> int:
-        """The largest batch that fits by the estimate, which is corrected if the compiler was asked."""
+        """The largest batch that fits by the estimate, which is corrected if the step was compiled."""
         return largest_batch(self.run, self._correction)
 
     @property
     def advice(self) -> str:
-        """What follows from the numbers, in a sentence or two."""
+        """What to change or expect, in a sentence or two."""
         return advice(self.run, self.totals, self.estimates)
 
     def changes_to_fit(self, precisions: tuple[str, ...] = PRECISIONS) -> list[Change]:
@@ -88,13 +88,13 @@ class MemoryPlan:
             precisions: which of the run's dtypes may become bfloat16; `()` for none.
 
         Returns:
-            Changes, one on top of the other, with what each saves. Empty where the run fits, or where nothing helps.
+            Cumulative changes, with what each saves. Empty if the run fits, or if no change helps.
         """
         return changes_to_fit(self.run, self._correction, precisions)
 
     @property
     def adapters_that_fit(self) -> Change | None:
-        """Adapters that fit in the place of all weights; `None` where they are trained already, or do not fit."""
+        """Adapters that fit where training all weights does not; `None` if adapters are trained already, or do not fit."""
         return adapters_that_fit(self.run, self._correction)
 
 
@@ -162,40 +162,42 @@ def plan(
     level: str = "estimate",
     **options: Any,
 ) -> MemoryPlan:
-    """The memory of a training step on devices that need not be there.
+    """The memory of a training step on devices that need not be present.
 
-    "estimate" takes formulas, and milliseconds. "compiled" compiles the step for the devices and reads what the
-    compiler allocates: seconds to minutes, to the byte.
+    "estimate" uses formulas, and takes milliseconds. "compiled" compiles the step for the devices and returns exactly
+    what the compiler allocates, which takes seconds to minutes.
 
     Args:
         model: a name such as "llama-3-8b" or "Qwen/Qwen2-0.5B" (`architectures.MODELS`), or a config.json or its
             folder.
-        batch: sequences in a step, over all devices; `None` for 8, or the next number that devices and micro-batches
-            divide.
-        seq: tokens in a sequence; `None` for 2,048, or as many as the model takes.
+        batch: sequences in a step, over all devices; `None` for 8, or the next number that is divisible by devices and
+            micro-batches.
+        seq: tokens in a sequence; `None` for 2,048, or the model's longest sequence if that is less.
         device: such as "h200", "rtx4090", "h200:8", "v5e:8x8" (`devices.target`); `None` for a GPU of which only its
             memory is known.
         memory: a GPU's memory, such as "24GiB"; `None` for that of the table.
-        mesh: the devices along each axis, such as {"fsdp": 4, "tensor": 2}; `None` for all along fsdp, over which
-            parameters, gradients and optimizer state are sharded. The batch is sharded over data, fsdp and expert,
-            a mixture's experts over expert, rows over sequence, and heads, feed-forwards and the vocabulary over
-            tensor.
-        host_memory: memory of the devices' host, such as "128GiB", in which `remat="offload"` and `state_memory="host"`
-            put arrays; `None` if it is not known, and enough.
-        rope_scaling: how the rotary embedding reaches rows beyond the model's positions, as `models.stretched` takes
-            it; `None` to refuse them.
+        mesh: the number of devices along each axis, such as {"fsdp": 4, "tensor": 2}; `None` for all along "fsdp".
+            Parameters, gradients and optimizer state are sharded over "fsdp", the batch over "data", "fsdp" and
+            "expert", a mixture's experts over "expert", rows over "sequence", and heads, feed-forwards and the
+            vocabulary over "tensor".
+        host_memory: memory of the devices' host, such as "128GiB", which `remat="offload"` and `state_memory="host"`
+            use; `None` if it is not known and assumed to be enough.
+        rope_scaling: how the rotary embedding is scaled for rows longer than the model's positions, as in
+            `models.stretched`; `None` to refuse such rows.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "adamw8bit", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat`
             ("none", "full", "dots", "offload", "offload_attention"), `loss` ("fused", "logits"), `micro_batches` (a
             number), `state_memory` ("device", "host"), `packed` (True or False), `lora` (a rank), `lora_targets` (names
             or a regular expression), `lora_experts` and `dora` (True or False) and `quantize` ("nf4", "int8"), as `Run`
-            explains them. Without `param_dtype` it is the checkpoint's beside adapters, else float32, as in `finetune`.
+            explains them. `param_dtype` defaults to the checkpoint's dtype with adapters, and otherwise to float32, as
+            in `finetune`.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: a model, device, mesh or option that does not exist or does not fit the others; each says the cure.
+        ValueError: a model, device, mesh or option does not exist or does not fit the others; the message says what to
+            change.
         ImportError: the compiler for these devices is not installed.
 
     Example:

@@ -35,21 +35,21 @@ def search(
 ) -> Found:
     """The largest batch or sequence that fits.
 
-    The search begins at the estimate's answer, goes on in doubling steps, and ends with bisection. Batches are
-    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest. What is on the
-    host must fit there, too, if the host's memory is known.
+    The search starts from the estimate's answer, continues in doubling steps, and ends with bisection. Batches are
+    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest. Arrays on the
+    host must fit there too, if its memory is known.
 
     Args:
-        run: the run; everything but the size that is looked for stays as it is.
+        run: the run, of which only the searched size is changed.
         what: "batch" or "seq".
         progress: called with each size, the bytes that it needs, and whether it fits.
-        level: who answers, "compiled" or "estimate".
+        level: "compiled" or "estimate".
 
     Returns:
-        The largest run, and all answers.
+        The largest run, and the results for all sizes that were tried.
 
     Raises:
-        ValueError: `what` or `level` is unknown, or not even the smallest fits.
+        ValueError: `what` or `level` is unknown, or even the smallest size does not fit.
         ImportError: the compiler for these devices is not installed.
     """
     if what not in SIZES:

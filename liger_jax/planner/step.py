@@ -37,7 +37,7 @@ STATE_MEMORIES = ("device", "host")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training run, as far as its memory goes.
+    """The settings of a training run that determine its memory.
 
     Attributes:
         model: the architecture.
@@ -49,17 +49,17 @@ class Run:
         state_dtype: dtype of "adamw"'s moments, "float32" or "bfloat16".
         param_dtype: dtype of parameters and gradients.
         dtype: dtype of the computation.
-        remat: as the models take it.
+        remat: as in the models.
         loss: "fused" or "logits".
-        micro_batches: into how many equal micro-batches a step cuts the batch.
+        micro_batches: the number of equal micro-batches in a step's batch.
         state_memory: where the optimizer's moments are, "device" or "host".
         packed: rows hold several documents, as `liger_jax.training.pack` makes them.
         lora: the rank of adapters, which alone are trained; `None` to train all parameters.
-        lora_targets: what has adapters, as `add_lora` takes `targets`.
+        lora_targets: which projections have adapters, as `targets` in `add_lora`.
         lora_experts: whether the experts of a mixture have adapters, too.
-        dora: adapters train the lengths of the weights' columns, too.
-        quantize: how the projections' weights are quantised beside adapters, "nf4" or "int8"; `None` if they are not.
-        host_memory: bytes that the devices' host has for what is there; `None` if it is not known.
+        dora: whether adapters also train the norms of the weights' columns.
+        quantize: how the frozen projections are quantised, "nf4" or "int8"; `None` if they are not.
+        host_memory: bytes that the run may use on the devices' host; `None` if that is not known.
     """
 
     model: Architecture
@@ -156,22 +156,22 @@ class Run:
 
     @property
     def tensor(self) -> int:
-        """The devices that split heads, and compute the same tokens together."""
+        """The number of devices over which heads are sharded, which compute the same tokens together."""
         return self.mesh.get("tensor", 1)
 
     @property
     def sequence(self) -> int:
-        """The devices that split each row."""
+        """The number of devices over which each row is sharded."""
         return self.mesh.get("sequence", 1)
 
     @property
     def expert(self) -> int:
-        """The devices that have different experts of a mixture, and their own rows."""
+        """The number of devices over which experts, and rows, are distributed."""
         return self.mesh.get("expert", 1)
 
     @property
     def parameter_devices(self) -> int:
-        """Over how many devices parameters are gathered: those of the axes that split them and no product.
+        """Over how many devices parameters are gathered: those of axes that shard parameters but not products.
 
         The devices of an expert axis keep their experts, and gather the other parameters.
         """
@@ -179,7 +179,7 @@ class Run:
 
     @property
     def batch_devices(self) -> int:
-        """Into how many shards the devices split a micro-batch."""
+        """Over how many devices a micro-batch is sharded."""
         return shards_of_batch(self.mesh)
 
     @property
@@ -191,18 +191,18 @@ class Run:
 
     @property
     def positions(self) -> int:
-        """The positions of one device in a row, padding included."""
+        """The positions of a row that one device has, including padding."""
         shards = self.layout.sequence_shards(self.mesh)
         return self.seq if shards is None else math.ceil(self.seq / shards.multiple) * shards.multiple // shards.size
 
     @property
     def tokens(self) -> int:
-        """The tokens of one device in a micro-batch, which the devices of a tensor axis have in common."""
+        """The tokens of a micro-batch that one device has; the devices of a tensor axis share them."""
         return self.batch // self.batch_unit * self.positions
 
     @property
     def batch_unit(self) -> int:
-        """The number that divides the batch, since each device has a share of every micro-batch."""
+        """The batch must be a multiple of this number, so that each device has rows of every micro-batch."""
         return self.batch_devices * self.micro_batches
 
     @property
@@ -213,7 +213,7 @@ class Run:
 
     @property
     def layer(self) -> LayerMemory:
-        """What one layer holds on each device."""
+        """The memory of one layer on each device."""
         remat: Any = self.remat
         return LayerMemory(
             self.model.config,
@@ -269,8 +269,8 @@ class Run:
         """The ops of the model that runs.
 
         Returns:
-            Options with the loss's memory as the device's has it. Where layers are recomputed the model itself finds
-            that memory, which then does not depend on the device's.
+            Options with the loss's memory budget for the device. If layers are rematerialised, the model chooses the
+            budget itself, independently of the device.
         """
         if self.loss == "logits":
             return dataclasses.replace(self._kernels, fused_linear_cross_entropy=False)

@@ -83,17 +83,17 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """Multiplies each row of x with the weight of its group: y[m] = x[m] · w[group of m].
 
-    Rows are sorted by group: the first `group_sizes[0]` rows meet `w[0]`, the next `group_sizes[1]` rows `w[1]`, and
-    so on. Groups have any sizes, also none. Rows after the last group give zero, and whatever is in them, NaN too,
-    reaches neither results nor gradients. Sums are float32 (float64 for float64). Only `x` and `w` are kept for the
-    backward, which makes a product for each gradient that is asked for, and no other. Neither direction is dense over
-    groups.
+    Rows are sorted by group: the first `group_sizes[0]` rows are multiplied with `w[0]`, the next `group_sizes[1]` rows
+    with `w[1]`, and so on. Groups may have any size, including 0. The result of rows after the last group is zero, and
+    their values, NaN included, affect neither results nor gradients. Sums are float32 (float64 for float64). Only `x`
+    and `w` are kept for the backward, which computes one product for each gradient that is needed. Neither direction
+    multiplies rows with other groups' weights.
 
     Args:
         x: (M, K), any float dtype.
         w: (E, K, N) in x.dtype; (E, N, K) with `transpose_w`.
-        group_sizes: (E,), integers of at least 0 whose sum is at most M. Where they are not, everything is NaN, or a
-            ValueError where their values are known.
+        group_sizes: (E,), integers of at least 0 whose sum is at most M. Other sizes are a ValueError if their values
+            are known, and otherwise make everything NaN.
         transpose_w: whether `w` is (E, N, K), so that y[m] = x[m] · wᵀ.
         implementation: None to choose, or "xla", "mosaic_gpu" (Hopper, for 16 bits and widths that are multiples of 64)
             or "mosaic_tpu" (for float32 and bfloat16); see `liger_jax.ops`.

@@ -142,25 +142,25 @@ def moe_mlp(
 ) -> Float[Array, "N D"]:
     """The feed-forward of a mixture of experts: y = Σ_j weights_j · expert_j(x), over the k experts of each token.
 
-    expert(x) = (act(gate) · up) · down + down_bias, with gate and up side by side in x · gate_up + gate_up_bias. Tokens
-    are sorted by expert and each expert multiplies its own: no token is dropped, and no product is dense over experts.
-    Rows go to experts and back by gathers, so that two runs are alike to the bit. Between forward and backward
-    `x`, `weights`, the weights of the experts, gate and up (N·k, 2F) and the order of the tokens are kept, and no
-    array of N·k by D. A `jax.checkpoint` around the op makes gate and up again; its policy keeps them by their
-    `checkpoint_name`, "expert_gate_up". There are no products for gradients that nobody asks for.
+    expert(x) = (act(gate) · up) · down + down_bias, where gate and up are the two halves of x · gate_up + gate_up_bias.
+    Tokens are sorted by expert, and each expert multiplies only its tokens: no token is dropped. Rows are permuted by
+    gathers, so results are bitwise reproducible. Kept for the backward are `x`, `weights`, the weights of the experts,
+    gate and up (N·k, 2F) and the order of the tokens, and no array of shape (N·k, D). A `jax.checkpoint` around the op
+    recomputes gate and up, unless its policy keeps them by their `checkpoint_name`, "expert_gate_up". Gradients that
+    are not needed are not computed.
 
     Args:
         x: (N, D), any float dtype.
-        weights: (N, k), any float dtype, as a router gives them. Sums over a token's experts are float32.
-        experts: (N, k), integers from 0 to E − 1. A token with any other number has NaN as its value and its
-            gradients, and reaches no expert. An expert may occur twice in a token.
+        weights: (N, k), any float dtype, as returned by a router. Sums over a token's experts are float32.
+        experts: (N, k), integers from 0 to E − 1. A token with any other number has NaN as its value and its gradients,
+            and is not computed. A token may choose an expert twice.
         gate_up: (E, D, 2F) in x.dtype, gate's columns before up's.
         down: (E, F, D) in x.dtype.
         gate_up_bias: (E, 2F) in x.dtype, or None.
         down_bias: (E, D) in x.dtype, or None.
         activation: "silu", "gelu_tanh" or "gelu", as in `gated_mlp`; or "clamped_swiglu", gpt-oss's unit:
             g·σ(1.702·g) · (u + 1) with g = min(gate, 7) and u = up between −7 and 7.
-        implementation: of the grouped products, as `grouped_matmul` takes it.
+        implementation: of the grouped products, as in `grouped_matmul`.
 
     Returns:
         (N, D) in x.dtype.

@@ -18,7 +18,7 @@ from liger_jax.ops.checks import ArrayLike
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where tokens go.
+    """The experts of each token, and their weights.
 
     Attributes:
         weights: (..., k) in the dtype of the logits.
@@ -32,13 +32,13 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterSums:
-    """Sums over tokens, float32. Those of layers stand in leading axes, or are added.
+    """Sums over tokens, float32. Several layers are leading axes, or are added up.
 
     Attributes:
         chosen: (..., E), how many times a token chose each expert.
         probability: (..., E), sum of the softmax over all experts.
-        squared_normalizer: (...), sum of the squared logarithm of the softmax's denominator.
-        count: (...), tokens.
+        squared_normalizer: (...), sum of the squared log-normaliser of the softmax.
+        count: (...), the number of tokens.
     """
 
     chosen: jax.Array
@@ -48,7 +48,7 @@ class RouterSums:
 
 
 def softmax_top_k(logits: Float[ArrayLike, "*batch E"], k: int, *, normalized: bool) -> Routing:
-    """The softmax over all experts, and then its k largest: Qwen3-MoE's, OLMoE's and Mixtral's router.
+    """The k largest probabilities of a softmax over all experts: the router of Qwen3-MoE, OLMoE and Mixtral.
 
     Args:
         logits: (..., E), any float dtype. The softmax is float32.
@@ -72,7 +72,7 @@ def softmax_top_k(logits: Float[ArrayLike, "*batch E"], k: int, *, normalized: b
 
 
 def top_k_softmax(logits: Float[ArrayLike, "*batch E"], k: int) -> Routing:
-    """The k largest logits, and the softmax over these: gpt-oss's router, whose bias is in the logits.
+    """A softmax over the k largest logits: the router of gpt-oss, whose bias is included in the logits.
 
     Arguments and result are those of `softmax_top_k`.
 
@@ -95,7 +95,7 @@ def router_sums(
     experts: Int[ArrayLike, "*batch k"],
     where: Bool[ArrayLike, "*batch"] | Num[ArrayLike, "*batch"] | None = None,
 ) -> RouterSums:
-    """What the losses of a router need of a layer: sums over its tokens.
+    """The sums over a layer's tokens from which the losses of its router are computed.
 
     Args:
         logits: (..., E), any float dtype.
@@ -134,18 +134,18 @@ def router_sums(
 def balancing_loss(sums: RouterSums, *, per_layer: bool = False) -> Float[Array, ""]:
     """The loss that spreads tokens over experts: E·Σ_e f_e·P_e.
 
-    f_e is how often a token chose expert e, and P_e its mean probability. The loss is k where all experts are equal.
-    As in transformers, layers are taken together: sums over layers are formed before the product.
+    f_e is how often expert e was chosen per token, and P_e its mean probability. The loss is k if all experts are
+    chosen equally often. As in transformers, sums over all layers are formed before the product.
 
     Args:
-        sums: of one layer, or of several in leading axes; over all tokens of the batch, on all devices.
+        sums: of one layer, or of several as leading axes; over all tokens of the batch, on all devices.
         per_layer: whether each layer has its own loss, and the mean is returned.
 
     Returns:
-        A number, float32; 0 where no token counts.
+        A number, float32; 0 if no token counts.
 
     Example:
-        >>> sums = router_sums(jnp.zeros((3, 2)), jnp.array([[0], [0], [1]]))
+         = router_sums(jnp.zeros((3, 2)), jnp.array([[0], [0], [1]]))
         >>> balancing_loss(sums).tolist()
         1.0
 
@@ -160,13 +160,13 @@ def balancing_loss(sums: RouterSums, *, per_layer: bool = False) -> Float[Array,
 
 
 def router_z_loss(sums: RouterSums) -> Float[Array, ""]:
-    """The mean over tokens and layers of the squared logarithm of the router's denominator.
+    """The mean over tokens and layers of the router's squared log-normaliser.
 
     Args:
-        sums: of one layer, or of several in leading axes.
+        sums: of one layer, or of several as leading axes.
 
     Returns:
-        A number, float32; 0 where no token counts.
+        A number, float32; 0 if no token counts.
 
     Example:
         >>> router_z_loss(router_sums(jnp.zeros((3, 1)), jnp.zeros((3, 1), int))).tolist()
@@ -180,13 +180,13 @@ def router_z_loss(sums: RouterSums) -> Float[Array, ""]:
 
 
 def expert_load(sums: RouterSums) -> Float[Array, "*layers E"]:
-    """The share of all choices that each expert got; 1/E each where they are equal.
+    """The fraction of all choices that went to each expert; 1/E if they are equal.
 
     Args:
-        sums: of one layer, or of several in leading axes.
+        sums: of one layer, or of several as leading axes.
 
     Returns:
-        (..., E), float32, for each layer; 0 where no token counts.
+        (..., E), float32, for each layer; 0 if no token counts.
 
     Example:
         >>> expert_load(router_sums(jnp.zeros((4, 2)), jnp.array([[0], [0], [1], [0]]))).tolist()
