@@ -94,7 +94,7 @@ class MemoryPlan:
 
     @property
     def adapters_that_fit(self) -> Change | None:
-        """Adapters that fit where training all weights does not; `None` if adapters are trained already, or do not fit."""
+        """Adapters that fit instead of training all weights; `None` if they are trained already, or do not fit."""
         return adapters_that_fit(self.run, self._correction)
 
 
