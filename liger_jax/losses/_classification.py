@@ -22,16 +22,17 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> Float[Array, "..."]:
     """Drop-in for `optax.softmax_cross_entropy_with_integer_labels`: lse − z_y for each example.
 
-    The logits are read once forward and once backward, and nothing else of their size is kept. The
-    arithmetic is float32 whatever comes in. It differs from optax in one point: a label outside [0, classes)
-    gives NaN, where optax silently scores −1 as the last class.
+    The logits are read once in the forward and once in the backward, and no other array of their size is kept. The
+    arithmetic is float32 for any input dtype. It differs from optax in one point: a label outside [0, classes) gives
+    NaN, where optax silently scores −1 as the last class.
 
     Args:
         logits: (..., classes, ...), any float dtype.
         labels: integers in [0, classes), the shape of `logits` without `axis`.
-        axis: the axis of the classes, or several, whose labels are then flat indices into them in this order.
-        where: bool, which elements count: of as many axes as `labels`, where examples that do not count have loss 0;
-            or as `logits`, where classes that do not count are left out of lse. It is broadcast to their shape.
+        axis: the axis of the classes; or several axes, and labels are then flat indices into these axes in this order.
+        where: bool, broadcast to the shape of `labels` or `logits`, whichever has as many axes. With the axes of
+            `labels`, it says which examples count; the others have loss 0. With the axes of `logits`, it says which
+            classes count; the others are left out of lse.
 
     Returns:
         The loss of each example: the shape of `labels`, logits.dtype.

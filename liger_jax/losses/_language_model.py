@@ -30,35 +30,35 @@ def causal_lm_loss(
 ) -> jax.Array | tuple[jax.Array, LossMetrics]:
     """The loss of predicting each token from those before it, without logits, for a model of any library.
 
-    Call the model up to its last norm, and take the head's matrix out of its parameters. In Flax's `Linear` and `Dense`
-    this is the kernel, (D, V), whose layout is "dv". Gradients flow to the hidden states and to the head.
+    Pass the hidden states after the model's last norm, and the head's matrix from its parameters. In Flax's `Linear`
+    and `Dense` this is the kernel, (D, V), whose layout is "dv". Gradients flow to the hidden states and to the head.
 
     loss = mean over scored t of −log softmax(hidden[..., t, :]·headᵀ)[labels[..., t + 1]]
 
-    Inside `jax.shard_map` each device must have whole rows, which nothing can check: a shard of a row would lose the
-    label of its last position. Where rows are split, take `shifted_labels` of whole rows outside of it, and
+    Inside `jax.shard_map`, each device must have whole rows, which cannot be checked: a shard of a row would lack the
+    label of its last position. If rows are sharded, call `shifted_labels` with the whole rows outside of it, and
     `fused_linear_cross_entropy` inside.
 
-    A batch axis is not needed: one sequence serves, and so does `jax.vmap` over sequences, with a mean for each.
+    A batch axis is not needed: `hidden` may be one sequence, and `jax.vmap` over sequences gives a mean for each.
 
     Args:
         hidden: (..., T, D) hidden states after the last norm, any float dtype.
         head: (V, D), any float dtype; or (D, V) with `weight_layout="dv"`.
         labels: token ids in [0, V), unshifted; -100 is not scored, nor is the last position of a sequence.
-        segment_ids: ids of a packed row's documents, whose last positions are not scored either. They count from 1,
-            and are 0 at padding, which follows them and is not scored.
-        **options: as `fused_linear_cross_entropy` takes them, such as `bias`, `weight_layout`, `logit_softcap`,
+        segment_ids: ids of a packed row's documents, whose last positions are not scored either. Documents are numbered
+            from 1. Padding has the id 0, follows them, and is not scored.
+        **options: options of `fused_linear_cross_entropy`, such as `bias`, `weight_layout`, `logit_softcap`,
             `token_weights`, `reduction`, `return_metrics` and `mode`; `ignore_index` is -100.
 
     Returns:
-        A float32 scalar, or (..., T) with `reduction="none"`; with `return_metrics=True` a pair of it and the metrics.
+        A float32 scalar, or (..., T) with `reduction="none"`; with `return_metrics=True`, (loss, metrics).
 
     Raises:
-        ValueError: there is no axis of positions, `labels` or `segment_ids` have another shape than the positions,
-            Explicit axes of a mesh split the labels' rows, or an option is refused; and, outside of jit, an id is
-            negative, or a 0 stands before another id. Under jit such a row makes the loss NaN.
-        TypeError: an option is unknown, or an array of another dtype, or something else is given in its place, such as
-            a model's whole output.
+        ValueError: there is no axis of positions, the shape of `labels` or `segment_ids` is not that of the positions,
+            the labels' rows are sharded over Explicit axes of a mesh, or an option is refused; and, outside of jit, an
+            id is negative, or a 0 comes before another id. Under jit such a row makes the loss NaN.
+        TypeError: an option is unknown, an array has a wrong dtype, or an argument is not an array, but for example a
+            model's whole output.
 
     Example:
         >>> model = jax.random.normal(jax.random.key(0), (5, 8)), jnp.zeros((8, 5))  # an embedding and a Flax kernel
@@ -117,11 +117,11 @@ def shifted_labels(
 
     Args:
         labels: integer labels, unshifted, in any integer dtype.
-        segment_ids: ids of a packed row's documents, which count from 1; 0 is padding, which follows them.
+        segment_ids: ids of a packed row's documents, which are numbered from 1; 0 is padding, which follows them.
 
     Returns:
-        The label that each position is scored against, in at least 32 bits. Under jit a row in which an id is negative
-        or a 0 stands before another id has −1 everywhere, which makes every loss NaN.
+        The label against which each position is scored, in at least 32 bits. Under jit, a row in which an id is
+        negative or a 0 comes before another id has −1 everywhere, which makes every loss NaN.
 
     Raises:
         ValueError: outside of jit there is such a row.

@@ -95,7 +95,7 @@ def cross_entropy(
     vocab_axis: str | None = None,
     implementation: Implementation = None,
 ) -> Any:
-    """Cross-entropy of the softmax of `logits` with integer labels, in float32 whatever comes in.
+    """Cross-entropy of the softmax of `logits` with integer labels, computed in float32 for any input dtype.
 
     With z = logit_scale · softcap(logits), softcap(u) = s·tanh(u/s), lse = log Σ_v exp(z_v), t the token's and c
     the class's weight, ε = label_smoothing:
@@ -104,12 +104,12 @@ def cross_entropy(
         "none": t·(ce + z_loss·lse²)      "sum": its sum
         "mean": Σ t·ce / Σ t·c_y + z_loss · Σ t·lse² / Σ t
 
-    A token counts if `where` is true, its label is not `ignore_index` and its weight is not 0. Others have loss 0
-    and gradient exactly 0, whatever their logits hold. If none counts, the loss is 0; if the weights that count
-    sum to 0, it is NaN. Only the logits and lse are kept for the backward pass.
+    A token counts if `where` is true, its label is not `ignore_index` and its weight is not 0. The others have loss 0
+    and gradient exactly 0, whatever their logits are. If no token counts, the loss is 0; if the counted weights sum to
+    0, it is NaN. Only the logits and lse are kept for the backward pass.
 
-    With `vocab_axis` the logits are a device's shard of the vocabulary. Each device reduces its own, and what crosses
-    the mesh is a few numbers a token. On a mesh with Explicit axes, logits may be split over V by one axis.
+    With `vocab_axis`, the logits are a device's shard of the vocabulary. Each device reduces its shard, and the devices
+    exchange a few numbers per token. On a mesh with Explicit axes, V may be sharded over one axis.
 
     Args:
         logits: (..., V), any float dtype.
@@ -124,12 +124,12 @@ def cross_entropy(
         logit_scale: a finite Python number.
         logit_softcap: s > 0, a finite Python number, or None for no capping.
         reduction: "mean", "sum" or "none".
-        token_scaling: whether each token's loss, all of it, is multiplied by the probability of its label, without
-            gradient through that; the denominators stay as they are. It is the loss of dynamic fine-tuning.
+        token_scaling: whether each token's whole loss is multiplied by the probability of its label, as a constant; the
+            denominators do not change. This is the loss of dynamic fine-tuning.
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `logits` and `class_weights` are equal shards of
-            the vocabulary, while labels and the tokens' other arrays are the same on all. Labels count from the first
-            shard's first entry. With `check_vma=False` nothing checks this.
+            the vocabulary, while labels and the tokens' other arrays are the same on all. Labels are indices into the
+            whole vocabulary. With `check_vma=False` this is not checked.
         implementation: None to choose, or "xla", "triton" or "mosaic_tpu"; see `liger_jax.ops`.
 
     Returns:

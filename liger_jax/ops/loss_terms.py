@@ -27,14 +27,14 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @tree_dataclass
 class LossMetrics:
-    """What a loss knows besides its value; no gradient flows through it. `...` is the labels' shape.
+    """Metrics that a loss computes besides its value, without gradient. `...` is the labels' shape.
 
     Attributes:
-        accuracy: () float32, the share of counting tokens whose largest logit is the label's; 0 if none counts.
+        accuracy: () float32, the fraction of counted tokens whose largest logit is the label's; 0 if none counts.
         predicted_tokens: (...) int32, the first index of the largest logit; −1 where a token does not count.
         max_logit: (...) float32, the largest logit; 0 where a token does not count.
         log_normalizer: (...) float32, log Σ_v exp(z_v); 0 where a token does not count.
-        z_loss: what `z_loss` adds to the loss, reduced as the loss is.
+        z_loss: the term that `z_loss` adds to the loss, with the same reduction.
         num_tokens: () float32, the sum of the weights of the tokens that count.
     """
 

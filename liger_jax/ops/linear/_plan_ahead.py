@@ -46,15 +46,16 @@ def plan_fused_linear_cross_entropy(
         v: entries of the vocabulary.
         dtype: dtype of the hidden states.
         weight_dtype: dtype of the weight; None for `dtype`.
-        weight_is_split: whether the devices that split the tokens have shards of the weight, as under FSDP. Mode "lean"
-            gathers it in slices, and "fast" gathers all of it.
+        weight_is_split: whether the weight is sharded over the same devices as the tokens, as under FSDP. Mode "lean"
+            gathers it in slices, and "fast" as a whole.
         differentiated: which of "hidden" and "weight" get gradients.
-        device: a `jax.Device`, or a `jax.sharding.AbstractDevice` that need not be there; None for the default one.
-        device_memory_bytes: the device's memory; None for no bound. Without a budget, "auto" takes an eighth of it at
-            most, or what "lean" needs if that is more.
+        device: a `jax.Device`, or a `jax.sharding.AbstractDevice` for one that need not be present; None for the
+            default one.
+        device_memory_bytes: the device's memory; None for no limit. Without a budget, "auto" uses at most an eighth of
+            it, or as much as "lean" needs if that is more.
 
     Returns:
-        A plan: `implementation`, `mode`, `chunk_size` and `extra_bytes`, the predicted bytes beside inputs and
+        A plan: `implementation`, `mode`, `chunk_size` and `extra_bytes`, the predicted bytes in addition to inputs and
         gradients.
 
     Raises:

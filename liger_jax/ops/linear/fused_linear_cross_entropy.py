@@ -83,23 +83,24 @@ def fused_linear_cross_entropy(
 ) -> Any:
     """`cross_entropy(hidden · weightᵀ + bias, labels)`, with no buffer of the size (tokens, vocabulary).
 
-    The loss is `liger_jax.ops.cross_entropy`'s, on z = logit_scale · softcap(hidden · weightᵀ + bias), from float32
-    accumulators. Gradient work is done only for what is differentiated: none for a frozen head or trunk.
+    The loss is that of `liger_jax.ops.cross_entropy` for z = logit_scale · softcap(hidden · weightᵀ + bias), from
+    float32 accumulators. Only gradients that are needed are computed: none for a frozen head or a frozen trunk.
 
-    Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens, with 3 products of 2·N·D·V
-    operations; it needs a scalar loss, and no float16. Mode "lean" makes statistics first and recomputes slices of the
-    vocabulary for the gradients: 4 products, and the weight's gradient is written once. "auto" is fast where the
-    device's memory or `memory_budget_bytes` allows it; `plan_fused_linear_cross_entropy` says which it is. The
-    weight's gradient is summed over chunks in float32, or on Hopper, for a weight of 16 bits, in the three upper bytes
-    of it. Products take hidden's dtype. On one device, the same program gives the same bits every time.
+    Mode "fast" computes the gradients together with the loss, one chunk of tokens at a time, with 3 products of 2·N·D·V
+    operations; it needs a scalar loss, and does not support float16. Mode "lean" computes statistics first and
+    recomputes the logits, one slice of the vocabulary at a time, for the gradients: 4 products, and the weight's
+    gradient is written once. "auto" is "fast" if the device's memory or `memory_budget_bytes` allows it;
+    `plan_fused_linear_cross_entropy` returns the choice. In mode "fast", the weight's gradient is summed over chunks in
+    float32, or on Hopper, for a weight of 16 bits, in the three upper bytes of a float32. Products are computed in
+    hidden's dtype. On one device, results are bitwise reproducible.
 
-    On a mesh with Explicit axes tokens stay where they are, and "mean" is the mean over all devices. A weight that is
-    split over the tokens' axes is gathered: in mode "lean" by slices, and each slice's gradient is scattered at once. A
-    weight whose vocabulary is split over another axis stays split. Auto axes are seen on arrays that are concrete, also
-    where jax.grad differentiates them outside of jit, and then it is the same. Under jit they are not seen: the error
-    shows the jax.shard_map to write.
+    On a mesh with Explicit axes, tokens stay on their devices, and "mean" is the mean over all devices. A weight that
+    is sharded over the tokens' axes is gathered, in mode "lean" one slice at a time, whose gradient is reduce-scattered
+    immediately. A weight whose vocabulary is sharded over another axis stays sharded. The same holds for Auto axes
+    outside of jit, where the sharding of arrays is known, also under jax.grad. Inside jit it is not known: the error
+    then shows the jax.shard_map to write.
 
-    Forward mode (jax.jvp, jax.linearize, jax.jacfwd) is mode "fast" of "xla" alone; the others have gradients only.
+    Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) is supported by mode "fast" of "xla" only.
 
     Args:
         hidden: (..., D), any float dtype.
@@ -117,15 +118,15 @@ def fused_linear_cross_entropy(
         logit_scale: a finite Python number.
         logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
         reduction: "mean", "sum" or "none".
-        token_scaling: whether each token's loss, all of it, is multiplied by the probability of its label, without
-            gradient through that; the denominators stay as they are. It is the loss of dynamic fine-tuning.
+        token_scaling: whether each token's whole loss is multiplied by the probability of its label, as a constant; the
+            denominators do not change. This is the loss of dynamic fine-tuning.
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
-        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
-            of the vocabulary, while hidden, labels and token arguments are the same on all. With `check_vma=False`
-            this is not checked: a head that is whole then gives a wrong loss.
+        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards of
+            the vocabulary, while hidden, labels and token arguments are the same on all. With `check_vma=False` this is
+            not checked, and a replicated head gives a wrong loss.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
-        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
+        memory_budget_bytes: how much memory may be used in addition to inputs and gradients; None for no limit.
         precision: of the products; None for `jax.default_matmul_precision`.
         implementation: None to choose, or "xla", "mosaic_gpu" (Hopper), "triton" or "mosaic_tpu"; see `liger_jax.ops`.
 
@@ -133,10 +134,10 @@ def fused_linear_cross_entropy(
         The loss, float32: () for "mean" and "sum", (...) for "none". With `return_metrics`: (loss, metrics).
 
     Raises:
-        TypeError: class_weights are differentiated, or forward mode reaches a mode or an implementation that has
-            gradients only.
+        TypeError: class_weights are differentiated, or a mode or implementation does not support forward-mode
+            differentiation.
         ValueError: a concrete label is outside [0, V), or the budget is too small; or the compiler would gather the
-            tokens, where several devices compute outside of `jax.shard_map`.
+            tokens, which happens on several devices outside of `jax.shard_map`.
 
     Example:
         >>> import jax, jax.numpy as jnp

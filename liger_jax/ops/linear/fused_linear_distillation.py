@@ -65,15 +65,15 @@ def fused_linear_distillation(
     | "tvd" | ½ Σ_v |p_v − q_v| |
     | "cosine" | 1 − cos(z_student, z_teacher), of the logits, which a temperature does not change |
 
-    There is no factor of temperature². The cross-entropy has temperature 1. The teacher has no gradient; models may
-    differ in width and dtype, and share the vocabulary. Arguments that are not listed here are those of
-    `fused_linear_cross_entropy`, each model's own after `student_` and `teacher_`.
+    There is no factor of temperature². The cross-entropy has temperature 1. The teacher has no gradient. The models may
+    differ in width and dtype, and must have the same vocabulary. Arguments that are not listed here are those of
+    `fused_linear_cross_entropy`; those of one model have the prefix `student_` or `teacher_`.
 
-    Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens: three products of the student and
-    one of the teacher. It needs a scalar loss. Mode "lean" makes the logits once more in the backward, in slices of the
-    vocabulary, and writes the weight's gradient once: four products and two. "auto" is fast where the device's memory
-    or `memory_budget_bytes` allows it. The weight's gradient is summed over chunks in float32,
-    or on Hopper, for a weight of 16 bits, in the three upper bytes of it.
+    Mode "fast" computes the gradients together with the loss, one chunk of tokens at a time, with three products of the
+    student and one of the teacher. It needs a scalar loss. Mode "lean" recomputes the logits in the backward, in slices
+    of the vocabulary, and writes the weight's gradient once: four products of the student and two of the teacher.
+    "auto" is "fast" if the device's memory or `memory_budget_bytes` allows it. In mode "fast", the weight's gradient is
+    summed over chunks in float32, or on Hopper, for a weight of 16 bits, in the three upper bytes of a float32.
 
     Args:
         student_hidden: (..., D), any float dtype.
@@ -81,14 +81,15 @@ def fused_linear_distillation(
         teacher_hidden: (..., E), any float dtype.
         teacher_weight: (V, E), or (E, V) with `teacher_weight_layout="dv"`, any float dtype.
         divergence: see the table.
-        beta: the teacher's weight in the mixture, in (0, 1), a Python number; only "jsd" reads it.
+        beta: the teacher's weight in the mixture, in (0, 1), a Python number; for "jsd" only.
         temperature: > 0, a Python number; 1 for "cosine".
         where: (...) bool, which tokens count; None for all.
         labels: (...), integers in [0, V), or `ignore_index` where a token does not count. Any other label makes its
             token's loss and gradient NaN under jit, if there is a `hard_weight`.
         hard_weight: in [0, 1], a Python number; above 0 it needs labels.
         reduction: "mean" over the tokens that count, "sum", or "none".
-        denominator: what replaces the number of tokens in a mean, so that micro-batches add up to one batch.
+        denominator: replaces the number of tokens in a mean, so that the losses of micro-batches add up to that of the
+            batch.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which both heads are shards of the vocabulary, while
             hidden states, labels and `where` are the same on all; needs mode "lean". With `check_vma=False` this is
             not checked.

@@ -27,7 +27,7 @@ OP = "fused_linear_log_probs"
 
 @tree_dataclass
 class TokenLogProbs:
-    """What a head says of each token's label; `...` is the labels' shape, p the softmax of a token's logits z.
+    """Log-probabilities of each token's label; `...` is the labels' shape, p the softmax of a token's logits z.
 
     A token that does not count has 0 everywhere, and −1 as its predicted token.
 
@@ -74,21 +74,21 @@ def fused_linear_log_probs(
     """`log_softmax(logits / temperature)` at the labels, with no buffer of the size (tokens, vocabulary).
 
     The logits are z = logit_scale · softcap(hidden · weightᵀ + bias) / temperature, from float32 accumulators, with
-    softcap(u) = s·tanh(u/s). (TRL caps after it scales, softcap(logit_scale · u) / temperature. The two differ only
-    where both are set.) Preference and policy losses are functions of `log_probs`, and entropy bonuses of `entropy`:
+    softcap(u) = s·tanh(u/s). (TRL applies the softcap after the scale, softcap(logit_scale · u) / temperature, which
+    differs only if both are set.) Preference and policy losses are functions of `log_probs`, and entropy bonuses of
+    `entropy`:
 
         ∂ log p_y / ∂z_j = 1[j = y] − p_j          ∂H / ∂z_j = −p_j · (log p_j + H)
 
-    Statistics are made first, and slices of the vocabulary are made again for the gradients. That takes 4 products of
-    2·N·D·V operations, and the weight's gradient is written once: it is never summed in less than float32. Gradient
-    work is done only for what is differentiated. The entropy costs no product. On one device, the same program gives
-    the same bits every time. Meshes, and the arguments that are not listed here, are those of
-    `fused_linear_cross_entropy`.
+    Statistics are computed first, and slices of the logits are recomputed for the gradients. That takes 4 products of
+    2·N·D·V operations, and the weight's gradient is written once: it is never summed in less than float32. Only
+    gradients that are needed are computed. The entropy costs no product. On one device, results are bitwise
+    reproducible. Meshes, and the arguments that are not listed here, are as in `fused_linear_cross_entropy`.
 
-    `selected_token_ids` asks for log p of the same K tokens in every row, too, such as "yes" and "no" for a grader. It
-    costs products with K rows of the head, whose gradients are added to those rows of the weight's. In 16 bits both
-    terms of a selected token's gradient, its own and the normaliser's, are rounded by themselves. A label's are rounded
-    together.
+    With `selected_token_ids`, log p of the same K tokens is also returned for every row, such as "yes" and "no" for a
+    grader. This costs products with K rows of the head, whose gradients are added to those rows of the weight's
+    gradient. In 16 bits, the two terms of a selected token's gradient, that of its logit and that of the normaliser,
+    are rounded separately, while those of a label are rounded as a sum.
 
     Args:
         labels: (...), integers in [0, V), or `ignore_index`. Any other label makes its token's log-probability and
@@ -96,13 +96,13 @@ def fused_linear_log_probs(
         selected_token_ids: (K,), integers in [0, V), the same for all tokens; None for none. An id may occur twice. Any
             other id makes its log-probabilities and the gradients NaN under jit.
         where: (...) bool, which tokens count; None for all. Others get 0 and a gradient of exactly 0.
-        temperature: by which logits are divided, a finite Python number > 0.
-        entropy: whether to make `entropy` and `log_sum_of_squares`, too.
-        metrics: whether to make `max_logit` and `predicted_tokens`.
+        temperature: the logits are divided by it, a finite Python number > 0.
+        entropy: whether to compute `entropy` and `log_sum_of_squares`, too.
+        metrics: whether to compute `max_logit` and `predicted_tokens`.
         chunk_size: vocabulary entries in a slice; None to choose.
 
     Returns:
-        `TokenLogProbs`, whose arrays have the labels' shape, and K as an axis after it in `selected_log_probs`.
+        `TokenLogProbs`, whose arrays have the labels' shape; `selected_log_probs` has K as one more axis at the end.
 
     Raises:
         ValueError: as from `fused_linear_cross_entropy`; or a concrete id is outside [0, V).

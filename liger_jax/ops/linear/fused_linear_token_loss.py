@@ -67,32 +67,33 @@ def fused_linear_token_loss(
 ) -> tuple[jax.Array, TokenLosses]:
     """Sums any loss of a token's log-probability over the tokens, with no logits in memory.
 
-    With ℓ = log p_y and H = −Σ_v p_v·log p_v, as `fused_linear_log_probs` makes them, the loss is
+    With ℓ = log p_y and H = −Σ_v p_v·log p_v, as in `fused_linear_log_probs`, the loss is
 
         Σ loss_fn(ℓ, *per_token) / denominator          or, with entropy=True,
         Σ loss_fn(ℓ, H, *per_token) / denominator
 
     over the tokens that count. `loss_fn` may be any differentiable JAX function of one token's numbers, and may close
-    over traced values. It is traced for scalars, and mapped over tokens. All arrays that it reads have true gradients:
-    `per_token`, what it closes over, and `denominator`.
+    over traced values. It is traced for scalars, and mapped over tokens. All arrays that it reads get gradients:
+    `per_token`, arrays that it closes over, and `denominator`.
 
-    The modes mean what they mean in `fused_linear_cross_entropy`. "fast" makes a chunk's logits, ℓ, the derivative of
-    `loss_fn` and the gradients at once: 3 products of 2·N·D·V operations. "lean" makes the logits twice: 4 products.
-    Hopper's kernels make no entropies in mode "fast", so that "auto" is lean there with `entropy=True`.
-    Arguments that are not listed here are those of `fused_linear_cross_entropy`, too; `vocab_axis` needs mode "lean".
+    The modes are those of `fused_linear_cross_entropy`. "fast" computes a chunk's logits, ℓ, the derivative of
+    `loss_fn` and the gradients together: 3 products of 2·N·D·V operations. "lean" computes the logits twice: 4
+    products. Hopper's kernels do not compute entropies in mode "fast", so "auto" is "lean" there with `entropy=True`.
+    Arguments that are not listed here are also those of `fused_linear_cross_entropy`; `vocab_axis` needs mode "lean".
 
     Args:
-        loss_fn: takes scalars: ℓ, perhaps H, both float32, and one of each of `per_token`; returns a scalar.
+        loss_fn: takes scalars: ℓ, H if `entropy=True`, both float32, and one number of each of `per_token`; returns a
+            scalar.
         labels: (...), integers in [0, V), or `ignore_index`. Any other label makes the loss and its token's gradients
             NaN under jit.
         per_token: a tuple of arrays that broadcast to (...), such as old log-probabilities, advantages and weights.
-            What stands at tokens that do not count has no effect, and gradient 0.
-        denominator: a number or a () array, for all devices and micro-batches together; it is not summed here.
+            Values at tokens that do not count have no effect, and gradient 0.
+        denominator: a number or a () array, already summed over all devices and micro-batches.
         entropy: whether `loss_fn` takes the entropy.
-        temperature: by which logits are divided, a finite Python number > 0.
+        temperature: the logits are divided by it, a finite Python number > 0.
 
     Returns:
-        (loss, `TokenLosses`): a () float32, and the tokens' terms of it, for `has_aux=True`.
+        (loss, `TokenLosses`): a () float32, and its terms for each token, for `has_aux=True`.
 
     Raises:
         ValueError: as from `fused_linear_cross_entropy`, or `loss_fn` does not return one float for one token.

@@ -47,25 +47,26 @@ def fused_linear_topk_distillation(
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*reduced"]:
-    """The KL divergence of a student from a teacher of whom K log-probabilities a token are stored.
+    """The KL divergence of a student from a teacher of which K log-probabilities per token are stored.
 
     With q the teacher's stored probabilities, and p = softmax(z / temperature) of the student's
     z = logit_scale · softcap(hidden · weightᵀ + bias), a token's loss is
 
         (1 − hard_weight) · D + hard_weight · cross_entropy(z, label),    D = Σ_k q_k (log q_k − log p_k) + tail
 
-    tail="ignore" adds nothing. tail="bucket" adds q_r (log q_r − log p_r), where q_r and p_r are the probabilities of
-    all tokens that are not stored: the divergence of distributions over K + 1 events. It adds nothing where all V are
-    stored. There is no factor of temperature², and the cross-entropy has temperature 1. What is stored has no gradient.
+    With tail="ignore", the tail is 0. With tail="bucket", it is q_r (log q_r − log p_r), where q_r and p_r are the
+    total probabilities of all tokens that are not stored, so that D is a divergence of distributions over K + 1 events.
+    If all V are stored, it is 0. There is no factor of temperature², and the cross-entropy has temperature 1. The
+    stored probabilities have no gradient.
 
     The modes, and the arguments that are not listed here, are those of `fused_linear_distillation` for its student:
-    three products or four, and no product for the teacher.
+    three products or four, and none for the teacher.
 
     Args:
         token_ids: (..., K), integers in [0, V), all different within a token. Any other ids make the token's loss and
             gradient NaN.
-        log_probs: (..., K), the teacher's log-probabilities of these at the same temperature, any float dtype. −inf
-            says that a place is not used, whatever its id.
+        log_probs: (..., K), the teacher's log-probabilities of these tokens at the same temperature, any float dtype.
+            An entry with −inf is not used, whatever its id.
         tail: "ignore" or "bucket".
 
     Returns:
