@@ -22,8 +22,8 @@ def kl_divergence(
     """Drop-in for `optax.kl_divergence`: Σ_v targets (log targets − log_predictions) for each example.
 
     It takes a student's log-probabilities and a teacher's probabilities; `forward_kl` and `reverse_kl` take logits of
-    both. The arithmetic is float32. It differs from optax in one point: an entry that is impossible for both, whose
-    target is 0 and whose log-prediction is −inf, adds 0, where optax has NaN.
+    both. The arithmetic is float32. It differs from optax in one point: an entry whose target is 0 and whose
+    log-prediction is −inf adds 0, where optax gives NaN.
 
     Args:
         log_predictions: log-probabilities, any float dtype.
@@ -63,14 +63,14 @@ def forward_kl(
 
     Args:
         student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
-        teacher: the same of the teacher, over the same vocabulary.
+        teacher: the same for the teacher, over the same vocabulary.
         temperature: > 0; both distributions are softmax(logits / temperature).
         where: bool, which tokens count; None counts all.
         reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
 
     Returns:
-        float32; a token that does not count has 0, and no gradient. The mean of no token is 0. The result
-        is inf where the student gives probability 0 to what the teacher does not.
+        float32; a token that does not count has 0, and no gradient. The mean of no token is 0. The result is inf where
+        the student gives probability 0 to an entry to which the teacher does not.
 
     Example:
         >>> teacher, student = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
@@ -98,7 +98,7 @@ def reverse_kl(
     The arguments are those of `forward_kl`.
 
     Returns:
-        As `forward_kl`; inf where the teacher gives probability 0 to what the student does not.
+        As `forward_kl`; inf where the teacher gives probability 0 to an entry to which the student does not.
 
     Example:
         >>> teacher, student = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
@@ -165,11 +165,12 @@ def gkd_loss(
     where: Bool[Array, "*N"] | None = None,
     reduction: str = "mean",
 ) -> Float[Array, "*R"]:
-    """GKD's divergence of student and teacher: `js_divergence` between its two limits, and the limits themselves.
+    """GKD's divergence of student and teacher: `js_divergence` for 0 < beta < 1, and the KL divergences at 0 and 1.
 
     At beta = 0 it is the forward KL(teacher ‖ student), and at beta = 1 the reverse KL(student ‖ teacher), which is
-    usual on the student's own samples. In between it is the divergence from the mixture, undivided, and so small near
-    both limits. GKD draws each batch from the student with a probability λ, else from the data: that is up to the loop.
+    usual on the student's own samples. In between it is not divided by beta or 1 − beta, so it is small near both ends.
+    GKD samples each batch from the student with probability λ and otherwise takes it from the data, which is left to
+    the training loop.
 
     Args:
         beta: in [0, 1]; the others are those of `forward_kl`.
@@ -238,8 +239,8 @@ def cosine_distance(
 ) -> Float[Array, "..."]:
     """Drop-in for `optax.cosine_distance`: 1 − the cosine of the angle between two vectors, for each pair.
 
-    The arithmetic is float32, and no square overflows. It differs from optax in one point: a vector of zeros has
-    distance 1 from all and no gradient, where optax has NaN unless `epsilon` is above 0.
+    The arithmetic is float32, and no square overflows. It differs from optax in one point: a vector of zeros has the
+    distance 1 and gradient 0, where optax gives NaN unless `epsilon` is above 0.
 
     Args:
         predictions: vectors such as hidden states or logits, any float dtype.

@@ -30,10 +30,11 @@ class PolicyOutput:
 
     Attributes:
         loss: () float32.
-        token_losses: (B, T) float32, the tokens' losses before weights and sum; 0 where a token does not count.
+        token_losses: (B, T) float32, the tokens' losses before they are weighted and summed; 0 where a token does not
+            count.
         kl: () float32, the mean over counted tokens of the penalty's estimate; 0 without a reference.
-        clipped_low: () float32, the share of counted tokens with a ratio below the range and a negative advantage.
-        clipped_high: () float32, the share of counted tokens with a ratio above it and a positive advantage.
+        clipped_low: () float32, the fraction of counted tokens with a ratio below the range and a negative advantage.
+        clipped_high: () float32, the fraction of counted tokens with a ratio above it and a positive advantage.
     """
 
     loss: jax.Array
@@ -69,7 +70,7 @@ def policy_loss(
     denominator: float | Float[Array, ""] | None = None,
     entropy_denominator: float | Float[Array, ""] | None = None,
 ) -> PolicyOutput:
-    """GRPO's loss and its successors', from the log-probabilities of sampled tokens.
+    """The loss of GRPO and its successors, from the log-probabilities of sampled tokens.
 
     With ρ = exp(log_probs − old_log_probs), A = advantages, n_i the number of counted tokens of sequence i and
     sg(x) = x without gradient, the loss is the weighted sum of the counted tokens' losses over a denominator:
@@ -85,61 +86,63 @@ def policy_loss(
     | "vespo" | −sg(e^λ w^k e^(−λw)) A log_probs, k and λ by the sign of A | 1 | counted tokens |
     | "gmpo" | −g A | 1/n_i | B |
 
-    Of "vespo", w is the product of a sequence's ratios and of its importance ratios. Of "gmpo", g is the geometric mean
-    of a sequence's ratios, whose logarithms are clipped, above at epsilon_high where A > 0, else below at −epsilon_low.
+    In "vespo", w is the product of a sequence's ratios and of its importance ratios. In "gmpo", g is the geometric mean
+    of a sequence's ratios, whose logarithms are clipped, from above at epsilon_high if A > 0, and otherwise from below
+    at −epsilon_low.
 
-    A token's loss is multiplied by `importance_ratio`, but for "vespo". Then `beta` · k3 is added, or `beta` · ρ · k3
-    with `unbiased_kl`, where k3 = e^d − d − 1 and d = reference_log_probs − log_probs. Last, `entropy_coef` times the
-    mean entropy is taken off the loss. With `importance_level="sequence"`, ρ is exp of the mean log-ratio of a
-    sequence's counted tokens (GSPO).
+    A token's loss is multiplied by `importance_ratio`, except for "vespo". Then `beta` · k3 is added, or `beta` · ρ ·
+    k3 with `unbiased_kl`, where k3 = e^d − d − 1 and d = reference_log_probs − log_probs. Last, `entropy_coef` times
+    the mean entropy is subtracted from the loss. With `importance_level="sequence"`, ρ is exp of the mean log-ratio of
+    a sequence's counted tokens (GSPO).
 
-    A row is a sequence. With `segment_ids` it is packed, and each of its segments is one: the table's B counts
-    segments, and numbers of sequences are (B, num_segments), as `place_segments` lays them. The loss is that of the
-    same sequences in their own rows.
+    A row is a sequence. With `segment_ids` rows are packed, and each segment is a sequence: B in the table is then the
+    number of segments, and arrays with one number per sequence have the shape (rows, num_segments), as returned by
+    `place_segments`. The loss is the same as without packing.
 
-    Where `old_log_probs` is NaN or infinite, or more than 80 below `log_probs`, the sampler has not scored the token.
-    Such a token counts like a fresh sample's: ρ = 1.
+    Where `old_log_probs` is NaN or infinite, or more than 80 below `log_probs`, the token is taken as not scored by the
+    sampler. It is treated as on-policy: ρ = 1.
 
-    "dapo" and "bnpo" differ only in the `denominator` that is passed: DAPO's is the whole step's on all devices.
+    "dapo" and "bnpo" differ only in the `denominator` that you pass: that of DAPO is the whole step's, over all
+    devices.
 
     Args:
         log_probs: the sampled tokens' log-probabilities under the policy, any float dtype.
-        old_log_probs: those under the policy that sampled them. None stands for log_probs without gradient, which is
-            right if the policy has not changed since.
+        old_log_probs: those under the policy that sampled the tokens. None for log_probs without gradient, which is
+            correct if the policy has not changed since.
         advantages: one for each sequence, or for each token; `group_advantages` makes them from rewards. Those of a
             packed row's sequences are (B, num_segments).
         mask: bool, which tokens count; values at other tokens have no effect.
-        segment_ids: integers that count a packed row's segments from 1, and are 0 at empty places, which never count.
+        segment_ids: integers that number a packed row's segments from 1, and are 0 at padding, which never counts.
         num_segments: the largest number of segments in a row, a Python int; with `segment_ids` only.
-        reference_log_probs: those under the reference; `beta` > 0 needs them. With 0.0 they only make `kl`.
-        importance_ratio: factors of the losses, for each token or (B, 1), or (B, num_segments) of packed rows, such as
-            old policy over sampler: `importance_sampling_ratio` makes them.
-            A factor of 0 leaves a token out, whatever its advantage, and keeps it in the denominator and the penalty,
-            as masks of stale sequences or of tokens with low entropy do; but for "vespo", where it makes w small. A
-            factor that is not finite counts as 1.
+        reference_log_probs: those under the reference; required if `beta` > 0. With 0.0 they are only used for `kl`.
+        importance_ratio: factors of the losses, for each token or (B, 1), or (B, num_segments) for packed rows, such as
+            the ratio of old policy to sampler, which `importance_sampling_ratio` returns. With a factor of 0, a token
+            has no policy loss, but still counts in the denominator and the penalty, as for masks of stale sequences or
+            of tokens with low entropy; except for "vespo", where it makes w small. A factor that is not finite counts
+            as 1.
         entropy: entropies of the policy at the tokens; with `entropy_coef` only.
         loss_type: a type of the table.
         importance_level: "token" or "sequence"; "vespo" and "gmpo", with their own weights, need "token".
         epsilon_low: in [0, 1), 0.2 if None; for the types that clip. For "gmpo" of the log-ratio, ≥ 0, 0.4 if None.
-        epsilon_high: ≥ 0, as epsilon_low if None. "cispo" clips the ratio itself at it: its paper's 5.0 is far above
-            this default, TRL's.
-        delta: > 1, the largest ratio where the advantage is negative (dual clip); None sets none. For the types
-            that clip.
+        epsilon_high: ≥ 0, the value of epsilon_low if None. "cispo" clips the ratio itself at it; the paper uses 5.0,
+            far above this default, which is TRL's.
+        delta: > 1, the largest ratio if the advantage is negative (dual clip); None for no limit. For the types that
+            clip.
         beta: ≥ 0, the weight of the penalty.
-        unbiased_kl: whether the penalty is multiplied by ρ, so that its gradient is the KL's; None for True, and for
-            False with "gmpo", which has no other.
-        sapo_temperatures: > 0, of positive advantages and of the others; (1.0, 1.05) if None. For "sapo" only.
-        vespo_k: k > 0, of advantages ≥ 0 and of the others; (2.0, 3.0) if None. For "vespo" only.
-        vespo_lambda: λ > 0, of the same; (3.0, 2.0) if None. For "vespo" only.
+        unbiased_kl: whether the penalty is multiplied by ρ, so that its gradient is that of the KL; None for True,
+            except for "gmpo", which supports only False.
+        sapo_temperatures: > 0, for positive advantages and for the others; (1.0, 1.05) if None. For "sapo" only.
+        vespo_k: k > 0, for advantages ≥ 0 and for the others; (2.0, 3.0) if None. For "vespo" only.
+        vespo_lambda: λ > 0, for the same; (3.0, 2.0) if None. For "vespo" only.
         entropy_coef: the weight of the entropy bonus.
-        max_length: > 0, the longest completion that is sampled; for "dr_grpo" only, which needs it.
-        denominator: replaces the table's where micro-batches or devices share a step. Pass the whole step's number of
-            counted tokens, of sequences, or of sequences · max_length.
+        max_length: > 0, the largest number of tokens in a completion; for "dr_grpo" only, which requires it.
+        denominator: replaces that of the table if micro-batches or devices share a step. Pass the whole step's number
+            of counted tokens, of sequences, or of sequences · max_length.
         entropy_denominator: replaces the number of counted tokens in the mean entropy, for the same purpose.
 
     Returns:
-        A `PolicyOutput`. Under jit the loss is 0 without any counted token; with a row of more segments than
-        `num_segments` it is NaN, and so is its gradient.
+        A `PolicyOutput`. Under jit, the loss is 0 if no token counts, and NaN, like its gradient, if a row has more
+        segments than `num_segments`.
 
     Raises:
         ValueError: outside of jit, the mask counts no token.

@@ -22,25 +22,25 @@ def policy_weights(
     segment_ids: Integer[ArrayLike, "B T"] | None = None,
     num_segments: int | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
-    """The tokens' weights and the denominator that make a policy loss of the tokens' losses.
+    """The weights of tokens, and the denominator, with which token losses are summed to a policy loss.
 
-    loss = Σ weights · token_losses / denominator. With n_i the number of counted tokens of sequence i:
-    "grpo", "sapo" and "gmpo" weigh 1/n_i and divide by B; "dapo", "bnpo", "cispo" and "vespo" weigh 1 and divide by
-    Σ n_i; "dr_grpo" weighs 1 and divides by B · max_length; "luspo" weighs 1 and divides by B.
+    loss = Σ weights · token_losses / denominator. With n_i the number of counted tokens of sequence i: "grpo", "sapo"
+    and "gmpo" have weights 1/n_i and the denominator B; "dapo", "bnpo", "cispo" and "vespo" weights 1 and Σ n_i;
+    "dr_grpo" weights 1 and B · max_length; "luspo" weights 1 and B.
 
-    B is the number of rows, or of segments where rows are packed. A sequence of which no token counts is one of them.
+    B is the number of rows, or of segments if rows are packed, including those without a counted token.
 
-    Where micro-batches or devices share a step, each has its own weights, and all divide by the whole step's
-    denominator, which is the sum of theirs. `segment_ids` and `num_segments` are those of `sequence_log_probs`.
+    If micro-batches or devices share a step, each has its own weights, and all use the denominator of the whole step,
+    which is the sum of theirs. `segment_ids` and `num_segments` are those of `sequence_log_probs`.
 
     Args:
         mask: bool, which tokens count.
         loss_type: one of those named.
-        max_length: > 0, the longest completion that is sampled; for "dr_grpo" only, which needs it.
+        max_length: > 0, the largest number of tokens in a completion; for "dr_grpo" only, which requires it.
 
     Returns:
-        weights (B, T) float32, 0 where a token does not count, and denominator () float32, which is 0 under jit where
-        there is nothing to count. Both are NaN if a row has more segments than `num_segments`, under jit.
+        weights (B, T) float32, 0 where a token does not count, and denominator () float32. Under jit, the denominator
+        is 0 if it counts tokens and there are none, and both are NaN if a row has more segments than `num_segments`.
 
     Raises:
         ValueError: outside of jit, the mask counts no token.
@@ -102,12 +102,12 @@ def group_advantages(
     "rloo": reward − the mean of the group's others.
 
     Args:
-        rewards: any float dtype; the last axis is the group of one prompt, G ≥ 2.
+        rewards: any float dtype; the last axis has the G ≥ 2 samples of one prompt.
         method: "grpo", "dr_grpo" or "rloo".
         where: bool, which samples could be scored; None counts all.
 
     Returns:
-        float32, without gradient. A sample that does not count has 0, and so has one that is alone in its group.
+        float32, without gradient. It is 0 for a sample that does not count, and for the only counted sample of a group.
 
     Raises:
         ValueError: a group has fewer than two samples.
@@ -156,17 +156,17 @@ def group_advantages(
 def reinforce_advantages(
     rewards: Float[Array, "*P"], *, group_baseline: bool = False, where: Bool[Array, "*P"] | None = None
 ) -> Float[Array, "*P"]:
-    """REINFORCE++'s advantages: rewards that are normalised over the whole batch, and not within a group.
+    """REINFORCE++'s advantages: rewards that are normalised over the whole batch instead of within a group.
 
     (a − mean(a)) / (std(a) + 1e-4), over all samples of all prompts, where std divides by n − 1. a is the reward, or
-    with `group_baseline` the reward minus the mean of its group: REINFORCE++-baseline. The paper's penalty, its
-    reference's KL, is `beta` of `policy_loss`.
+    with `group_baseline` the reward minus the mean of its group: REINFORCE++-baseline. The paper's KL penalty to a
+    reference is `beta` of `policy_loss`.
 
-    Compute it on the whole step's rewards. Inside `jax.shard_map` the batch would be a device's shard of it.
+    Compute it from the whole step's rewards: inside `jax.shard_map`, it would be normalised over a device's shard.
 
     Args:
-        rewards: any float dtype; with `group_baseline` the last axis is the group of one prompt.
-        group_baseline: whether the mean of its group is taken off each reward first.
+        rewards: any float dtype; with `group_baseline` the last axis has the samples of one prompt.
+        group_baseline: whether the mean of its group is first subtracted from each reward.
         where: bool, which samples could be scored; None counts all.
 
     Returns:
@@ -201,19 +201,20 @@ def reinforce_advantages(
 def reverse_kl_advantages(
     sampled_log_probs: Float[Array, "*B T"], teacher_log_probs: Float[Array, "*B T"]
 ) -> Float[Array, "*B T"]:
-    """On-policy distillation as a policy's advantages: teacher_log_probs − sampled_log_probs, at each sampled token.
+    """Advantages for on-policy distillation: teacher_log_probs − sampled_log_probs at each sampled token.
 
-    The student samples, and the teacher scores the tokens. With these `advantages` (B, T) the gradient of `policy_loss`
-    is an unbiased estimate of that of the reverse KL(student ‖ teacher) at each sampled token, and ratios, clipping and
-    the sampler's correction apply as to rewards. No logits of the teacher are needed.
+    The student samples, and the teacher scores the tokens. With these `advantages` (B, T), the gradient of
+    `policy_loss` is an unbiased estimate of that of the reverse KL(student ‖ teacher) at each sampled token. Ratios,
+    clipping and importance sampling apply as with rewards. No logits of the teacher are needed.
 
     Args:
         sampled_log_probs: of the sampled tokens, under the student that sampled them, any float dtype.
         teacher_log_probs: of the same tokens, under the teacher.
 
     Returns:
-        float32, without gradient; minus its mean over tokens estimates the reverse KL. A token that the teacher has not
-        scored, NaN or infinite, makes its advantage and so the loss not finite: leave it out of the mask.
+        float32, without gradient; the negative of its mean over tokens estimates the reverse KL. If the teacher's
+        log-probability of a token is NaN or infinite, so is its advantage, and the loss: leave the token out of the
+        mask.
 
     Example:
         >>> student, teacher = jnp.log(jnp.array([[0.5, 0.25]])), jnp.log(jnp.array([[0.25, 0.25]]))
@@ -239,13 +240,13 @@ def mask_truncated(
 ) -> Bool[Array, "B T"]:
     """Overlong filtering: the mask without the tokens of completions that were cut off at the longest length.
 
-    Such a completion has no end that a reward could judge. It stays one of the step's sequences, in the denominators of
-    "grpo", "sapo", "gmpo", "luspo" and "dr_grpo". `segment_ids` and `num_segments` are those of `sequence_log_probs`; a
-    row with more segments keeps its tokens, under jit, and `policy_loss` with the same number makes it NaN.
+    Such a completion has no end that a reward could judge. It still counts as a sequence in the denominators of "grpo",
+    "sapo", "gmpo", "luspo" and "dr_grpo". `segment_ids` and `num_segments` are those of `sequence_log_probs`. Under
+    jit, a row with more segments keeps its tokens, and `policy_loss` with the same `num_segments` is then NaN.
 
     Args:
         mask: bool, which tokens count.
-        truncated: bool, which sequences were cut off: (B,), or (B, num_segments) of packed rows.
+        truncated: bool, which sequences were cut off: (B,), or (B, num_segments) for packed rows.
 
     Returns:
         The mask, bool.

@@ -23,11 +23,11 @@ def policy_token_loss(
     unbiased_kl: bool | None = None,
     sapo_temperatures: tuple[float, float] | None = None,
 ) -> Float[Array, "*N"]:
-    """The policy loss of single tokens, elementwise: `policy_loss` where it is separable by token.
+    """The policy loss of each token, elementwise, for those types of `policy_loss` that are separable by token.
 
-    A loss is separable if a token's loss depends on this token alone. Its gradients can then be made together with the
-    logits, chunk by chunk. `policy_weights` gives the weights and the denominator of the sum:
-    `sum(weights * policy_token_loss(...)) / denominator`. An entropy bonus −c · entropy is separable, too.
+    A loss is separable if a token's loss depends only on this token. Its gradients can then be computed together with
+    the logits, one chunk at a time. `policy_weights` returns the weights and the denominator of the sum: `sum(weights *
+    policy_token_loss(...)) / denominator`. An entropy bonus −c · entropy is separable, too.
 
     | loss | separable |
     |---|---|
@@ -40,8 +40,8 @@ def policy_token_loss(
 
     Args:
         log_probs: the tokens' log-probabilities under the policy, any float dtype and shape.
-        old_log_probs: those under the policy that sampled them, of the same shape, as all other arrays. The ratio is 1
-            where they are not finite or more than 80 below, as in `policy_loss`.
+        old_log_probs: those under the policy that sampled the tokens. They, and all other arrays, have the same shape.
+            The ratio is 1 where they are not finite or more than 80 below, as in `policy_loss`.
         advantages: the advantage at each token.
         reference_log_probs: those under the reference; with `beta` > 0 only.
         importance_ratio: factors of the losses, such as the ratio of `old_log_probs` to the sampler's. A factor that is

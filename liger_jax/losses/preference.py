@@ -42,7 +42,7 @@ class DPOOutput:
 
     @property
     def accuracy(self) -> jax.Array:
-        """() float32, the share of pairs whose margin is positive."""
+        """() float32, the fraction of pairs whose margin is positive."""
         return jnp.mean((self.margins > 0).astype(jnp.float32))
 
 
@@ -64,7 +64,7 @@ def dpo_loss(
     discopop_tau: float = 0.05,
     sft_tokens_per_pair: float | Float[Array, ""] | None = None,
 ) -> DPOOutput:
-    """Direct preference optimisation in TRL's fifteen types, from the log-probabilities of whole responses.
+    """Direct preference optimisation with TRL's fifteen types of loss, from the log-probabilities of whole responses.
 
     With r_w = chosen − reference_chosen, r_l = rejected − reference_rejected, s = r for the reverse KL,
     Δ = s_w − s_l, n the numbers of tokens, β = `beta`, ε = `label_smoothing` and σ the logistic function:
@@ -87,31 +87,33 @@ def dpo_loss(
     | "aot_unpaired" | the same, d the sorted r_w minus the sorted r_l |
     | "sft" | −chosen / mean(chosen_tokens) |
 
-    Without references r is the log-probability itself. `f_divergence` makes s another function of r: "forward_kl"
-    1 − e^(−r), "js_divergence" log 2 + log σ(r), "alpha_divergence" (e^((α−1) r) − 1) / (α − 1). Exponents end at 80.
+    Without references r is the log-probability itself. `f_divergence` makes s another function of r: "forward_kl" 1 −
+    e^(−r), "js_divergence" log 2 + log σ(r), "alpha_divergence" (e^((α−1) r) − 1) / (α − 1). Exponents are clipped at
+    80.
 
     Args:
         chosen: log-probabilities of the preferred responses, summed over their tokens, any float dtype;
             `sequence_log_probs` makes them.
         rejected: the other responses' log-probabilities, of the same shape.
-        reference_chosen: the same under the reference policy, which may be stored; None with `reference_rejected`.
+        reference_chosen: the same under the reference policy; None, together with `reference_rejected`, for no
+            reference.
         reference_rejected: the same for the other responses.
-        chosen_tokens: integers ≥ 1, how many tokens each sum has; for "ipo", "sigmoid_norm" and "sft" only.
+        chosen_tokens: integers ≥ 1, the number of tokens in each sum; for "ipo", "sigmoid_norm" and "sft" only.
         rejected_tokens: the same for the other responses; for "ipo" and "sigmoid_norm" only.
-        pair_weights: factors of the pairs' losses, such as `wpo_weights` makes; not for the types that sort.
-        beta: > 0, how strongly the reference binds.
+        pair_weights: factors of the pairs' losses, such as those of `wpo_weights`; not for the types that sort.
+        beta: > 0, how strongly the policy is kept near the reference.
         loss_type: a type of the table, or several different ones, whose losses add up.
         loss_weights: a factor for each of several types; None is 1 for each.
         label_smoothing: in [0, 0.5), above 0 for "exo_pair"; for "exo_pair", "robust" and the types that sort only.
-        f_divergence: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence"; others than the first do not go
-            with "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero" and "apo_down".
+        f_divergence: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence". "nca_pair", "bco_pair",
+            "sppo_hard", "aot", "aot_unpaired", "apo_zero" and "apo_down" need the first.
         f_alpha: α; for "alpha_divergence" only. At 1 it is the reverse KL.
         discopop_tau: > 0; for "discopop" only.
-        sft_tokens_per_pair: what "sft" divides by, where the pairs are a micro-batch: the mean of the whole batch's
-            `chosen_tokens`. None takes the mean of those given.
+        sft_tokens_per_pair: the denominator of "sft" if the pairs are a micro-batch: the mean of the whole batch's
+            `chosen_tokens`. None for the mean of the given ones.
 
     Returns:
-        A `DPOOutput`. The types that sort give losses in sorted order.
+        A `DPOOutput`. With the types that sort, losses are in sorted order.
 
     Example:
         >>> chosen, rejected = jnp.array([-12.0, -20.0]), jnp.array([-15.0, -18.0])

@@ -17,16 +17,16 @@ CPO_TYPES = ("sigmoid", "hinge", "ipo")
 def orpo_loss(
     chosen: Float[Array, "P"], rejected: Float[Array, "P"], chosen_nll: Float[Array, "*P"], *, beta: float = 0.1
 ) -> DPOOutput:
-    """Odds ratio preference optimisation: the likelihood of chosen, and the odds of chosen against rejected.
+    """Odds ratio preference optimisation: the NLL of chosen, plus a loss of the odds of chosen against rejected.
 
     loss = chosen_nll − β log σ(log odds(chosen) − log odds(rejected)), where log odds(a) = a − log(1 − e^a) of the mean
     log-probability a of a response's tokens.
 
     Args:
         chosen: mean log-probabilities ≤ 0 of the preferred responses' tokens, any float dtype; `sequence_log_probs`
-            with `average=True` makes them. At 0, where the odds are infinite, they count as −1.2e-38.
+            with `average=True` makes them. 0, for which the odds are infinite, counts as −1.2e-38.
         rejected: the other responses' log-probabilities, of the same shape.
-        chosen_nll: the negative log-likelihood that the loss adds, for each pair or one mean for all, such as a
+        chosen_nll: the negative log-likelihood that is added, for each pair or as one mean of all, such as a
             cross-entropy of prompt and response.
         beta: > 0, the weight of the odds ratio; λ in the paper.
 
@@ -64,7 +64,7 @@ def cpo_loss(
     label_smoothing: float = 0.0,
     cpo_alpha: float = 1.0,
 ) -> DPOOutput:
-    """Contrastive preference optimisation: DPO without a reference, beside the likelihood of chosen.
+    """Contrastive preference optimisation: DPO without a reference, plus the negative log-likelihood of chosen.
 
     loss = preference + cpo_alpha · chosen_nll, where with Δ = chosen − rejected the preference is
     "sigmoid": −(1 − ε) log σ(βΔ) − ε log σ(−βΔ), "hinge": max(0, 1 − βΔ), "ipo": (Δ − 1/2β)².
@@ -73,7 +73,8 @@ def cpo_loss(
         chosen: log-probabilities of the preferred responses, any float dtype: summed over the tokens, or for "ipo"
             their mean. `sequence_log_probs` makes both.
         rejected: the other responses' log-probabilities, of the same shape.
-        chosen_nll: negative log-likelihood of chosen, for each pair or one mean for all; needed unless `cpo_alpha=0`.
+        chosen_nll: negative log-likelihood of chosen, for each pair or as one mean of all; required unless
+            `cpo_alpha=0`.
         beta: > 0, the scale of log-probabilities.
         loss_type: "sigmoid", "hinge" or "ipo".
         label_smoothing: ε in [0, 0.5); for "sigmoid" only.
@@ -124,14 +125,14 @@ def simpo_loss(
 
     loss = −(1 − ε) log σ(x) − ε log σ(−x), x = β (chosen − rejected) − γ.
 
-    The defaults are TRL's; the paper takes β between 2 and 10 and γ between 0.3 β and 0.5 β or so.
+    The defaults are TRL's; the paper uses β between 2 and 10 and γ between about 0.3 β and 0.5 β.
 
     Args:
         chosen: mean log-probabilities of the preferred responses' tokens, any float dtype; `sequence_log_probs` with
             `average=True` makes them.
         rejected: the other responses' log-probabilities, of the same shape.
         beta: > 0, the scale of log-probabilities.
-        gamma: ≥ 0, the margin by which β chosen should be above β rejected.
+        gamma: ≥ 0, the target margin of β chosen over β rejected.
         label_smoothing: ε in [0, 0.5).
 
     Returns:

@@ -23,7 +23,7 @@ def importance_sampling_ratio(
     segment_ids: Integer[ArrayLike, "B T"] | None = None,
     num_segments: int | None = None,
 ) -> Float[Array, "B _"]:
-    """The `importance_ratio` of `policy_loss` against the sampler, truncated or masked. Names and defaults are TRL's.
+    """The truncated or masked `importance_ratio` of policy to sampler for `policy_loss`; names and defaults are TRL's.
 
     The ratio is exp(old_log_probs − sampling_log_probs) of a token, or of a sequence's sum over its counted tokens:
 
@@ -34,20 +34,22 @@ def importance_sampling_ratio(
     | "sequence_truncate" | a sequence | the nearer bound |
     | "sequence_mask" | a sequence | 0 |
 
-    A token that the sampler has not scored adds nothing: its number is NaN or infinite, or more than 80 below the
-    policy's. Exponents of sums end at 80. `segment_ids` and `num_segments` are those of `sequence_log_probs`.
+    Tokens without a sampler's score have the ratio 1: those whose log-probability is NaN or infinite, or more than 80
+    below the policy's. Exponents of sums are clipped at 80. `segment_ids` and `num_segments` are those of
+    `sequence_log_probs`.
 
     Args:
-        old_log_probs: of the sampled tokens, under the policy before this step's updates, any float dtype.
-        sampling_log_probs: of the same tokens, as the sampler computed them.
+        old_log_probs: log-probabilities of the sampled tokens under the policy before this step's updates, any float
+            dtype.
+        sampling_log_probs: log-probabilities of the same tokens, as computed by the sampler.
         mask: bool, which tokens count.
-        mode: one of the table.
-        clip_max: > 0, the largest ratio; None sets none.
-        clip_min: ≥ 0 and below clip_max, the smallest ratio; None sets none.
+        mode: a mode of the table.
+        clip_max: > 0, the largest ratio; None for no limit.
+        clip_min: ≥ 0 and below clip_max, the smallest ratio; None for no limit.
 
     Returns:
-        float32, without gradient: (B, T), 1 where a token does not count; or of sequences (B, 1), and
-        (B, num_segments) of packed rows. A row with more segments is NaN, under jit.
+        float32, without gradient: (B, T), 1 where a token does not count; for modes of sequences (B, 1), or (B,
+        num_segments) for packed rows. Under jit, a row with more segments is NaN.
 
     Example:
         >>> old, sampling = jnp.log(jnp.array([[0.4, 0.5]])), jnp.log(jnp.array([[0.1, 0.5]]))

@@ -14,17 +14,17 @@ from liger_jax.ops.checks import ArrayLike
 
 
 def take_segments(values: Float[Array, "R S"], places: Integer[ArrayLike, "P 2"]) -> Float[Array, "P"]:
-    """The numbers of P segments, from (rows, segments), such as `sequence_log_probs` makes of packed rows.
+    """Selects the values of P segments from an array (rows, segments), as `sequence_log_probs` returns for packed rows.
 
     Args:
         values: a number for each segment of each row, any float dtype.
-        places: row and segment of each sequence, counted from 0: `pack_pairs` and `pack_completions` make them.
+        places: row and segment of each sequence, counted from 0, as returned by `pack_pairs` and `pack_completions`.
 
     Returns:
-        float32. A place outside of `values` gives NaN, under jit.
+        float32. Under jit, a place outside of `values` gives NaN.
 
     Raises:
-        ValueError: a place is outside of `values`, outside of jit.
+        ValueError: without jit, a place is outside of `values`.
 
     Example:
         >>> sums = jnp.array([[-1.0, -2.0, -3.0, 0.0], [-5.0, -6.0, 0.0, 0.0]])
@@ -44,9 +44,9 @@ def take_segments(values: Float[Array, "R S"], places: Integer[ArrayLike, "P 2"]
 def place_segments(
     values: Float[Array, "P"], places: Integer[ArrayLike, "P 2"], shape: tuple[int, int]
 ) -> Float[Array, "R S"]:
-    """(rows, segments) from the numbers of P sequences; the inverse of `take_segments`.
+    """Puts the values of P sequences into an array (rows, segments); the inverse of `take_segments`.
 
-    It lays advantages, importance ratios and counts as the losses take them for packed rows.
+    Use it for the advantages, importance ratios and counts that the losses take for packed rows.
 
     Args:
         values: a number for each sequence, any float dtype.
@@ -54,10 +54,10 @@ def place_segments(
         shape: the numbers of rows and of segments in a row.
 
     Returns:
-        float32, 0 where a row has no such segment. If any place is outside of `shape`, all of it is NaN, under jit.
+        float32, 0 where a row has no such segment. Under jit, everything is NaN if any place is outside of `shape`.
 
     Raises:
-        ValueError: a place is outside of `shape`, outside of jit.
+        ValueError: without jit, a place is outside of `shape`.
 
     Example:
         >>> place_segments(jnp.array([1.0, -1.0]), jnp.array([[1, 0], [0, 1]]), (2, 2)).tolist()
@@ -76,17 +76,17 @@ def place_segments(
 
 
 def spread_segments(values: Float[Array, "*R S"], segment_ids: Integer[ArrayLike, "*R T"]) -> Float[Array, "*R T"]:
-    """Each token its segment's number: what a loss by token takes in place of `x[:, None]` for packed rows.
+    """Gives each token the value of its segment: for packed rows, it replaces `x[:, None]` in a loss by token.
 
     Args:
         values: a number for each segment of each row, any float dtype.
-        segment_ids: integers that count a row's segments from 1, and are 0 at empty places.
+        segment_ids: integers that number a row's segments from 1, and are 0 at padding.
 
     Returns:
-        float32, 0 at empty places. A row with a segment that `values` has no number for is NaN, under jit.
+        float32, 0 at padding. Under jit, a row with a segment for which `values` has no number is NaN.
 
     Raises:
-        ValueError: a segment has no number, outside of jit.
+        ValueError: without jit, a segment has no number.
 
     Example:
         >>> spread_segments(jnp.array([[0.5, -1.0]]), jnp.array([[1, 1, 2, 0]])).tolist()

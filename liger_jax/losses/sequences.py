@@ -28,22 +28,22 @@ def sequence_log_probs(
     The weight w_t is 1. With LD-DPO's `ld_alpha` it is `ld_alpha` for the counted tokens after the first
     `shared_tokens`, so that the longer response of a pair does not win or lose by its length alone.
 
-    A row is a sequence. With `segment_ids` it is packed: each of its segments is one, and the results are
-    (..., num_segments), 0 where a row has fewer. `take_segments` finds those of a batch's pairs.
+    A row is a sequence. With `segment_ids` rows are packed: each segment is a sequence, and results have the shape
+    (..., num_segments), with 0 where a row has fewer segments. `take_segments` selects those of a batch's pairs.
 
     Args:
         log_probs: the tokens' log-probabilities, any float dtype. Tokens that do not count have no effect.
         where: bool, which tokens count; None counts all.
         average: whether to divide by the number of tokens that count.
-        segment_ids: integers that count a row's segments from 1, and are 0 at empty places, which never count.
+        segment_ids: integers that number a row's segments from 1, and are 0 at padding, which never counts.
         num_segments: the largest number of segments in a row, a Python int; with `segment_ids` only.
-        ld_alpha: weight in [0, 1] of the tokens beyond the shared length; None weighs all alike.
+        ld_alpha: weight in [0, 1] of the tokens beyond the shared length; None for equal weights.
         shared_tokens: integers, for each sequence the number of counted tokens of the shorter response of its pair;
             with `ld_alpha` only.
 
     Returns:
-        float32. A sequence without a counted token has 0, and gradient 0. A row with more segments than `num_segments`
-        has NaN, and so has its gradient, under jit.
+        float32. A sequence without a counted token has 0, and gradient 0. Under jit, a row with more segments than
+        `num_segments` has NaN, and so has its gradient.
 
     Raises:
         ValueError: outside of jit, the mean of a sequence without a counted token is asked for.
@@ -108,9 +108,9 @@ def wpo_weights(
 ) -> Float[Array, "*S"]:
     """WPO's weight of each sequence, by how much it looks like the policy's own output; it has no gradient.
 
-    weight = exp(mean over counted t of log_probs_t − log_sum_of_squares_t), where log_sum_of_squares is log Σ_v p_v². A
-    pair weighs the product of its two: give `dpo_loss` `pair_weights = weights_of_chosen * weights_of_rejected`.
-    `segment_ids` and `num_segments` are those of `sequence_log_probs`.
+    weight = exp(mean over counted t of log_probs_t − log_sum_of_squares_t), where log_sum_of_squares is log Σ_v p_v².
+    The weight of a pair is the product of its two weights: pass `pair_weights = weights_of_chosen *
+    weights_of_rejected` to `dpo_loss`. `segment_ids` and `num_segments` are those of `sequence_log_probs`.
 
     Args:
         log_probs: the tokens' log-probabilities under the policy, any float dtype.
@@ -119,7 +119,7 @@ def wpo_weights(
 
     Returns:
         float32, positive: (...), or (..., num_segments) for packed rows. It is 1 for a sequence without a counted
-        token, and NaN in a row with more segments, under jit.
+            token, and under jit NaN in a row with more segments.
 
     Example:
         >>> p = jnp.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])  # at two positions, where tokens 0 and 1 were sampled

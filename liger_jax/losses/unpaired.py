@@ -37,7 +37,7 @@ def kto_loss(
     undesirable_weight: float = 1.0,
     loss_type: str = "kto",
 ) -> KTOOutput:
-    """Kahneman-Tversky optimisation: responses that are good or bad, each by itself.
+    """Kahneman-Tversky optimisation, for single responses that are labelled as good or bad.
 
     With r = log_probs − reference_log_probs and z = max(0, mean(kl)), without gradient:
     "kto": desirable_weight · (1 − σ(β (r − z))) where desirable, else undesirable_weight · (1 − σ(β (z − r)));
@@ -47,10 +47,10 @@ def kto_loss(
         log_probs: the responses' log-probabilities, summed over their tokens, any float dtype.
         reference_log_probs: the same under the reference policy.
         desirable: bool, which responses are good.
-        kl: the baseline's log-ratios of policy to reference, for responses that answer other prompts; their mean is
-            clamped at 0. A number is such a mean: 0.0 is no baseline, micro-batches share their whole batch's, and
-            `running_baseline` makes one of many batches. For "kto" only, which needs it.
-        beta: > 0, how strongly the reference binds.
+        kl: log-ratios of policy to reference for responses that belong to other prompts, whose mean, clamped at 0, is
+            the baseline; or the mean itself as a number: 0.0 for no baseline, the whole batch's for micro-batches, or
+            that of `running_baseline`. For "kto" only, which requires it.
+        beta: > 0, how strongly the policy is kept near the reference.
         desirable_weight: ≥ 0, the weight of good responses.
         undesirable_weight: ≥ 0, the weight of bad responses.
         loss_type: "kto" or "apo_zero_unpaired".
@@ -92,11 +92,11 @@ def kto_loss(
 
 @tree_dataclass
 class RunningBaseline:
-    """The state of `running_baseline`: it belongs to what a training loop keeps and saves.
+    """The state of `running_baseline`, which a training loop keeps and saves.
 
     Attributes:
-        mean: () float32, the mean of what came in.
-        weight: () float32, how many numbers it stands for.
+        mean: () float32, the weighted mean of all log-ratios so far.
+        weight: () float32, the sum of their weights.
     """
 
     mean: jax.Array
@@ -110,20 +110,22 @@ def running_baseline(
     decay: float = 0.9,
     where: Bool[Array, "*M"] | None = None,
 ) -> tuple[Float[Array, ""], RunningBaseline]:
-    """A baseline of many batches: one batch's mean is of a few log-ratios, and jumps from step to step.
+    """A baseline over many batches: the mean of a single batch has few log-ratios, and varies from step to step.
 
     With n numbers in this batch: weight' = decay · weight + n, mean' = mean + n (mean of batch − mean) / weight'. So
-    the first baseline is its batch's own mean, without a bias towards 0.
+    the first baseline is the mean of its batch, without a bias towards 0.
 
     Args:
-        log_ratios: of policy to reference, for responses that answer other prompts, any float dtype; all of a step's.
-        state: what the step before returned; None for the first.
-        decay: in [0, 1], what a batch weighs a step later. 0.0 takes each batch's mean, 1.0 that of all batches.
-        where: bool, which numbers count; None counts all. What stands elsewhere has no effect.
+        log_ratios: of policy to reference, for responses that belong to other prompts, any float dtype; those of a
+            whole step.
+        state: the state that the previous step returned; None for the first step.
+        decay: in [0, 1], the factor of a batch's weight after each step. 0.0 for each batch's mean, 1.0 for that of all
+            batches.
+        where: bool, which numbers count; None counts all. The others have no effect.
 
     Returns:
         (baseline, state). The baseline is () float32, the `kl` of `kto_loss`, which clamps it at 0. There is no
-        gradient. A batch of which nothing counts leaves the mean as it is, 0 at first.
+        gradient. A batch without a counted number does not change the mean, which is 0 at first.
 
     Example:
         >>> baseline, state = running_baseline(jnp.array([1.0, 3.0]), decay=0.5)
