@@ -15,10 +15,10 @@ GPU_OPTIONS: dict[str, Any] = {
 
 
 def compiler_options(mesh: Mesh | None) -> dict[str, Any] | None:
-    """Options of XLA for a step on a mesh, for `jax.jit(step, compiler_options=…)`.
+    """XLA's options for a training step on a mesh, for `jax.jit(step, compiler_options=…)`.
 
     Args:
-        mesh: the devices, real ones or a topology's; `None` for one device.
+        mesh: the mesh, of real devices or of a topology; `None` for one device.
 
     Returns:
         The options for several GPUs; `None` for one, and for other devices.

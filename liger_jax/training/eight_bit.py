@@ -31,9 +31,9 @@ class ScaleByAdam8bitState(NamedTuple):
     """The state of `scale_by_adam_8bit`: each tree has the parameters' structure.
 
     Attributes:
-        count: how many updates there were.
+        count: the number of updates so far.
         mu: first moments: uint8 codes of the parameter's shape, or float32 numbers.
-        mu_scale: the scales of codes (…, D), float32 (…, ⌈D / block_size⌉); the number 1 beside float32 moments.
+        mu_scale: the scales of codes (…, D), float32 (…, ⌈D / block_size⌉); the number 1 for float32 moments.
         nu: second moments: uint8 codes of the parameter's shape, or float32 numbers.
         nu_scale: their scales.
     """
@@ -56,43 +56,45 @@ def adamw_8bit(
     block_size: int | None = None,
     float32_names: Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with both moments in 8 bits: about 2.03 bytes a parameter in place of 8.
+    """AdamW with both moments in 8 bits: about 2.03 bytes per parameter instead of 8.
 
-    The update is AdamW's in float32, m̂ / (√v̂ + eps). Then m and v are rounded to bitsandbytes' dynamic code, each in
-    blocks of 256 numbers along the last axis, whose largest number is the block's scale. A second moment above 0 is
-    never rounded to 0. On a GPU XLA makes it in two passes over a parameter: the scales, then codes and update; no
-    whole array of moments in float32 exists. On a TPU it keeps a parameter's moments in float32 for the while.
+    The update is AdamW's in float32, m̂ / (√v̂ + eps). Then m and v are rounded to bitsandbytes' dynamic code, in
+    blocks of 256 numbers along the last axis, where a block's scale is its largest magnitude. A second moment above 0
+    is never rounded to 0. On a GPU, XLA makes two passes over a parameter, one for the scales and one for codes and
+    update, and no float32 array of all its moments is in memory. On a TPU, the moments of one parameter are in float32
+    during its update.
 
-    Some parameters keep moments in float32: those of fewer than 4,096 numbers, those whose last axis has fewer than
-    16, norms, biases and other vectors, stacked ones included, and those that `float32_names` name. A gradient above
-    2^62, whose square would overflow, counts as 2^62; one that is not finite makes its block NaN.
+    Some parameters have float32 moments: those of fewer than 4,096 numbers, those whose last axis has fewer than 16,
+    norms, biases and other vectors, stacked or not, and those named by `float32_names`. A gradient above 2^62, whose
+    square would overflow, counts as 2^62; one that is not finite makes its block NaN.
 
-    For parameters in bfloat16, put `stochastic_rounding` around it. The state then takes 2.03 bytes beside the
-    parameter's 2, and a run goes on from a saved state as if it had not stopped. Codes have the parameter's shape, so
-    they are sharded over a mesh as the parameter is. Blocks follow from that shape alone, and a saved state can be read
-    onto another mesh. Where a mesh splits blocks, its devices exchange the maxima of pieces of them; scales whose
-    number the mesh does not divide, or whose blocks are not equal, are whole on every device.
+    For bfloat16 parameters, wrap it in `stochastic_rounding`. Parameter and state then take 2 + 2.03 bytes, and a run
+    that resumes from a saved state continues as if it had not stopped. Codes have the parameter's shape and are sharded
+    like it. Blocks depend only on that shape, so a saved state can be restored onto another mesh. If blocks are
+    sharded, devices exchange the maxima of their shards. Scales are replicated if the mesh does not divide their
+    number, or if blocks differ in size.
 
     Args:
-        learning_rate: a finite number, at least 0, or an optax schedule. `optax.inject_hyperparams` may hand this
-            number, and the next four, over as arrays. Where they are traced, b1, b2 or eps out of its range makes NaN.
+        learning_rate: a finite number, at least 0, or an optax schedule. `optax.inject_hyperparams` may pass this
+            number, and the next four, as arrays. If they are traced, a value of b1, b2 or eps out of its range makes
+            the update NaN.
         b1: the decay of first moments, in [0, 1).
         b2: the decay of second moments, in [0, 1).
-        eps: is added to √v̂; above 0.
-        weight_decay: times parameter and learning rate, as in `optax.adamw`.
+        eps: added to √v̂; above 0.
+        weight_decay: multiplied with parameter and learning rate, as in `optax.adamw`.
         mask: which parameters decay, as in `optax.adamw`.
-        block_size: how many numbers share a scale; None for 256. The last block of a row may be shorter.
-        float32_names: a parameter keeps float32 moments if one of these is in its path, as with
-            `("embed_tokens",)` a model's embedding.
+        block_size: the number of values that share a scale; None for 256. The last block of a row may be shorter.
+        float32_names: parameters with one of these names in their path have float32 moments, such as a model's
+            embedding with `("embed_tokens",)`.
 
     Returns:
         The transformation; its updates are float32.
 
     Raises:
-        ValueError: `learning_rate`, `b1`, `b2`, `eps` or `block_size` is out of range; from `init`, that no path has a
-            name of `float32_names`; from `update`, that the state has other blocks.
-        TypeError: `block_size` is an array, or `b1` or `b2` is one of 16 bits; from `init`, that a parameter is not of
-            real floating-point numbers.
+        ValueError: `learning_rate`, `b1`, `b2`, `eps` or `block_size` is out of range; from `init`, if no path has a
+            name of `float32_names`; from `update`, if the state has other blocks.
+        TypeError: `block_size` is an array, or `b1` or `b2` is one of 16 bits; from `init`, if a parameter does not
+            have a real floating-point dtype.
 
     Example:
         >>> params = {"kernel": jnp.ones((64, 512), jnp.float32)}
@@ -120,7 +122,7 @@ def scale_by_adam_8bit(
     block_size: int | None = None,
     float32_names: Sequence[str] = (),
 ) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` with moments in 8 bits, for chains of your own. Its arguments are those of `adamw_8bit`.
+    """`optax.scale_by_adam` with moments in 8 bits, for use in chains. Its arguments are those of `adamw_8bit`.
 
     Returns:
         The transformation; its updates are float32.

@@ -16,17 +16,17 @@ from liger_jax.training.rows import Rows
 def loss_and_accuracy(
     model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None, *, token_scaling: bool = False
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A loss function for `make_step` with `has_aux=True`. The accuracy costs nothing beside the loss.
+    """A loss function for `make_step` with `has_aux=True`. The accuracy adds no cost to the loss.
 
     Args:
         model: a causal language model.
         batch: its arguments.
-        normalizer: the denominator of both means; `None` for the batch's own number of scored tokens.
-        token_scaling: multiply each token's loss by its own probability, as a model's call does.
+        normalizer: the denominator of both means; `None` for the batch's number of scored tokens.
+        token_scaling: whether each token's loss is multiplied by its probability, as in a model's call.
 
     Returns:
-        The mean loss, and `token_accuracy`, the share of tokens that the model predicts. Both are float32 scalars that
-        add up over micro-batches.
+        The mean loss, and `token_accuracy`, the fraction of tokens that the model predicts. Both are float32 scalars
+        that add up over micro-batches.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -41,14 +41,14 @@ def loss_and_accuracy(
 
 
 def score_sums(graph: nnx.GraphDef) -> Any:
-    """What some rows add to the scores, as a program.
+    """Makes a jitted function that computes the sums over rows from which scores are computed.
 
     Args:
         graph: the model's structure.
 
     Returns:
-        A jitted function of parameters, frozen variables and rows: the summed cross-entropy, without what the routers
-        of a mixture add to the loss, the number of tokens that the model predicts, and the number of scored tokens.
+        A jitted function of parameters, frozen variables and rows. It returns the sum of cross-entropies, without the
+        losses of a mixture's routers, the number of tokens that the model predicts, and the number of scored tokens.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -79,13 +79,13 @@ def mean_scores(totals: Sequence[float]) -> dict[str, float]:
 def scoring(
     sums: Any, frozen: Any, scores: Callable[[Sequence[float]], dict[str, float]] = mean_scores
 ) -> Callable[[Any, Sequence[Rows]], dict[str, float]]:
-    """The scores of parameters, as `Loop` takes them.
+    """Makes a function that scores parameters, for `evaluate` of `Loop`.
 
     Args:
-        sums: what `score_sums` returns, perhaps compiled; or another function of parameters, frozen variables and rows
-            that returns an array.
+        sums: the result of `score_sums`, perhaps compiled; or another function of parameters, frozen variables and rows
+            that returns an array of sums.
         frozen: the variables that are not trained.
-        scores: what becomes of the sums over all rows.
+        scores: a function of the sums over all rows, which returns the scores by name.
 
     Returns:
         A function of parameters and batches of one shape, which returns the scores of all batches by name.

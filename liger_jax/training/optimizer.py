@@ -20,13 +20,14 @@ OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 
 
 def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.1) -> Schedule:
-    """A straight line up to the peak, and a cosine down from it over the steps that are left.
+    """A linear warm-up to the peak, and a cosine decay over the remaining steps.
 
     Args:
         peak: the highest rate, a finite number, at least 0.
         steps: how many steps the whole run has, at least 1.
-        warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
-        end: the rate after the last step, as a share of the peak.
+        warm_up: the fraction of the steps in which the rate rises. The first step has a rate above 0, and the last one
+            of them the peak.
+        end: the rate after the last step, as a fraction of the peak.
 
     Returns:
         A function of the step, from 0.
@@ -42,7 +43,7 @@ def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
 
 
 def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.0) -> Schedule:
-    """A straight line up to the peak, and a straight line down from it over the steps that are left.
+    """A linear warm-up to the peak, and a linear decay over the remaining steps.
 
     Arguments and result are those of `cosine_schedule_with_warmup`.
 
@@ -56,7 +57,7 @@ def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
 
 
 def constant_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03) -> Schedule:
-    """A straight line up to the peak, which then stays.
+    """A linear warm-up to the peak, which is then kept.
 
     Arguments and result are those of `cosine_schedule_with_warmup`.
 
@@ -85,26 +86,27 @@ def adamw(
     state_dtype: Any = None,
     seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.adamw`, and what a training run of a language model puts around it.
+    """`optax.adamw` with options that are common in training language models.
 
     Without the last four options it is `optax.adamw`, with the same parameters, defaults and updates. With `seed`, it
     computes in float32 and rounds parameters in bfloat16 as `stochastic_rounding` does.
 
     Args:
         learning_rate: a finite number, at least 0, or a schedule.
-        b1: the share of the first moment that a step keeps.
-        b2: the share of the second moment that a step keeps.
-        eps: added to the second moment's root.
+        b1: the decay of the first moment.
+        b2: the decay of the second moment.
+        eps: added to the root of the second moment.
         eps_root: added to the second moment under the root.
-        mu_dtype: dtype in which the first moment alone is held; `None` for the parameter's.
-        weight_decay: the share of each weight that a step of rate 1 takes away.
+        mu_dtype: dtype of the first moment only; `None` for the parameter's.
+        weight_decay: the fraction by which a step with learning rate 1 reduces each weight.
         mask: which parameters decay, as in `optax.adamw`: a tree of bools or a function of the parameters.
         nesterov: whether the first moment has Nesterov's momentum.
-        decays_all: whether norms, biases and other vectors are decayed as well. Most recipes leave them out.
-        max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
-        state_dtype: dtype in which both moments are held, as `held_in` does, with the seed or else 0; `None` for the
+        decays_all: whether norms, biases and other vectors decay too. Most recipes leave them out.
+        max_norm: if the norm of the gradient over all parameters is larger, the gradient is scaled down to it; `None`
+            for no clipping.
+        state_dtype: dtype of both moments, stored as by `held_in`, with `seed` or 0 as its seed; `None` for the
             parameter's, or float32 with `seed`.
-        seed: of the random bits that round parameters in bfloat16; `None` rounds them to the nearest number.
+        seed: seed of the stochastic rounding of parameters in bfloat16; `None` for rounding to nearest.
 
     Returns:
         The transformation. It needs `params`. With `seed` its updates are float32.
@@ -150,15 +152,15 @@ def sgd(
     max_norm: float | None = None,
     seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.sgd`, and what a training run of a language model puts around it.
+    """`optax.sgd` with options that are common in training language models.
 
     Without the last two options it is `optax.sgd`, with the same parameters, defaults and updates. With `seed`, it
     computes in float32 and rounds parameters in bfloat16 as `stochastic_rounding` does. Other arguments are `adamw`'s.
 
     Args:
-        momentum: the share of the momentum that a step keeps; `None` for no momentum, and no state.
+        momentum: the decay of the momentum; `None` for no momentum, and no state.
         nesterov: whether the momentum is Nesterov's.
-        accumulator_dtype: dtype in which the momentum is held; `None` for the parameter's.
+        accumulator_dtype: dtype of the momentum; `None` for the parameter's.
 
     Returns:
         The transformation. With `seed` it needs `params`, and its updates are float32.
@@ -184,20 +186,20 @@ def optimizer_named(
     state_dtype: Any = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that commands know by its name, with clipped gradients, for parameters in float32 and in bfloat16.
+    """An optimizer of the commands by its name, with clipped gradients, for parameters in float32 and in bfloat16.
 
     The options are those of `adamw`; "sgd" has neither `b2` nor `weight_decay`.
 
     Args:
-        name: "adamw"; "adamw8bit", which is `adamw_8bit` with what `adamw` has around it; or "sgd".
+        name: "adamw"; "adamw8bit", which is `adamw_8bit` with the options of `adamw`; or "sgd".
         learning_rate: a finite number, at least 0, or a schedule.
-        state_dtype: dtype in which the moments of "adamw" are held; `None` for float32.
+        state_dtype: dtype of the moments of "adamw"; `None` for float32.
 
     Returns:
         The transformation. Its updates are float32, and it needs `params`.
 
     Raises:
-        ValueError: no optimizer has this name, or `state_dtype` is given to one whose state has its own dtype; or
+        ValueError: no optimizer has this name, `state_dtype` is given for another optimizer than "adamw", or
             `learning_rate` or `max_norm` is out of its range.
 
     Example:

@@ -26,8 +26,8 @@ class StochasticRoundingState(NamedTuple):
     """The state of `stochastic_rounding`.
 
     Attributes:
-        step: how many updates there were. It and the seed make the next update's random bits.
-        inner_state: the optimizer's own state, as for float32 parameters.
+        step: the number of updates so far, which with the seed determines the next update's random bits.
+        inner_state: the state of the optimizer, as for float32 parameters.
     """
 
     step: jax.Array
@@ -37,28 +37,29 @@ class StochasticRoundingState(NamedTuple):
 def stochastic_rounding(
     optimizer: optax.GradientTransformation, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that trains bfloat16 parameters: it computes in float32, and rounds parameter + update at random.
+    """An optimizer for bfloat16 parameters: it computes in float32, and rounds parameter + update stochastically.
 
-    A bfloat16 number has 8 bits, so rounding to nearest drops every update below 1/512 of its parameter, which AdamW's
-    are at usual rates. Here the sum becomes one of its two neighbours, the nearer one more often, so that its mean is
-    the exact sum. Gradients come to the optimizer in float32, and its moments are those of float32 parameters: AdamW
-    then holds 2 + 8 bytes a parameter. The updates are such that plain `optax.apply_updates` ends on the rounded sum.
+    A bfloat16 number has 8 bits, so rounding to nearest loses every update below 1/512 of its parameter, as most of
+    AdamW's are at usual learning rates. Here the sum is rounded to one of its two neighbours, the nearer one more
+    often, so that the result is exact on average. The optimizer is given float32 gradients, and has moments as for
+    float32 parameters: parameters and AdamW's moments take 2 + 8 bytes per parameter. Updates are such that plain
+    `optax.apply_updates` results in the rounded sum.
 
-    Random bits follow from the seed, the number of updates in the state, and a parameter's place in the tree. So a run
-    that goes on from a saved state has the same bits, and so has every sharding. Parameters in float32 are updated as
-    without it. The optimizer is initialised with a float32 copy of the parameters, which `jax.jit` of `init` leaves out
-    where only shapes are needed.
+    Random bits are determined by the seed, the number of updates in the state, and the parameter's position in the
+    tree. So a run that resumes from a saved state has the same bits, and they do not depend on the sharding. Parameters
+    in float32 are updated without rounding. The optimizer is initialised with a float32 copy of the parameters; under
+    `jax.jit`, no copy is made if `init` only uses shapes.
 
     Args:
-        optimizer: any optax transformation. `optax.inject_hyperparams` may be inside, and holds its numbers in float32.
-        seed: of the random bits.
+        optimizer: any optax transformation. It may contain `optax.inject_hyperparams`, whose numbers are then float32.
+        seed: seed of the random bits.
 
     Returns:
         The transformation. Its updates are float32, and it needs `params`.
 
     Raises:
-        ValueError: from `update`, that `params` are missing.
-        TypeError: from `init` and `update`, that a parameter has another dtype of 16 bits or less.
+        ValueError: from `update`, if `params` are missing.
+        TypeError: from `init` and `update`, if a parameter has another dtype of 16 bits or less.
 
     Example:
         >>> params = jnp.ones(10_000, jnp.bfloat16)  # its neighbour above is 1 + 1/128
@@ -97,8 +98,8 @@ class HeldState(NamedTuple):
     """The state of `held_in`.
 
     Attributes:
-        step: how many updates there were. It and the seed make the next update's random bits.
-        inner_state: the optimizer's own state, whose arrays of parameters' shapes are in the dtype.
+        step: the number of updates so far, which with the seed determines the next update's random bits.
+        inner_state: the state of the optimizer, whose arrays of parameters' shapes have the dtype.
     """
 
     step: jax.Array
@@ -108,23 +109,24 @@ class HeldState(NamedTuple):
 def held_in(
     optimizer: optax.GradientTransformation, dtype: Any, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that computes in float32, and whose moments are held in bfloat16 between steps.
+    """An optimizer that computes in float32, and whose moments are stored in bfloat16 between steps.
 
-    A step of b2 = 0.999 changes a second moment by a thousandth, and a bfloat16 number has 8 bits: rounded to nearest,
-    it never falls. So each moment becomes one of its two neighbours at random, as in `stochastic_rounding`, and is
-    exact on average. Random bits follow from the seed, the number of updates, and a moment's place in the state.
+    With b2 = 0.999, a step changes a second moment by a thousandth at most, and a bfloat16 number has 8 bits: rounded
+    to nearest, a moment would never decrease. So each moment is rounded stochastically to one of its two neighbours, as
+    in `stochastic_rounding`, and is exact on average. Random bits are determined by the seed, the number of updates,
+    and the moment's position in the state.
 
     Args:
-        optimizer: any optax transformation, around which `stochastic_rounding` may be.
-        dtype: bfloat16; or float32, which changes nothing. Floating-point arrays of a parameter's shape are held in it.
-            Numbers, such as those of `optax.inject_hyperparams`, and arrays of other shapes keep their own.
-        seed: of the random bits.
+        optimizer: any optax transformation, also one with `stochastic_rounding`.
+        dtype: bfloat16; or float32, which changes nothing. It applies to floating-point arrays of a parameter's shape.
+            Scalars, such as those of `optax.inject_hyperparams`, and arrays of other shapes keep their dtype.
+        seed: seed of the random bits.
 
     Returns:
         The transformation.
 
     Raises:
-        ValueError: another dtype. In float16 the second moments of small gradients would be 0.
+        ValueError: `dtype` is another one. In float16 the second moments of small gradients would be 0.
 
     Example:
         >>> optimizer = held_in(optax.adam(1e-3), jnp.bfloat16)

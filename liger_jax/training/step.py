@@ -17,10 +17,10 @@ _POSITIONS = (jax.tree_util.DictKey("positions"),)
 
 
 def model_arguments(batch: Batch) -> Mapping[str, jax.Array]:
-    """What a model is called with: tokens are their own labels.
+    """The arguments of a model's call; token ids alone are also used as labels.
 
     Args:
-        batch: (B, T) token ids; or the model's arguments, among them `input_ids` and `labels`.
+        batch: (B, T) token ids; or the model's arguments, including `input_ids` and `labels`.
 
     Returns:
         The arguments by name.
@@ -33,12 +33,12 @@ def model_arguments(batch: Batch) -> Mapping[str, jax.Array]:
 
 
 def language_model_loss(model: nnx.Module, batch: Batch, normalizer: jax.Array | None = None) -> jax.Array:
-    """The mean loss of predicting each token from those before it; no logits are held.
+    """The mean loss of predicting each token from those before it, without logits in memory.
 
     Args:
         model: a causal language model.
-        batch: as `model_arguments` takes it.
-        normalizer: the mean's denominator; `None` for the batch's own.
+        batch: as for `model_arguments`.
+        normalizer: the mean's denominator; `None` for that of the batch.
 
     Returns:
         A float32 scalar.
@@ -56,10 +56,10 @@ def scored_tokens(batch: Batch) -> jax.Array:
     """The denominator of a batch's mean loss: the sum of the weights of all scored positions.
 
     Args:
-        batch: as `model_arguments` takes it.
+        batch: as for `model_arguments`.
 
     Returns:
-        A float32 scalar; 1 where nothing is scored, so that the loss is 0.
+        A float32 scalar; 1 if nothing is scored, so that the loss is 0.
 
     Example:
         >>> scored_tokens(jnp.ones((2, 8), jnp.int32)).item()  # the last token of a sequence predicts nothing
@@ -87,27 +87,29 @@ def make_step(
     micro_batches: int = 1,
     state_on_host: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """The step of a model that is split into `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
+    """Makes the training step of a model, split by `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
 
-    With micro-batches, a step holds the activations of one micro-batch at a time. Gradients are summed in float32, and
-    the sum is the gradient of the whole batch, because each loss is divided by the whole batch's denominator. So the
-    loss must be a sum over tokens or sequences, over a denominator that `normalizer` makes of the whole batch. DPO's
-    "aot" and "aot_unpaired", which sort a batch's pairs, and KTO with a baseline of the batch's own are not: a loss
-    function with such a loss has the attribute `needs_whole_batch = True`, and micro-batches are refused.
+    With micro-batches, only the activations of one micro-batch are in memory at a time. Gradients are summed in
+    float32. The sum is the gradient of the whole batch, because each micro-batch's loss is divided by the denominator
+    of the whole batch. So the loss must be a sum over tokens or sequences, divided by what `normalizer` computes from
+    the whole batch. DPO's "aot" and "aot_unpaired", which sort a batch's pairs, and KTO with a baseline computed from
+    the batch are not of this form: give a loss function with such a loss the attribute `needs_whole_batch = True`, with
+    which micro-batches are refused.
 
     Args:
         graph: the model's structure.
         optimizer: any optax transformation; for parameters in bfloat16 with `stochastic_rounding` around it.
-        loss_fn: called with the model, the batch and what `normalizer` made. The last is `None` if the batch is whole
-            and the normalizer is the default. What `loss_fn` returns is summed over micro-batches.
-        normalizer: makes the denominator, an array or a tree of them, from the whole batch. The default is the number
-            of scored tokens. `policy_weights` makes a policy loss's, and `lambda batch: len(batch["chosen"])` counts
-            the pairs of a preference loss.
+        loss_fn: called with the model, the batch and the result of `normalizer`, which is `None` if there are no
+            micro-batches and the normalizer is the default. The results of `loss_fn` are summed over micro-batches.
+        normalizer: computes the denominator, an array or a tree of arrays, from the whole batch. The default is the
+            number of scored tokens. `policy_weights` computes that of a policy loss, and `lambda batch:
+            len(batch["chosen"])` counts the pairs of a preference loss.
         has_aux: `loss_fn` returns a pair (loss, others), and the step returns (state, (loss, others)).
-        micro_batches: how many micro-batches a batch is cut into. Sequence i belongs to micro-batch i mod
-            `micro_batches`, so that each device of a mesh has its share of every micro-batch. Scalars, and `positions`
-            of shape (1, T), belong to every micro-batch.
-        state_on_host: the optimizer's arrays are stored in the host's memory, and come to the device for the update.
+        micro_batches: the number of micro-batches in a batch. Sequence i belongs to micro-batch i mod `micro_batches`,
+            so that each device of a mesh has sequences of every micro-batch. Scalars, and `positions` of shape (1, T),
+            are passed to every micro-batch.
+        state_on_host: whether the optimizer's arrays are stored in the host's memory, and copied to the device for the
+            update.
 
     Returns:
         `step(state, batch, *frozen) -> (state, loss)` with `state = (params, optimizer.init(params))`. `frozen` are
@@ -115,8 +117,8 @@ def make_step(
         `graph, params, frozen = nnx.split(model, trained, ...)`.
 
     Raises:
-        ValueError: `micro_batches` is less than 1, or more while `loss_fn` needs the whole batch; and, from the step,
-            that it does not divide the batch, or that an array has another number of sequences than the others.
+        ValueError: `micro_batches` is less than 1, or more than 1 and `loss_fn` needs the whole batch; and, from the
+            step, the batch is not divisible by it, or arrays differ in their number of sequences.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
