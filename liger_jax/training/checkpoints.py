@@ -19,24 +19,24 @@ _REPLACED, _FINISHED = "earlier.json", "finished.json"
 
 
 class Checkpoints:
-    """The newest checkpoints of one run, and the best one. Before the first `save` nothing is written or thrown away.
+    """The newest checkpoints of one run, and the best one. Nothing is written or deleted before the first `save`.
 
-    Each checkpoint has digests of all that it holds, and what its run is made of. Several processes write one together,
-    into a folder that all of them see: each calls `save` and `restore`, and `finish` and `forget_earlier` are the first
-    one's.
+    Each checkpoint has digests of its contents, and the settings of its run. Several processes write one checkpoint
+    together, into a folder that all of them can access: all call `save` and `restore`, and only the first one calls
+    `finish` and `forget_earlier`.
 
     Args:
         folder: where checkpoints are kept.
-        settings: what the run is made of, as JSON holds it. A folder holds one run only, so that another run's
-            checkpoint is refused.
-        fresh: whether to start over even if there is a checkpoint, which goes once the first new one stands.
-        earlier: names of what the run that is started over has left elsewhere.
-        keep: how many of the newest checkpoints are kept, beside the one with the least score.
-        growing: names of settings that may be larger than in the checkpoint, such as the number of steps.
+        settings: the settings that identify the run, as JSON values. A folder holds one run, so a checkpoint with other
+            settings is refused.
+        fresh: whether to start over even if there is a checkpoint, which is deleted once the first new one is complete.
+        earlier: names of other files that the run which is started over has left.
+        keep: how many of the newest checkpoints are kept, in addition to the one with the lowest score.
+        growing: names of settings that may be increased when a run resumes, such as the number of steps.
 
     Raises:
         FolderError: nothing can be written to the folder.
-        ForeignStepError: the folder holds what looks like a step and is none.
+        ForeignStepError: the folder has an entry that is named like a checkpoint and is none.
         ImportError: orbax is not installed.
 
     Example:
@@ -68,17 +68,17 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, or `None` where there is none of this run."""
+        """The step of the newest checkpoint, or `None` if this run has none."""
         return max(self._steps(), default=None)
 
     @property
     def kept_steps(self) -> list[int]:
-        """The steps whose checkpoints are kept, the first one first."""
+        """The steps whose checkpoints are kept, in ascending order."""
         return sorted(self._steps())
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The step with the least score among those that are kept, and the score; `None` where none has a score."""
+        """The kept step with the lowest score, and the score; `None` if none has a score."""
         scores = {step: score for step, path in self._steps().items() if (score := self._score(path)) is not None}
         if not scores:
             return None
@@ -86,17 +86,17 @@ class Checkpoints:
         return step, scores[step]
 
     def check(self) -> None:
-        """Checks, before anything is read, that the newest checkpoint is this run's.
+        """Checks that the newest checkpoint belongs to this run, without reading its state.
 
         Raises:
-            CheckpointError: it is another run's, and the message names all that differs.
+            CheckpointError: it belongs to another run; the message lists the settings that differ.
         """
         if settings := self.latest_settings:
             check_same(self._folder, settings, self._settings, self._growing)
 
     @property
     def latest_settings(self) -> dict[str, Any]:
-        """The settings with which the newest checkpoint was saved; none where there is no whole one."""
+        """The settings with which the newest checkpoint was saved; empty if there is no complete one."""
         saved = self._steps()
         try:
             return self._read_json(saved[max(saved)])[ABOUT]["settings"] if saved else {}
@@ -104,14 +104,14 @@ class Checkpoints:
             return {}
 
     def check_space(self, like: Any, beside_bytes: int) -> None:
-        """Looks for room for the checkpoints of a run.
+        """Checks that the disk has room for the checkpoints of a run.
 
         Args:
             like: a state, or its shapes and dtypes.
-            beside_bytes: the size of what else the run will write.
+            beside_bytes: the size of other files that the run will write.
 
         Raises:
-            DiskError: there is too little.
+            DiskError: there is too little room.
         """
         each, number = disk.num_bytes(like), max(1, self._keep + 2 - len(steps.all_of(self._folder)))
         what = f"{number} more checkpoint{'s' if number > 1 else ''} of {disk.size(each)} and the result"
@@ -121,15 +121,15 @@ class Checkpoints:
         """Reads the newest checkpoint, whose step is `latest_step`.
 
         Args:
-            like: a state of the same structure, shapes, dtypes and places.
+            like: a state of the same structure, shapes, dtypes and shardings.
 
         Returns:
-            State and log, or `None` where there is no checkpoint yet.
+            State and log, or `None` if there is no checkpoint yet.
 
         Raises:
             CheckpointError: the folder holds a run with other settings, a state of other shapes or dtypes, or no
-                checkpoint that is whole.
-            DamagedError: the newest checkpoint is damaged. The message says how to go on from the newest whole one.
+                complete checkpoint.
+            DamagedError: the newest checkpoint is damaged. The message says how to resume from the newest intact one.
         """
         newest_first = sorted(self._steps().items(), reverse=True)
         damaged: list[tuple[Path, Exception]] = []
@@ -152,17 +152,17 @@ class Checkpoints:
         return None
 
     def read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads the checkpoint of a step that is kept, such as that of `best`.
+        """Reads the kept checkpoint of a step, such as that of `best`.
 
         Args:
-            step: its number.
+            step: the step's number.
             like: as in `restore`.
 
         Returns:
             State and log.
 
         Raises:
-            CheckpointError: it is another run's, or is damaged.
+            CheckpointError: it belongs to another run, or is damaged.
         """
         path = self._steps()[step]
         try:
@@ -173,17 +173,17 @@ class Checkpoints:
             raise CheckpointError(_told(path, error)) from error
 
     def save(self, step: int, state: Any, log: dict[str, Any], score: float | None = None) -> None:
-        """Writes a checkpoint, then drops those that are not kept; a step that is there already is left alone.
+        """Writes a checkpoint, then deletes those that are not kept; does nothing if the step is saved already.
 
         Args:
             step: number of steps done.
             state: any pytree of arrays.
-            log: anything that JSON holds.
-            score: the less, the better is the state, such as a loss of what is held out.
+            log: any JSON value.
+            score: a number that is lower for better states, such as the loss of held-out data.
 
         Raises:
             DiskError: the disk is full.
-            TrainingError: it cannot be written for another reason.
+            TrainingError: the checkpoint cannot be written for another reason.
         """
         if step in self._steps():
             return
@@ -219,26 +219,26 @@ class Checkpoints:
 
     @property
     def earlier(self) -> list[str]:
-        """What the run that this one has taken the place of has left elsewhere, also if this one was stopped since."""
+        """Names of other files left by the run that this one replaces, also after this run was stopped and resumed."""
         return self._replaced().get("left", [])
 
     def forget_earlier(self) -> None:
-        """To be called when nothing of the earlier run is left."""
+        """Call this when nothing of the earlier run is left."""
         (self._folder / _REPLACED).unlink(missing_ok=True)
 
     @property
     def finished(self) -> dict[str, Any]:
-        """What `finish` was given about the newest checkpoint, by the names of the results; empty if nothing."""
+        """The descriptions passed to `finish` for the newest checkpoint, by the names of the results."""
         record = read_json(self._folder / _FINISHED)
         results = record.get("results") if record.get("step") == self.latest_step is not None else None
         return results if isinstance(results, dict) else {}
 
     def finish(self, name: str, how: Any) -> None:
-        """Writes down that a result is made from the newest checkpoint.
+        """Records that a result was made from the newest checkpoint.
 
         Args:
-            name: of the result.
-            how: what `finished` will say of it, as JSON holds it.
+            name: the name of the result.
+            how: a description that `finished` returns, a JSON value.
         """
         write_json(self._folder / _FINISHED, {"step": self.latest_step, "results": self.finished | {name: how}})
 

@@ -13,15 +13,15 @@ PINNED_GIB, PINNED_LIMIT = 64, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 class TrainingError(Exception):
-    """A run cannot begin, go on or be saved.
+    """A run cannot start, resume or be saved.
 
     Args:
         problem: what is wrong, in whole sentences.
-        cure: how it is mended, in whole sentences; empty if the problem says it.
+        cure: what to do, in whole sentences; empty if the problem says it.
 
     Attributes:
-        problem: as it was given.
-        cure: as it was given.
+        problem: the argument `problem`.
+        cure: the argument `cure`.
     """
 
     def __init__(self, problem: str, cure: str = ""):
@@ -37,21 +37,21 @@ class FolderError(TrainingError):
 
 
 class ForeignStepError(TrainingError):
-    """A folder holds what looks like a step of a run, and no run has written it."""
+    """A folder has an entry that is named like a checkpoint, and that no run has written."""
 
     def __init__(self, problem: str):
         super().__init__(problem, "Move it, or pass another folder.")
 
 
 class CheckpointError(TrainingError):
-    """A folder holds a run that cannot be gone on with: it is damaged, or it is another run."""
+    """A folder holds a run that cannot be resumed: it is damaged, or it is another run."""
 
     def __init__(self, problem: str):
         super().__init__(problem, "Pass fresh=True to start over, or another folder.")
 
 
 class DamagedError(TrainingError):
-    """The newest checkpoint is damaged, and an older one is whole."""
+    """The newest checkpoint is damaged, and an older one is intact."""
 
 
 class LockedError(TrainingError):
@@ -69,7 +69,7 @@ class DiskError(TrainingError):
 
 
 class NotFiniteError(TrainingError):
-    """The loss is infinite or no number."""
+    """The loss is infinite or NaN."""
 
     def __init__(self, problem: str, cure: str = "Try a smaller learning rate."):
         super().__init__(problem, cure)

@@ -20,10 +20,10 @@ def of_files(contents: Mapping[str, bytes | None]) -> dict[str, str]:
     """Digests of small files, such as a tokenizer's.
 
     Args:
-        contents: by name; `None` for a file that is missing.
+        contents: the files' contents by name; `None` for a missing file.
 
     Returns:
-        Digests by name, of those that are there.
+        Digests by name, of the files that exist.
 
     Example:
         >>> of_files({"tokenizer.json": b"{}", "merges.txt": None})
@@ -33,14 +33,14 @@ def of_files(contents: Mapping[str, bytes | None]) -> dict[str, str]:
 
 
 def of_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Digests of files of weights that cost next to nothing: size, header, and three blocks of every tensor.
+    """Cheap digests of files of weights, from their sizes, headers, and three blocks of every tensor.
 
     Args:
         folder: where the files are.
         names: of safetensors files.
 
     Returns:
-        Digests by name; those of files that cannot be read are left out, which the reader of the weights reports.
+        Digests by name, without those of files that cannot be read: reading the weights will report these.
     """
     return _each(folder, names, _sample)
 

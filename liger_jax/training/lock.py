@@ -14,12 +14,12 @@ _NAME = ".lock"
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """A context in which no other process can hold the folder. The end of the process releases it, whatever ended it.
+    """A context in which no other process can hold the folder. It is released when the process ends, for any reason.
 
-    File systems and platforms that know no such locks grant it to everyone.
+    On file systems and platforms without such locks, every process gets it.
 
     Args:
-        folder: the folder, which is there.
+        folder: an existing folder.
 
     Raises:
         FolderError: nothing can be written there.

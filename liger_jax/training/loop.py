@@ -29,34 +29,34 @@ _WORDS = {  # how a figure is reported; others as "name 0.123"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A training run's loop over its steps.
+    """The loop over the steps of a training run.
 
-    Each step's figures are `step`, `loss`, what the step returns beside it, `learning_rate` if `rate` is given,
-    `tokens_per_second`, `memory_gib`, and what `evaluate` returns after some steps.
+    The figures of a step are `step`, `loss`, the other scalars that the step returns, `learning_rate` if `rate` is
+    given, `tokens_per_second`, `memory_gib`, and after some steps the results of `evaluate`.
 
-    A signal, such as Ctrl-C, `kill` or a terminal that is closed, stops the loop between two steps, which a line says,
-    and the state is saved; of several processes all stop, whichever of them got it. A second one raises
-    `KeyboardInterrupt`, and nothing is saved. So are the steps before one that fails with an error
-    before it has taken the state, as where a batch cannot be made. What is saved has a finite loss. A SIGHUP that is
-    ignored, as under `nohup`, stays so. The loop goes on if nobody reads what it prints any more.
+    A signal, from Ctrl-C, `kill` or closing the terminal, stops the loop after the current step. The loop prints that
+    it stops, and saves the state; if one of several processes gets the signal, all of them stop. A second signal raises
+    `KeyboardInterrupt`, and nothing is saved. The state is also saved if an error occurs before the next step is
+    called, for example while its batch is made. Only states with a finite loss are saved. If SIGHUP is ignored, as
+    under `nohup`, it remains ignored. The loop continues if its standard output is closed.
 
     Attributes:
-        step: `step(state, batch) -> (state, loss)`, or `(state, (loss, others))` with scalars by name. `make_step`
-            makes it. A scalar `num_tokens` is how many it has seen, where the batch does not say.
-        batch_of: a step's batch by the step's number, from 0, whatever ran before.
+        step: `step(state, batch) -> (state, loss)`, or `(state, (loss, others))` with other scalars by name, as made by
+            `make_step`. If the batch does not have the number of tokens, the step may return it as the scalar
+            `num_tokens`.
+        batch_of: a function of the step's number, from 0, that returns its batch, independently of earlier calls.
         steps: how many steps the whole run has.
-        checkpoints: where the state is saved, with `eval_loss` as its score; `None` for nowhere.
-        every: steps between two saves, each with an evaluation; `None` for no such number. The last step is always
-            followed by both.
-        seconds: seconds after which the next step is followed by a save, too; `None` for no such time.
-        evaluate: the scores of parameters, by names that begin with "eval_"; `None` for no scores. A run that begins is
-            scored before its first step.
-        patience: the loop ends once so many evaluations have not brought `eval_loss` below its least; `None` for never.
-        show: is called after each evaluation with the parameters and a function that prints a text.
-        check: the loss of parameters after so many steps, which must be finite for a save. A step's own loss is that
-            before its update.
+        checkpoints: where the state is saved, with `eval_loss` as its score; `None` to save nothing.
+        every: the number of steps between two saves, each with an evaluation; `None` to save and evaluate only after the last step, which is always done.
+        seconds: the state is also saved when so many seconds have passed since the last save; `None` for no such limit.
+        evaluate: a function of the parameters that returns scores, by names that begin with "eval_"; `None` for no
+            scores. A new run is scored before its first step.
+        patience: the loop ends after so many evaluations without a new minimum of `eval_loss`; `None` for never.
+        show: called after each evaluation with the parameters and a function that prints a text.
+        check: a function that returns the loss of the parameters after a number of steps, which must be finite for a
+            save. The loss that a step returns is that before its update.
         rate: the learning rate of a step, from 0.
-        write: is called with each step's figures.
+        write: called with each step's figures.
         shown: names of the figures that the progress bar shows.
         progress: whether there is a progress bar, which needs the package tqdm.
 
@@ -92,19 +92,19 @@ class Loop:
     progress: bool = True
 
     def run(self, state: Any, log: dict[str, Any] | None = None) -> tuple[Any, int]:
-        """Runs the steps that are missing.
+        """Runs the remaining steps.
 
         Args:
-            state: (parameters, optimizer's state), donated to the step if the step says so.
-            log: what is saved beside the state. Its list `steps` has the figures of the steps that are done, and this
-                run's are appended. `None` for a run that begins.
+            state: (parameters, optimizer's state), which is donated if `step` was jitted with `donate_argnums`.
+            log: the log that is saved with the state. Its list `steps` has the figures of the steps so far, to which
+                those of this call are appended. `None` for a new run.
 
         Returns:
-            The state, and the number of the signal that stopped the run, or 0 if it came to its end.
+            The state, and the number of the signal that stopped the run, or 0 if it ran to its end.
 
         Raises:
             NotFiniteError: a loss is not finite.
-            NotFiniteAtStartError: the first one is not.
+            NotFiniteAtStartError: the loss of the first step is not finite.
             OutOfMemoryError: the device has too little memory for a step.
             OutOfHostMemoryError: XLA's pool of pinned host memory has too little for a step.
             TrainingError: a checkpoint cannot be written.
@@ -137,13 +137,13 @@ class Loop:
         return state, 0 if self.is_over(figures) else received[0]
 
     def is_over(self, figures: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a run with these figures has all its steps, or has stopped to improve for `patience` evaluations.
+        """Whether a run with these figures has done all its steps, or has not improved for `patience` evaluations.
 
         Args:
-            figures: those of the steps that are done.
+            figures: the figures of the steps so far.
 
         Returns:
-            Whether no step follows.
+            True if no step remains.
         """
         losses = [each["eval_loss"] for each in figures if "eval_loss" in each]
         losses = [loss if math.isfinite(loss) else math.inf for loss in losses]

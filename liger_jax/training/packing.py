@@ -17,24 +17,24 @@ def pack(
 ) -> Mapping[str, np.ndarray]:
     """Packs documents into rows for `model(**batch)`: each goes into the first row that has room for it.
 
-    A document is a segment of its row: attention, positions and loss stay within it. One that is longer than a row is
-    cut into segments of `length` tokens and a rest. Rows come in the order in which their first documents came.
+    A document is a segment of its row: attention, positions and loss stay within it. A document longer than a row is
+    cut into segments of `length` tokens and a remainder. Rows are in the order of their first documents.
 
     Args:
-        documents: token ids, a sequence of integers for each document. Empty ones are passed over.
+        documents: token ids, a sequence of integers for each document. Empty documents are skipped.
         length: tokens in a row, at least 1.
-        labels: for each document as many labels, unshifted, -100 where a token is not scored; `None` for the tokens.
-        pad_id: the token id at places that no document fills.
+        labels: for each document its labels, unshifted, -100 where a token is not scored; `None` for the tokens.
+        pad_id: the token id of padding.
 
     Returns:
-        The model's arguments, int32 arrays of (rows, length): `input_ids`; `labels`, which are -100 at empty places;
-        `segment_ids`, which count a row's segments from 1 and are 0 at empty places; and `positions`, which count a
+        The model's arguments, int32 arrays of (rows, length): `input_ids`; `labels`, which are -100 at padding;
+        `segment_ids`, which number a row's segments from 1 and are 0 at padding; and `positions`, which number a
         segment's tokens from 0.
 
     Raises:
-        TypeError: a document's tokens are no integers.
-        ValueError: `length` is less than 1, a document is no sequence, its labels are of another length, or there is no
-            token.
+        TypeError: a document's tokens are not integers.
+        ValueError: `length` is less than 1, a document is not a sequence, its labels have another length, or there is
+            no token.
 
     Example:
         >>> batch = pack([[5, 6, 7], [8, 9], [10]], length=4)
@@ -62,20 +62,20 @@ def pack_pairs(
     rejected_labels: Iterable[Any] | None = None,
     pad_id: int = 0,
 ) -> tuple[Mapping[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Packs the pairs of a preference loss into rows: both responses of a pair are segments of one row, side by side.
+    """Packs the pairs of a preference loss into rows: both responses of a pair are successive segments of one row.
 
-    In the (rows, segments) that `sequence_log_probs` makes, chosen responses are `[:, 0::2]` and the rejected ones
-    `[:, 1::2]`: a form that micro-batches and meshes may cut by rows. `take_segments` has them in the order of pairs.
-    The longest pairs are laid first, each into the first row with room.
+    In the array (rows, segments) that `sequence_log_probs` returns, chosen responses are `[:, 0::2]` and rejected ones
+    `[:, 1::2]`, so micro-batches and meshes can divide it by rows. `take_segments` returns them in the order of pairs.
+    The longest pairs are packed first, each into the first row with room.
 
     Args:
         chosen: token ids, a sequence of integers for each pair: prompt and preferred response.
         rejected: the same with the other response.
-        length: tokens in a row, at least those of the longest pair together.
-        chosen_labels: for each of `chosen` as many labels, unshifted, -100 where a token is not scored, as in the
-            prompt; `None` for the tokens.
+        length: tokens in a row, at least as many as both responses of the longest pair have together.
+        chosen_labels: for each of `chosen` its labels, unshifted, -100 where a token is not scored, as in the prompt;
+            `None` for the tokens.
         rejected_labels: the same for `rejected`.
-        pad_id: the token id at empty places.
+        pad_id: the token id of padding.
 
     Returns:
         (batch, chosen places, rejected places). The batch holds a model's arguments, as `pack` makes them. Places are
@@ -105,22 +105,22 @@ def pack_pairs(
 def pack_completions(
     groups: Iterable[Iterable[Any]], length: int, *, labels: Iterable[Iterable[Any]] | None = None, pad_id: int = 0
 ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
-    """Packs groups of completions into rows: all completions of a group are segments of one row, side by side.
+    """Packs groups of completions into rows: all completions of a group are successive segments of one row.
 
-    The longest groups are laid first, each into the first row with room. Where advantages are known beforehand, groups
-    of one completion each leave less empty.
+    The longest groups are packed first, each into the first row with room. If advantages have been computed before,
+    groups of one completion each need less padding.
 
     Args:
-        groups: for each prompt its completions, and for each of these token ids, prompt and completion.
-        length: tokens in a row, at least those of the longest group together.
-        labels: the same with labels, unshifted, -100 where a token is not scored, as in the prompt; `None` for the
+        groups: for each prompt a list of completions, each of which is the token ids of prompt and completion.
+        length: tokens in a row, at least as many as the longest group has together.
+        labels: labels in the same form, unshifted, -100 where a token is not scored, as in the prompt; `None` for the
             tokens.
-        pad_id: the token id at empty places.
+        pad_id: the token id of padding.
 
     Returns:
         (batch, places). The batch holds a model's arguments, as `pack` makes them. Places are int32 (completions, 2),
-        in the order of groups and of completions in them: row and segment, both counted from 0. `place_segments` lays
-        advantages with them.
+        in the order of groups and of completions in them: row and segment, both counted from 0. Pass them to
+        `place_segments` with the advantages.
 
     Raises:
         ValueError: a group is longer than a row, a completion has no token, or there are no completions.
@@ -146,15 +146,15 @@ def pack_completions(
 def pad(
     documents: Iterable[Any], length: int, *, labels: Iterable[Any] | None = None, pad_id: int = 0
 ) -> Mapping[str, np.ndarray]:
-    """Gives each document its own rows for `model(**batch)`, filled up at their ends.
+    """Puts each document into separate rows for `model(**batch)`, padded at their ends.
 
-    A document that is longer than a row is cut into rows of `length` tokens and a rest. Arguments and errors are those
-    of `pack`.
+    A document longer than a row is cut into rows of `length` tokens and a remainder. Arguments and errors are those of
+    `pack`.
 
     Returns:
-        The model's arguments, int32 arrays of (rows, length): `input_ids`; `labels`, which are -100 at empty places;
-        and `token_mask`, 1 at tokens and 0 at empty places. Attention is causal, so that no token sees the places
-        after it, and the routers of a mixture of experts do not count them.
+        The model's arguments, int32 arrays of (rows, length): `input_ids`; `labels`, which are -100 at padding; and
+        `token_mask`, 1 at tokens and 0 at padding. Since attention is causal, no token attends to the padding after it,
+        and the routers of a mixture of experts do not count it.
 
     Example:
         >>> batch = pad([[5, 6, 7], [8, 9]], length=4)
@@ -168,7 +168,7 @@ def pad(
 
 
 def share_of_padding(batch: Mapping[str, np.ndarray]) -> float:
-    """The share of a batch's places that hold no token.
+    """The fraction of a batch's positions that are padding.
 
     Args:
         batch: what `pack` or `pad` returns, or some of its rows.

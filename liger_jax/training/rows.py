@@ -24,18 +24,18 @@ Item = TypeVar("Item")
 
 
 def hold_out(items: Sequence[Item], share: float, seed: int) -> tuple[list[Item], list[Item]]:
-    """Draws what is held out of the training, such as documents.
+    """Holds out random items, such as documents, from training.
 
     Args:
         items: all of them.
-        share: the share that is held out, in [0, 1); at least one item if it is not 0.
+        share: the fraction to hold out, in [0, 1); at least one item if it is not 0.
         seed: seed of the draw.
 
     Returns:
-        The items to train on and the items that are held out, both in their order.
+        The items to train on and the held-out items, both in their original order.
 
     Raises:
-        ValueError: there is one item alone, which cannot be both.
+        ValueError: there is only one item, which cannot be in both.
 
     Example:
         >>> hold_out("abcd", 0.25, seed=0)
@@ -101,24 +101,25 @@ def batches(
     mixture: Mixture | None = None,
     own: np.ndarray | None = None,
 ) -> Callable[[int], Rows]:
-    """The rows of each step by its number, whatever ran before.
+    """Makes a function that returns the rows of a step by its number, independently of earlier calls.
 
-    An epoch has each row once, or as often as the mixture says. Its last step has the rows that are left, which may be
+    An epoch has each row once, or as often as the mixture says. Its last step has the remaining rows, which may be
     fewer than `batch`.
 
     Args:
         rows: a model's arguments.
-        batch: the most rows in a step.
+        batch: the largest number of rows in a step.
         seed: seed of the rows' order, which is new in each epoch.
-        epochs: how often each row is trained on. A fraction of an epoch is the first share of the epoch's order.
-            `None` for epochs without an end.
-        mixture: (rows, weight) of consecutive groups of rows: an epoch has so many times the rows of the group. Of a
-            fraction, other rows come in each epoch, until all of them had their turn. `None` for each row once.
-        own: the places in a batch whose rows are read, where other processes read the others, which are zeros here;
+        epochs: how often each row is trained on. A fraction of an epoch has the first rows of its order. `None` for an
+            unlimited number of epochs.
+        mixture: (number of rows, weight) of consecutive groups of rows: an epoch has the rows of a group as many times
+            as its weight. For a fractional weight, each epoch has different rows, until all have been used. `None` for
+            each row once.
+        own: the indices in a batch of the rows that this process reads; the rows of other processes are zeros here.
             `None` for all.
 
     Returns:
-        A function of the step, from 0. There are no rows in the steps after the last one, which `num_steps` counts.
+        A function of the step, from 0. After the last step (see `num_steps`) there are no rows.
 
     Example:
         >>> batch_of = batches({"input_ids": np.arange(3)[:, None]}, batch=2, seed=0, epochs=1.0)
@@ -156,14 +157,15 @@ def num_mixed(mixture: Mixture) -> int:
 
 
 def batched(rows: Rows, size: int) -> Iterator[Rows]:
-    """Cuts rows into equal batches. The last one is filled up with rows of padding, which count nowhere.
+    """Cuts rows into batches of equal size. The last one is filled up with rows of padding, which are not counted.
 
     Args:
         rows: a model's arguments.
         size: rows in a batch.
 
     Yields:
-        The batches in their order. Rows that do not mark padding get a `token_mask`, 0 in rows that are added.
+        The batches in order. If the rows have no array that marks padding, a `token_mask` is added, which is 0 in the
+        added rows.
 
     Example:
         >>> rows = {"input_ids": np.ones((3, 2), np.int32), "labels": np.ones((3, 2), np.int32)}
@@ -181,13 +183,13 @@ def batched(rows: Rows, size: int) -> Iterator[Rows]:
 
 
 def fingerprint(*some: Rows) -> str:
-    """A text by which these rows can be told from others.
+    """A text that identifies these rows.
 
     Args:
-        some: rows to train on, and perhaps rows that are held out.
+        some: rows to train on, and perhaps held-out rows.
 
     Returns:
-        The number of rows and a hash of all that they hold, in words.
+        A phrase with the number of rows and a hash of their contents.
 
     Example:
         >>> fingerprint({"input_ids": np.ones((3, 2), np.int32)})

@@ -87,7 +87,7 @@ def make_step(
     micro_batches: int = 1,
     state_on_host: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Makes the training step of a model, split by `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
+    """The training step of a model, split by `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
 
     With micro-batches, only the activations of one micro-batch are in memory at a time. Gradients are summed in
     float32. The sum is the gradient of the whole batch, because each micro-batch's loss is divided by the denominator
