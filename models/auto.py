@@ -71,17 +71,17 @@ class AutoModelForCausalLM:
         """Reads a model with the class that `model_type` in config.json names.
 
         Args:
-            path_or_id: as `CausalLM.from_pretrained` takes it; or a folder of adapters, as PEFT and `save_adapters`
-                write it. The model is then the one that `base_model_name_or_path` names, with these adapters.
+            path_or_id: as for `CausalLM.from_pretrained`; or a folder of adapters, written by PEFT or `save_adapters`.
+                The model is then the one that `base_model_name_or_path` names, with these adapters.
             **options: options of `CausalLM.from_pretrained`.
 
         Returns:
             A model of that class.
 
         Raises:
-            ValueError: no family here has this `model_type`, or `CausalLM.from_pretrained` refuses the checkpoint, or
-                `load_adapters` the adapters.
-            FileNotFoundError: the folder, or the model that adapters belong to, is not there.
+            ValueError: the `model_type` is not supported, `CausalLM.from_pretrained` refuses the checkpoint, or
+                `load_adapters` refuses the adapters.
+            FileNotFoundError: the folder, or the model of the adapters, does not exist.
         """
         source = find(path_or_id)
         if is_adapted(source):

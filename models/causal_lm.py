@@ -33,7 +33,7 @@ from liger_jax.ops.meshes import varying_axes
 
 
 class CausalLM(Pretrained):
-    """A decoder with a language-model head and its loss: base of the families' `…ForCausalLM`.
+    """A decoder with a language-model head and its loss: the base class of all families' `…ForCausalLM`.
 
     A family sets three class attributes: `layer`, its layer's class (`LlamaLayer` shows its call), `config_type`, its
     config's class, and `config_fixed`, the fields of config.json that have one value only (`config_json.read`).
@@ -41,12 +41,13 @@ class CausalLM(Pretrained):
     Args:
         config: the architecture.
         kernels: which ops run as kernels.
-        dtype: dtype of the computation; norms, rotary embedding, logits and loss round from float32.
+        dtype: dtype of the computation; norms, rotary embedding, logits and loss are computed in float32 and rounded to
+            it.
         param_dtype: dtype of the parameters.
-        remat: what each layer keeps for the backward: `"none"` (all that takes long to make), `"dots"` (its products),
-            `"full"` (only its input), `"offload"` (only its input, in the host's memory) or `"offload_attention"` (its
-            input and attention's result, in the host's memory).
-        scan_layers: stack the layers' parameters and scan over them, so that a layer is compiled once.
+        remat: what each layer keeps for the backward: `"none"` (everything that is expensive to recompute), `"dots"`
+            (its products), `"full"` (only its input), `"offload"` (only its input, in the host's memory) or
+            `"offload_attention"` (its input and attention's result, in the host's memory).
+        scan_layers: whether the layers' parameters are stacked and scanned, so that one layer is compiled.
         rngs: `nnx.Rngs` with a stream `params`, or a default one.
 
     Raises:
@@ -87,7 +88,7 @@ class CausalLM(Pretrained):
 
     @property
     def head(self) -> Any:
-        """The head's weight (V, D), an array or quantised; if it is tied, the embedding."""
+        """The head's weight (V, D), an array or quantised; the embedding if they are tied."""
         tied = self.config.tie_word_embeddings
         return self._head_of(self.model.embed_tokens[...] if tied else self.lm_head[...])
 
@@ -106,7 +107,7 @@ class CausalLM(Pretrained):
 
         Args:
             batch: B, at least 1.
-            length: S, the number of tokens that it has room for, from 1 to the config's `longest_sequence`.
+            length: S, the number of slots for tokens, from 1 to the config's `longest_sequence`.
             dtype: dtype of keys and values; `None` for the computation's dtype.
 
         Returns:
@@ -217,13 +218,13 @@ class CausalLM(Pretrained):
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The hidden states after the last norm: what the head makes logits of, for losses of your own.
+        """The hidden states after the last norm, from which the head computes logits, for your own losses.
 
         Arguments and errors are those of the call.
 
         Returns:
-            (B, T, D) in the computation's dtype. With `head` they make the call's logits. An adapter on the head adds
-            as many columns to them as to `head`.
+            (B, T, D) in the computation's dtype. Their products with `head` are the call's logits. An adapter on the
+            head adds the same number of columns to them and to `head`.
         """
         arguments.check_call(input_ids, None, None)
         return self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, token_mask)[0].hidden
@@ -245,28 +246,28 @@ class CausalLM(Pretrained):
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
     ) -> TokenLogProbs:
-        """The log-probability of each label, and perhaps each position's entropy, without logits in memory.
+        """The log-probability of each label, and optionally each position's entropy, without logits in memory.
 
-        It is what preference and policy losses are made of (`fused_linear_log_probs`). Position t has the
-        log-probability of labels[:, t + 1], as in the call. A position that is not scored has 0.
+        Preference and policy losses are computed from it (`fused_linear_log_probs`). Position t has the log-probability
+        of labels[:, t + 1], as in the call. A position that is not scored has 0.
 
-        `selected_token_ids` asks for the log-probabilities of the same K tokens at each position that is scored, such
-        as "yes" and "no" for a grader. With them labels may be left out. Each position is then scored, the last one
-        too, as if the first of these tokens were its label.
+        With `selected_token_ids`, the log-probabilities of the same K tokens are also returned for each scored
+        position, such as "yes" and "no" for a grader. Labels may then be omitted: every position is scored, including
+        the last one, with the first of these tokens as its label.
 
         Arguments that are not listed, and errors, are those of the call.
 
         Args:
             labels: token ids, unshifted; neither -100 nor the last position of a sequence or a segment is scored.
-            shift_labels: labels that are shifted already.
+            shift_labels: shifted labels.
             selected_token_ids: token ids in [0, V), at least one. Under jit any other id has NaN.
-            temperature: by which logits are divided, a Python number > 0.
-            entropy: whether entropies are wanted, too.
-            logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
+            temperature: the logits are divided by it, a Python number > 0.
+            entropy: whether entropies are returned, too.
+            logits_to_keep: only the last k positions (0: all), or an array of positions. Each keeps its label.
 
         Returns:
-            `TokenLogProbs` of (B, kept) arrays, and `selected_log_probs` (B, kept, K). It, `log_probs` and `entropy`
-            are differentiable.
+            `TokenLogProbs` of (B, kept) arrays, where `selected_log_probs` is (B, kept, K). `selected_log_probs`,
+            `log_probs` and `entropy` are differentiable.
         """
         rows = positions, segment_ids, attention_mask, token_mask
         selected = as_selected("log_probs", selected_token_ids, self.config.vocab_size)
@@ -298,10 +299,10 @@ class CausalLM(Pretrained):
         Arguments that are not listed, and errors, are those of `log_probs`.
 
         Args:
-            loss_fn: takes a token's log-probability, perhaps its entropy, and one number of each of `per_token`, and
-                returns its loss. It may close over traced values.
-            per_token: arrays that broadcast to (B, kept), by position, as `log_probs` returns them.
-            denominator: what the sum is divided by, a number or a () array, for all devices and micro-batches together.
+            loss_fn: takes a token's log-probability, its entropy if `entropy=True`, and one number of each of
+                `per_token`, and returns the token's loss. It may close over traced values.
+            per_token: arrays that broadcast to (B, kept), by position, like the results of `log_probs`.
+            denominator: the sum is divided by it: a number or a () array, for all devices and micro-batches together.
             entropy: whether `loss_fn` takes the entropy.
 
         Returns:

@@ -29,9 +29,9 @@ _WITHOUT_CODE = types.SimpleNamespace(co_names=())  # in the place of a function
 
 
 class TunixModel(nnx.Module):
-    """One of this library's models, called as tunix's trainers call theirs.
+    """Wraps one of this library's models for tunix's trainers.
 
-    Its parameters are the model's own: train this module, then save `self.model`.
+    Its parameters are those of the model: train this module, then save `self.model`.
 
     Args:
         model: any `…ForCausalLM`, with adapters or without.
@@ -84,7 +84,7 @@ class TunixModel(nnx.Module):
     def inputs(
         attention_mask: jax.Array | None, segment_ids: jax.Array | None = None
     ) -> tuple[dict[str, jax.Array], jax.Array | bool]:
-        """The arguments of this library's call for those of tunix's, and whether the mask is causal: () bool."""
+        """The arguments of this library's call from those of tunix's, and whether the mask is causal: () bool."""
         inputs, is_causal = {}, jnp.asarray(True)
         if attention_mask is not None:
             seen = attention_mask != 0
@@ -102,19 +102,19 @@ class TunixModel(nnx.Module):
 def hidden_and_head(
     model: Any, input_tokens: Int[Array, "B T"], **inputs: Any
 ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
-    """What goes into the head of one of tunix's models, and the head, for losses of your own.
+    """The hidden states before the head of one of tunix's models, and the head, for your own losses.
 
-    Call it under `jit`, as tunix does: outside of it the logits are made, and dropped.
+    Call it under `jit`, as tunix does: outside of it, the logits are computed although they are not used.
 
     Args:
-        model: tunix's `Qwen2`, `Qwen3`, `Gemma` (1 and 2) or `Gemma3`, perhaps with LoRA by qwix, but not on its head;
-            or MaxText's `TunixMaxTextAdapter`.
+        model: tunix's `Qwen2`, `Qwen3`, `Gemma` (1 and 2) or `Gemma3`, perhaps with qwix's LoRA outside of its head; or
+            MaxText's `TunixMaxTextAdapter`.
         input_tokens: token ids.
-        **inputs: the call's other arguments, by name.
+        **inputs: the other arguments of the model's call.
 
     Returns:
-        The hidden states after the last norm, and the head as the linear losses take it: `weight`, `weight_layout`,
-        and the scale and softcap of its logits.
+        The hidden states after the last norm, and the head as arguments of the linear losses: `weight`,
+        `weight_layout`, and the scale and softcap of its logits.
 
     Raises:
         TypeError: the model does not return hidden states.
@@ -150,20 +150,20 @@ def sft_loss(
     attention_mask: Num[Array, "B T T"] | Bool[Array, "B T T"],
     images: Float[Array, "..."] | None = None,
 ) -> Float[Array, ""]:
-    """The loss of tunix's `PeftTrainer`, without logits: give it to `with_loss_fn`.
+    """The loss of tunix's `PeftTrainer` without logits, for `with_loss_fn`.
 
-    loss = Σ m·ce / Σ m, where m is the mask of the token that a position predicts.
+    loss = Σ m·ce / Σ m, where m is the mask of the predicted token.
 
     Args:
         model: one of tunix's models, or a `TunixModel`.
         input_tokens: token ids.
-        input_mask: 1 for tokens that are learned, 0 for others, or weights in between.
+        input_mask: 1 for scored tokens, 0 for others, or weights in between.
         positions: rotary positions.
-        attention_mask: which tokens see which.
+        attention_mask: which tokens attend to which.
         images: pixels, for models that take them.
 
     Returns:
-        The float32 loss, 0 where nothing is learned.
+        The float32 loss, 0 if no token is scored.
 
     Raises:
         TypeError, ValueError: as from `hidden_and_head`.
@@ -180,18 +180,18 @@ def sft_loss(
 
 
 def with_fused_log_probs(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """One of tunix's loss functions, which then takes log-probabilities and entropies without logits.
+    """Makes one of tunix's loss functions compute log-probabilities and entropies without logits.
 
-    All else of the function stays tunix's: its ratios, its clipping, its penalty, its options and its metrics.
+    The rest of the function is tunix's: its ratios, clipping, penalty, options and metrics.
 
     Args:
         loss_fn: `dpo_loss_fn` (DPO and ORPO), `grpo_loss_fn` (GRPO, Dr. GRPO, RLOO, GSPO) or `ppo_policy_loss_fn`.
 
     Returns:
-        A copy of the function; tunix's own is as it was.
+        A copy of the function; tunix's function is not changed.
 
     Raises:
-        ValueError: the function does not compute log-probabilities as these do.
+        ValueError: the function does not compute log-probabilities in the way that these functions do.
     """
     names, used = getattr(loss_fn, "__globals__", {}), getattr(loss_fn, "__code__", _WITHOUT_CODE).co_names
     if "compute_logps" in used:

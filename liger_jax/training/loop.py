@@ -47,7 +47,8 @@ class Loop:
         batch_of: a function of the step's number, from 0, that returns its batch, independently of earlier calls.
         steps: how many steps the whole run has.
         checkpoints: where the state is saved, with `eval_loss` as its score; `None` to save nothing.
-        every: the number of steps between two saves, each with an evaluation; `None` to save and evaluate only after the last step, which is always done.
+        every: the number of steps between two saves, each with an evaluation; `None` to save and evaluate only after
+            the last step, which is always done.
         seconds: the state is also saved when so many seconds have passed since the last save; `None` for no such limit.
         evaluate: a function of the parameters that returns scores, by names that begin with "eval_"; `None` for no
             scores. A new run is scored before its first step.

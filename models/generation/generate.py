@@ -37,58 +37,59 @@ def generate(
     return_log_probs: bool = False,
     compact: bool = False,
 ) -> Any:
-    """Continues each row of a batch with the likeliest tokens, or with random ones.
+    """Continues each row of a batch with the most likely tokens, or with sampled ones.
 
-    p(token) = softmax(logits/temperature), over the top_k likeliest tokens, and of those over the fewest likeliest
-    whose probabilities reach top_p together.
+    p(token) = softmax(logits/temperature), restricted to the top_k most likely tokens, and then to the fewest most
+    likely tokens whose probabilities add up to at least top_p.
 
-    It compiles once for a model, a batch's shape, numbers of new tokens, of sequences and of tokens that end a row, a
-    way to choose (the likeliest, drawn from all, with top_p below 1, with top_k, or both), and whether
-    log-probabilities are returned. Another temperature, another top_p below 1, another top_k or other ids need no
-    compilation.
+    It compiles once for each model, shape of the batch, `max_new_tokens`, `num_return_sequences`, number of tokens that
+    end a row, way of choosing tokens (greedy, or sampled, with or without top_p < 1 and top_k), and `return_log_probs`.
+    Other values of temperature, top_p below 1, top_k and ids do not recompile.
 
-    The one program has the model twice, for the prompt and for a loop over the other tokens. The cache has room for all
-    tokens from the start, and a step reads what is filled of it, up to a block of slots. With `scan_layers=False` a
-    step reads each weight once; out of a stack of layers it copies some of them first.
+    The program contains the model twice, for the prompt and for a loop over the new tokens. The cache is allocated for
+    all tokens at the start, and a step reads its filled slots, rounded up to a block. With `scan_layers=False` a step
+    reads each weight once; with stacked layers it copies some of them first.
 
-    With `compact` the work is for rows that have not ended, by and by: when at most half of the rows are left they
-    become a batch of half the size, and so on while that has at least eight rows. The tokens are the same, but for what
-    products of other shapes round otherwise. Then the prompt and each number of rows have their own program,
-    compiled when it comes up: for 64 prompts at most four, beside the prompt's. This pays where `generate` is called
-    many times.
+    With `compact`, rows that have ended are removed: whenever at most half of the rows remain, they become a batch of
+    half the size, as long as that has at least eight rows. The tokens are the same, except for differences in rounding
+    between products of different shapes. The prompt and each number of rows then have separate programs, which are
+    compiled when they are first needed: for 64 prompts at most four, in addition to the prompt's. Use it if `generate`
+    is called many times.
 
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.
         input_ids: the prompts, ids in [0, V). Shorter rows are padded on either side, with any id.
-        max_new_tokens: the most tokens that a row gets; prompt and new tokens must fit the model's longest sequence.
+        max_new_tokens: the largest number of new tokens in a row; prompt and new tokens together must not be longer
+            than the model's longest sequence.
         attention_mask: 0 where a token is padding; `None` for no padding.
-        temperature: 0 takes the likeliest token; below 1 the distribution is sharper than the model's, above 1 flatter.
-        top_p: in (0, 1]; 1 draws from all tokens.
-        top_k: how many of the likeliest tokens are drawn from, at least 1; `None` for all.
-        eos_token_id: a row ends after this token, or after any of these. The work ends once all rows have ended. `None`
-            takes the tokens that the model's checkpoint names in generation_config.json, else in config.json. With
-            `()` no token ends a row.
-        pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first that ends a row.
-        key: of `jax.random.key` or `jax.random.PRNGKey`; needed for random tokens. A row's random numbers come from
-            the key and from its number among the rows that are returned.
-        num_return_sequences: how many sequences each prompt gets, at least 1. The model reads the prompt once for all.
+        temperature: 0 for the most likely token; below 1 the distribution is sharper than the model's, above 1 flatter.
+        top_p: in (0, 1]; 1 to sample from all tokens.
+        top_k: the number of most likely tokens to sample from, at least 1; `None` for all.
+        eos_token_id: a row ends after this token, or after any of several. Generation stops when all rows have ended.
+            `None` for the tokens in the checkpoint's generation_config.json, or else in its config.json. With `()` no
+            token ends a row.
+        pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first one of `eos_token_id`.
+        key: a key of `jax.random.key` or `jax.random.PRNGKey`; required for sampling. A row's random numbers are
+            determined by the key and the row's index in the result.
+        num_return_sequences: the number of sequences for each prompt, at least 1. The prompt is processed once for all.
         return_log_probs: whether to return the new tokens' log-probabilities, too.
-        compact: whether rows that have ended leave the batch. It needs one device, a call outside of jit, and a model
-            whose rows do not depend on the longest one, as with `DynamicRope` and `LongRope` beyond the length in
-            training.
+        compact: whether rows that have ended are removed from the batch. It needs one device, a call outside of jit,
+            and a model whose rows do not depend on the longest row, as they do with `DynamicRope` and `LongRope` beyond
+            the length in training.
 
     Returns:
         (B·num_return_sequences, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. The
-        sequences of a prompt follow one another. From the first position whose logits have no softmax, since one is NaN
-        or inf, tokens are −1. The dtype is input_ids', or int32 if that is narrower.
+        sequences of a prompt are consecutive. From the first position at which a logit is NaN or inf, tokens are −1.
+        The dtype is that of input_ids, or int32 if that is narrower.
 
-        With `return_log_probs` a pair of these and float32 in the new tokens' shape, the log-probability of each new
-        token by softmax(logits/temperature) over the whole vocabulary, before top_p and top_k; for the likeliest
-        tokens, by softmax(logits). It is 0 after a row's end. They are what the sampler gives to a policy loss.
+        With `return_log_probs`, a pair of these and a float32 array of the new tokens' shape: the log-probability of
+        each new token under softmax(logits/temperature) over the whole vocabulary, before top_p and top_k; with
+        temperature 0, under softmax(logits). It is 0 after a row's end. These are the sampler's log-probabilities for a
+        policy loss.
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.
-        TypeError: `key` is no key.
+        TypeError: `key` is not a key.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -129,14 +130,14 @@ def stream(
     pad_token_id: int | None = None,
     key: Any = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """Yields the tokens that `generate` returns, one of each row at a time, as soon as they are there.
+    """Yields the tokens that `generate` returns, one of each row at a time, as soon as they are sampled.
 
-    The device works at the next token while the caller has this one. Beside what `generate` compiles for, the prompt's
-    program depends on the sum of the prompt's length and `max_new_tokens`, and the other one on nothing but that sum.
-    Arguments and errors are those of `generate`.
+    The device computes the next token while the caller handles this one. Programs are compiled as for `generate`,
+    except that the prompt's program also depends on the sum of the prompt's length and `max_new_tokens`, and that of
+    the new tokens depends only on this sum. Arguments and errors are those of `generate`.
 
     Yields:
-        int32 (B,); a row that has ended gets padding. The last ones are yielded when all rows have ended.
+        int32 (B,); `pad_token_id` for rows that have ended. It stops when all rows have ended.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
