@@ -41,8 +41,8 @@ class CausalLM(Pretrained):
     Args:
         config: the architecture.
         kernels: which ops run as kernels.
-        dtype: dtype of the computation; norms, rotary embedding, logits and loss are computed in float32 and rounded to
-            it.
+        dtype: dtype of the computation; norms and the rotary embedding are computed in float32 and rounded to it;
+            logits and loss are float32.
         param_dtype: dtype of the parameters.
         remat: what each layer keeps for the backward: `"none"` (everything that is expensive to recompute), `"dots"`
             (its products), `"full"` (only its input), `"offload"` (only its input, in the host's memory) or

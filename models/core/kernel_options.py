@@ -8,35 +8,35 @@ from liger_jax.models.core.parallel.layout import ONE_DEVICE, Layout
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """Which ops of a model run as liger_jax kernels; the others are plain jnp with the same rounding.
+    """Which operations of a model use the ops of liger_jax; the others are plain jnp with the same rounding.
 
     Args:
         rope: rotary embedding by `liger_jax.ops.apply_rope`.
         rms_norm: normalisation by `liger_jax.ops.rms_norm`; for the residual stream, by `fused_add_rms_norm`.
-        glu: the feed-forward by `liger_jax.ops.gated_mlp`; or, if its products have to stay separate, its gate by
-            `swiglu` or `geglu`.
+        glu: the feed-forward by `liger_jax.ops.gated_mlp`; or, if its products must be separate, its gate by `swiglu`
+            or `geglu`.
         cross_entropy: the loss by `liger_jax.ops.cross_entropy`, on logits in memory.
         fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, without logits in memory.
         mode: how `fused_linear_cross_entropy` trades time for memory: `"auto"`, `"fast"` or `"lean"`.
-        memory_budget_bytes: the most that `fused_linear_cross_entropy` may use beside inputs and gradients; a call
-            whose loss needs more is a ValueError. `None` is no bound, with one exception: with `mode="auto"`, in a
-            model that rematerialises its layers, the loss gets as much as one layer needs, or as much as `"lean"`
+        memory_budget_bytes: the memory that `fused_linear_cross_entropy` may use in addition to inputs and gradients; a
+            call whose loss needs more is a ValueError. `None` for no limit, with one exception: with `mode="auto"`, in
+            a model that rematerialises its layers, the loss may use as much as one layer needs, or as much as `"lean"`
             needs if that is more.
         attention: the `implementation` of `liger_jax.ops.causal_attention`: `None` for the platform's default. "xla",
-            "triton" and "triton:interpret" name the attention of one token to a cache, too.
+            "triton" and "triton:interpret" also apply to the attention of one token to a cache.
         implementation: the `implementation` of all other ops, except for the rotary embedding, which runs in XLA alone.
-            `None` takes the platform's default. A name such as "xla" or "triton" is one that every op in use must have.
-            From a tuple such as `("mosaic_tpu", "xla")`, an op takes the first name that it has, and warns of each that
-            it lacks.
-        layout: on several devices, which axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones) split
-            what. Ops then run on each device's shard of the batch, and a layer's parameters, however they are sharded,
-            are gathered where they are used. `None` on one device.
-        batch_axes: the short form of a layout: the axes that split the batch, the last of which splits parameters.
+            `None` for the platform's default. A single name such as "xla" or "triton" must be supported by every op in
+            use. With a tuple such as `("mosaic_tpu", "xla")`, each op uses the first name that it supports, with a
+            warning for each that it does not.
+        layout: on several devices, what is sharded over which axes of the mesh in context (`jax.set_mesh`; with Auto or
+            Explicit axes). Ops then run on each device's shard of the batch, and a layer's parameters, however they are
+            sharded, are gathered where they are used. `None` on one device.
+        batch_axes: a short form of a layout: the axes over which the batch is sharded; parameters are sharded over the
+            last one.
 
     Raises:
-        ValueError: both losses are asked for, `mode` is unknown, or `layout` and `batch_axes` are both
-            given.
-        TypeError: `layout` is no `Layout`, or `batch_axes` is not a tuple of names.
+        ValueError: both losses are switched on, `mode` is unknown, or `layout` and `batch_axes` are both given.
+        TypeError: `layout` is not a `Layout`, or `batch_axes` is not a tuple of names.
 
     Example:
         >>> KernelOptions(fused_linear_cross_entropy=False, cross_entropy=True).cross_entropy
@@ -75,14 +75,14 @@ class KernelOptions:
 
     @property
     def mesh_layout(self) -> Layout:
-        """The layout, however it was given; on one device one that splits nothing."""
+        """The layout, given as `layout` or `batch_axes`; on one device, one that shards nothing."""
         if self.batch_axes is not None:
             return Layout(batch=self.batch_axes, fsdp=self.batch_axes[-1])
         return ONE_DEVICE if self.layout is None else self.layout
 
     @classmethod
     def off(cls) -> "KernelOptions":
-        """Options for plain jnp everywhere, the baseline of the kernels' measurements.
+        """Options for plain jnp everywhere, with which the kernels are compared.
 
         Returns:
             Options with every kernel switched off.

@@ -20,16 +20,16 @@ from liger_jax.ops import LossMetrics
 
 @tree_dataclass
 class CausalLMOutput:
-    """The result of a causal language model; parts that a call does not ask for are `None`.
+    """The result of a causal language model; what a call does not request is `None`.
 
     Attributes:
         loss: float32 scalar.
         logits: (B, kept positions, V) float32.
         metrics: metrics of the kept positions. Without labels no token is scored: `num_tokens` and `accuracy` are 0.
-        cache: the call's cache, with the call's tokens added.
-        aux: sums over tokens that the feed-forwards of a kind return, such as those of experts: for each such kind a
-            tree of arrays with a leading axis of layers. Dense models have none.
-        experts: where metrics are asked for, what the routers of a mixture of experts did. Dense models have none.
+        cache: the cache that the call was given, with its tokens added.
+        aux: sums over tokens that feed-forwards of some kinds return, such as those with experts: for each kind, a tree
+            of arrays with a leading axis of layers. Dense models have none.
+        experts: metrics of the routers of a mixture of experts, if metrics are requested. Dense models have none.
     """
 
     # The fields whose arrays have no batch axis, of whatever rank they are. The other fields' arrays begin with it.

@@ -21,30 +21,31 @@ from liger_jax.ops.layout import Names, along, devices_along, names, partition
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which axes of a mesh split a model's batch and its parameters: FSDP, tensor and sequence parallelism.
+    """How batch and parameters are sharded over the axes of a mesh: FSDP, tensor, sequence and expert parallelism.
 
-    Each device computes its own sequences, or with the other devices of a tensor or sequence axis its share of them. A
-    layer's parameters are gathered over fsdp where they are used, and their gradients are scattered. The mesh's axes
-    may be Auto or Explicit. Axes that are Manual already, inside a `jax.shard_map`, are left alone.
+    Each device computes its sequences, or shares the work on them with the other devices of a tensor or sequence axis.
+    A layer's parameters are gathered over fsdp where they are used, and their gradients are reduce-scattered. The
+    mesh's axes may be Auto or Explicit. Axes that are already Manual, inside a `jax.shard_map`, are not used.
 
     Args:
-        batch: the axes that split the batch.
-        fsdp: the axis that splits parameters and optimizer state, which the sequence axis then splits, too; or the
-            axes that split them, as a tuple. They are among those of the batch and of sequences. `()` leaves every
-            parameter whole.
-        tensor: the axis that splits heads, feed-forwards, experts' among them, and the vocabulary. Its devices compute
-            the same sequences together; between sublayers each has its shard of the positions. It must divide query
-            heads and the feed-forward's width. Key heads, the vocabulary and the length may be anything.
-        sequence: the axis that splits rows, so that they may be longer than one device holds. Its devices compute the
-            same sequences together, each chunks of them, and attend to the keys and values of all. Batches for it
-            come from `place`, which shifts labels, pads rows and puts chunks in order. Any length will do.
-        expert: the axis that splits the experts of a mixture, and the batch: it is one of `batch`, and is added there
-            if it is not named. Each device has its share of every layer's experts, to which the other devices send
-            their tokens. Other parameters it splits as fsdp does, if `fsdp` is a single name. It must divide the number
-            of experts.
+        batch: the axes over which the batch is sharded.
+        fsdp: the axis over which parameters and optimizer state are sharded, to which the sequence axis is added; or a
+            tuple of all such axes. They must be axes of the batch or of sequences. `()` replicates all parameters.
+        tensor: the axis over which heads, feed-forwards (also those of experts) and the vocabulary are sharded. Its
+            devices compute the same sequences together; between sublayers, each has a shard of the positions. Its size
+            must divide the number of query heads and the width of the feed-forward, but not the number of key heads,
+            the vocabulary or the length.
+        sequence: the axis over which rows are sharded, so that they may be longer than fits on one device. Its devices
+            compute the same sequences together: each computes some chunks of them, which attend to the keys and values
+            of all. Use `place` to make batches for it, which shifts labels, pads rows and puts chunks in order. Rows
+            may have any length.
+        expert: the axis over which the experts of a mixture, and the batch, are sharded: it is added to `batch` if it
+            is not there. Each device has some of every layer's experts, to which the other devices send their tokens.
+            Other parameters are sharded over it as over fsdp, if `fsdp` is a single name. Its size must divide the
+            number of experts.
 
     Raises:
-        TypeError: an argument is no name, or no tuple of names.
+        TypeError: an argument is not a name or a tuple of names.
         ValueError: an axis is named twice, or `fsdp` names one along which all devices would compute the same.
 
     Example:
@@ -85,7 +86,7 @@ class Layout:
 
     @property
     def fsdp_axes(self) -> Names:
-        """The axes that split parameters. Without the sequence axis, a row's devices would each hold all of them."""
+        """The axes over which parameters are sharded, including the sequence axis."""
         if isinstance(self.fsdp, tuple):
             return self.fsdp
         others = (axis for axis in (self.sequence, self.expert) if axis not in (None, self.fsdp))
@@ -93,13 +94,13 @@ class Layout:
 
     @property
     def axes(self) -> Names:
-        """All axes that the layout names, except that `fsdp` names some of them again."""
+        """All axes that the layout names, each once."""
         others = (self.tensor, self.sequence)
         return (*self.batch, *(axis for axis in others if axis is not None))
 
     @property
     def between_blocks(self) -> P:
-        """How activations (B, T, …) are sharded between blocks: of a tensor axis, one device has a token's norm."""
+        """How activations (B, T, …) are sharded between blocks, where a tensor axis shards positions."""
         return partition(self.batch, tuple(axis for axis in (self.sequence, self.tensor) if axis is not None))
 
     @property
@@ -109,17 +110,17 @@ class Layout:
 
     @property
     def of_rows(self) -> P:
-        """How arrays (B, …) are sharded whose rows are whole on every device that computes a shard of them."""
+        """How arrays (B, …) are sharded if every device that computes a shard of a row has the whole row."""
         return partition(self.batch)
 
     @property
     def of_cache(self) -> P:
-        """How a cache's keys and values (layers, B, …) are sharded, whose rows are whole, too."""
+        """How a cache's keys and values (layers, B, …) are sharded; their rows are whole, too."""
         return partition(None, self.batch)
 
     @property
     def of_all_rows(self) -> P:
-        """How arrays (1, T, …) are sharded that are the same for all rows."""
+        """How arrays (1, T, …), which are the same for all rows, are sharded."""
         return partition(None, self.sequence)
 
     @property
@@ -133,21 +134,21 @@ class Layout:
         return partition(self.batch, self.sequence, self.tensor)
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
-        """How a parameter is sharded over a mesh, and what an optimizer holds of its shape.
+        """How a parameter, and optimizer state of its shape, is sharded over a mesh.
 
-        A matrix is split along its input, or along a head's vocabulary, and experts one by one where the mesh divides
-        them. Codes and scales of quantised kernels are split
-        along the output, so that blocks stay whole. Vectors are small: where the mesh does not divide them, every
-        device has them whole. With several devices along `tensor`, it splits heads, the feed-forward's width or the
-        vocabulary, and fsdp splits a matrix's first axis, or the second where the first has no room for both.
+        A matrix is sharded along its input, a head along the vocabulary, and experts along their number if the mesh
+        divides it. Codes and scales of quantised kernels are sharded along the output, so that blocks stay whole.
+        Vectors are small, and replicated if the mesh does not divide them. With several devices along `tensor`, heads,
+        the feed-forward's width or the vocabulary are sharded over it, and a matrix's first axis over fsdp, or its
+        second if the first cannot be sharded over both.
 
         Args:
-            info: what the parameter is.
+            info: a description of the parameter.
             shape: its shape.
-            sizes: the devices along each axis of the mesh.
+            sizes: the number of devices along each axis of the mesh.
 
         Returns:
-            The partition.
+            The partition spec.
 
         Raises:
             ValueError: the mesh does not divide a matrix.
@@ -157,14 +158,14 @@ class Layout:
         return self._parameter_shards(sizes).spec(info, shape)
 
     def check(self, config: Any, sizes: Mapping[str, int]) -> None:
-        """Checks that the axes can split an architecture.
+        """Checks that an architecture can be sharded over the axes.
 
         Args:
-            config: of a model.
-            sizes: the devices along each axis of the mesh.
+            config: a model's config.
+            sizes: the number of devices along each axis of the mesh.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: it cannot.
         """
         if config.experts is None and devices_along(self.expert, sizes) > 1:
             raise ValueError(
@@ -182,17 +183,17 @@ class Layout:
 
         Args:
             tree: a model or its state; with an optimizer, `(params, optimizer.init(params))`. Leaves may be types.
-            mesh: has the axes that the layout names, and no others with several devices.
-            optimizer: the one whose state is in `tree`. What it holds for a parameter is sharded like the parameter:
-                an array of its shape, and each axis of another array that is one of the parameter's or counts equal
-                blocks of it, such as a factored moment's or a scale's. All else is whole on every device, with a
-                warning from 65,536 numbers on.
+            mesh: a mesh with the axes that the layout names, and no others with several devices.
+            optimizer: the optimizer whose state is in `tree`. State of a parameter is sharded like the parameter:
+                arrays of its shape, and in other arrays those axes that are axes of the parameter or number equal
+                blocks of one, as in factored moments and scales. All other arrays are replicated, with a warning if
+                they have 65,536 numbers or more.
 
         Returns:
             A tree of `NamedSharding` with the structure of the state, for `jax.device_put` or `out_shardings`.
 
         Raises:
-            ValueError: the mesh and the layout do not fit, or do not divide a matrix; or a leaf is no parameter.
+            ValueError: mesh and layout do not fit, a matrix cannot be sharded evenly, or a leaf is not a parameter.
 
         Example:
             >>> import jax.numpy as jnp
@@ -217,25 +218,25 @@ class Layout:
         return of_params, state_shardings(optimizer, state, params, of_params, NamedSharding(mesh, P()))
 
     def place(self, batch: Any, mesh: Mesh | None = None) -> Any:
-        """Puts a batch on the mesh, each device's rows where the device computes them, or its shard of them.
+        """Puts a batch on the mesh: each device gets the rows that it computes, or its shard of them.
 
-        Where several devices share rows, the batch becomes what `SequenceShards.prepared` says: labels are shifted,
-        positions attached, rows padded and put in the order of the devices' chunks. A batch that has been placed stays
-        as it is. `ops.layout.from_chunks(x, 1, devices)` gives what a model returns for each position its own order.
+        If several devices share rows, the batch is prepared for it: labels are shifted, positions are added, and rows
+        are padded and put in the order of the devices' chunks. A batch that has been placed is not changed.
+        `ops.layout.from_chunks(x, 1, devices)` restores the order of arrays that a model returns by position.
 
         Args:
             batch: a tree of arrays, or of their types, with a leading batch axis, such as `dict(input_ids=…,
-                labels=…)`. Numbers, and arrays of fewer rows such as positions (1, T), go to every device. With several
-                processes, each reads the rows of its own devices from its arrays, whose other rows may hold anything.
-                With several devices along `sequence`, a model's arguments by name, or token ids alone.
-            mesh: has the axes that the layout names; `None` for the mesh in context, of `jax.set_mesh`.
+                labels=…)`. Scalars, and arrays of fewer rows such as positions (1, T), are replicated. With several
+                processes, each reads the rows of its devices from its arrays, whose other rows may hold anything. With
+                several devices along `sequence`, the batch must be a model's arguments by name, or token ids.
+            mesh: a mesh with the axes that the layout names; `None` for the mesh in context, of `jax.set_mesh`.
 
         Returns:
             The tree of arrays on the mesh.
 
         Raises:
-            ValueError: no mesh is in context, it does not fit the layout, or it does not divide the rows; or rows are
-                to be split, and the batch has no `input_ids`.
+            ValueError: there is no mesh in context, it does not fit the layout or does not divide the rows; or rows are
+                to be sharded, and the batch has no `input_ids`.
 
         Example:
             >>> import jax.numpy as jnp
@@ -265,16 +266,16 @@ class Layout:
     ) -> Any:
         """Runs `function(*split, *whole)` on every device's shard; on one device, a plain call.
 
-        The shard_map keeps kernels from the compiler's partitioner, which would gather their inputs. In it all axes of
-        the mesh are Manual.
+        It uses a shard_map in which all axes of the mesh are Manual, since the compiler's partitioner would gather the
+        inputs of kernels.
 
         Args:
             function: returns arrays that are sharded like the first operands.
-            split: trees of arrays that are split as `spec` says; `None` entries pass.
-            whole: arrays that are whole inside the function; `None` entries pass. A matrix enters split along its first
-                axis over `fsdp`, if that divides it, and its gradient leaves the same way.
-            head: the function's last argument, if there is one, an array or quantised. A linear loss gathers an array
-                as it needs it; a quantised head is whole.
+            split: trees of arrays that are sharded as `spec` says; entries may be `None`.
+            whole: arrays that are whole inside the function; entries may be `None`. If `fsdp` divides a matrix's first
+                axis, the matrix is passed sharded along it and gathered, and its gradient is reduce-scattered.
+            head: the function's last argument, if there is one, an array or quantised. An array is sharded, and linear
+                losses gather it in slices; a quantised head is whole.
             spec: how `split` is sharded, or each of it: `between_blocks`, which is the default, `in_attention` or
             `in_loss`. out: how the results are sharded; `None` for as `split` is.
 
@@ -296,7 +297,7 @@ class Layout:
         *,
         spec: P | tuple[P, ...] | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Does what `run` does, `in_loss`, for a function that returns a sum over its tokens and arrays per token.
+        """Like `run` with `in_loss`, for a function that returns a sum over its tokens and arrays per token.
 
         Args:
             function: returns (sum, arrays that are sharded like `split`).
@@ -318,11 +319,11 @@ class Layout:
         return self._on_shards(local, split, whole, head, spec, (P(), self.in_loss))
 
     def gathered(self, parameters: Any, dtype: Any) -> Any:
-        """Gathers a layer's parameters on every device just before their use, as FSDP does.
+        """Gathers a layer's parameters on every device just before their use (FSDP).
 
-        Matrices are converted to the computation's dtype first: in bfloat16 half as many bytes are sent. Gradients are
-        constrained to be sharded as their parameters are. Else the compiler sums the joined gradient of several
-        projections whole on every device, and then drops what belongs to the others.
+        Matrices are first converted to the computation's dtype, so that in bfloat16 half as many bytes are sent.
+        Gradients are constrained to the sharding of their parameters: otherwise the compiler would all-reduce the
+        joined gradient of several projections on every device, and then slice it.
 
         Args:
             parameters: one layer's, a tree of arrays by their names.
@@ -339,25 +340,27 @@ class Layout:
         return self.expert if devices_along(self.expert, open_axes(self)) > 1 else None
 
     def tokens_of_device(self, rows: int, length: int) -> int:
-        """How many tokens between blocks each device has.
+        """The number of tokens that each device has between blocks.
 
         Args:
             rows: rows of an array between blocks, on the mesh in context.
             length: its positions.
 
         Returns:
-            Its tokens over the devices that split them. Inside a `jax.shard_map` the array is one device's already.
+            The array's tokens divided by the number of devices over which they are sharded. Inside a `jax.shard_map`,
+            the array is already one device's shard.
         """
         return rows * length // devices_along(self.between_blocks, open_axes(self))
 
     def tensor_shards(self, sizes: Mapping[str, int] | None = None) -> TensorShards | None:
-        """How the tensor axis splits a model.
+        """How a model is sharded over the tensor axis.
 
         Args:
-            sizes: the devices along each axis; `None` for the axes of the mesh in context that are not Manual.
+            sizes: the number of devices along each axis; `None` for the axes of the mesh in context that are not
+                Manual.
 
         Returns:
-            The shards; `None` where no axis of several devices does.
+            The shards; `None` if the axis does not have several devices.
 
         Raises:
             ValueError: the mesh in context and the layout do not fit.
@@ -368,14 +371,14 @@ class Layout:
         return TensorShards.of(self, sizes) if devices_along(self.tensor, sizes) > 1 else None
 
     def sequence_shards(self, sizes: Mapping[str, int] | None = None) -> SequenceShards | None:
-        """How the sequence axis splits rows.
+        """How rows are sharded over the sequence axis.
 
         Args:
-            sizes: the devices along each axis; `None` for those of the mesh in context, Manual axes included, since
-                attention asks inside of a `jax.shard_map`.
+            sizes: the number of devices along each axis; `None` for those of the mesh in context, including Manual
+                axes, since attention calls this inside of a `jax.shard_map`.
 
         Returns:
-            The shards; `None` where no axis of several devices does.
+            The shards; `None` if the axis does not have several devices.
         """
         sizes = jax.sharding.get_abstract_mesh().shape if sizes is None else sizes
         return SequenceShards.of(self, sizes) if devices_along(self.sequence, sizes) > 1 else None
