@@ -25,20 +25,21 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 class QuantizedParam(nnx.Variable):
-    """A `BlockQuantized` weight. It is no `nnx.Param`, so it gets no gradient and no update."""
+    """A `BlockQuantized` weight. It is not an `nnx.Param`, so it gets no gradient and no update."""
 
 
 def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = False) -> Model:
     """Quantises the weights of all projections and experts, in place, one after another.
 
-    Embeddings, norms, biases and routers keep their dtype. Blocks run along a projection's input, as in bitsandbytes.
-    On a mesh each block is whole on one device: an axis that splits a dense kernel's input splits the codes' output.
+    Embeddings, norms, biases and routers keep their dtype. Blocks are along a projection's input axis, as in
+    bitsandbytes. On a mesh, each block is on one device: where a dense kernel is sharded along its input, the codes are
+    sharded along their output.
 
     Args:
-        model: a model of `liger_jax.models`, before `add_lora`. Weights that are quantised already stay.
+        model: a model of `liger_jax.models`, before `add_lora`. Weights that are already quantised are not changed.
         kind: "nf4", 4.25 bits a number, or "int8", 8.25.
-        block_size: numbers with one scale; it is even and divides each projection's input width.
-        head: whether the head is quantised, too. The fused loss then makes it by slices of the vocabulary.
+        block_size: the number of values that share a scale; it must be even and divide each projection's input width.
+        head: whether the head is quantised, too. The fused loss then dequantizes it in slices of the vocabulary.
 
     Returns:
         The same model.
@@ -75,7 +76,7 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
 
 
 def dequantize(model: Model) -> Model:
-    """Makes dense weights of all quantised ones, in place, one after another, in the dtype that they had.
+    """Dequantizes all quantised weights, in place, one after another, to their original dtype.
 
     Args:
         model: a model with quantised weights. It computes the same afterwards, and its weights can be trained.

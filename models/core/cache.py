@@ -40,13 +40,13 @@ class KVCache:
     """The keys and values of B rows with S slots each; `CausalLM.init_cache` makes an empty one.
 
     Attributes:
-        keys: (L, B, S, K, H), after the rotary embedding, of the L layers that have keys. Where these differ in heads,
-            (L, B, S, 1, W), with W the widest K·H.
+        keys: (L, B, S, K, H), after the rotary embedding, of the L layers that have keys. If the layers' heads differ,
+            (L, B, S, 1, W), where W is the largest K·H.
         values: as `keys`.
-        positions: (B, S) int32, the number of a slot's token among its row's tokens; −1 where there is no token.
-        length: int32 scalar, the number of slots that are written. That of an empty cache is a NumPy array, so that a
-            program which makes the cache knows it, too.
-        recurrent: what layers without keys keep; `None` in a model without them.
+        positions: (B, S) int32, the index of a slot's token among the tokens of its row; −1 where there is no token.
+        length: int32 scalar, the number of slots that are written. In an empty cache it is a NumPy array, so that it is
+            known under jit, too.
+        recurrent: the states of layers without keys; `None` in a model without such layers.
     """
 
     keys: jax.Array
@@ -56,7 +56,7 @@ class KVCache:
     recurrent: RecurrentCache | None = None
 
     def is_known_empty(self) -> bool:
-        """Whether it is known, in the running program or when one is made, that no slot is written."""
+        """Whether it is known, also under jit, that no slot is written."""
         return not isinstance(self.length, Tracer) and int(self.length) == 0
 
 

@@ -11,19 +11,19 @@ MOST_POSITIONS = 2**24  # which `rope_table` counts exactly in float32
 
 
 def stretched(config: Any, length: int, rope_scaling: str | None = None) -> Any:
-    """A config whose model takes rows of a length.
+    """A config whose model accepts rows of a given length.
 
-    A model without a scaling gets one. A model with one gets the same with a larger factor. The factor grows by the
-    least whole number that reaches the length. A model has not seen such positions in training, so this is done for
-    those alone who ask for it.
+    A model without a RoPE scaling gets one. A model with one gets the same kind with a larger factor, the smallest
+    whole multiple with which the length is reached. The model has not seen such positions in training, so this is never
+    done without being requested.
 
     Args:
         config: the architecture, a `LlamaConfig` or one that derives from it.
         length: tokens of a row.
-        rope_scaling: "linear", "dynamic", "yarn" or "llama3"; `None` to keep to the model's own positions.
+        rope_scaling: "linear", "dynamic", "yarn" or "llama3"; `None` to keep the model's positions.
 
     Returns:
-        The config; as it is if its positions are enough.
+        The config, unchanged if its positions suffice.
 
     Raises:
         ValueError: the length is more than the model's positions, and `rope_scaling` is `None`, unknown, or not the

@@ -51,42 +51,44 @@ def add_lora(
     dora: bool = False,
     rngs: nnx.Rngs,
 ) -> Model:
-    """Adds an adapter to each projection of these names, in place.
+    """Adds an adapter to each projection that the targets name, in place.
 
-    The arguments mean what PEFT's `LoraConfig` means by them, and names are those of a checkpoint, such as
-    "model.layers.0.self_attn.q_proj". In a stack of layers A and B of a layer without an adapter are 0, and stay so.
+    The arguments have the meaning that they have in PEFT's `LoraConfig`, and names are those of a checkpoint, such as
+    "model.layers.0.self_attn.q_proj". In stacked layers, A and B of a layer without an adapter are 0, and stay 0.
 
-    A starts uniform in ±1/√in, as in PEFT, and B at zero. Both are float32 and are converted to the computation's
-    dtype where they are used. The numbers follow from the key and the projection's name, so scanned and unrolled
-    layers get the same. On a mesh an adapter is split like the axis that it shares with its kernel.
+    A is initialised uniformly in ±1/√in, as in PEFT, and B with zeros. Both are float32 and are converted to the
+    computation's dtype where they are used. The random numbers are determined by the key and the projection's name, so
+    scanned and unrolled layers get the same. On a mesh, an adapter is sharded like the axis that it shares with its
+    kernel.
 
     Args:
         model: a model of `liger_jax.models`.
-        rank: at least 1. More than a projection's smaller width adds nothing, and PEFT allows it.
+        rank: at least 1. A rank above a projection's smaller width is useless, but allowed, as in PEFT.
         alpha: numerator of the scale, more than 0.
         targets: names of projections, or ends of their names, such as "q_proj" or "1.self_attn.q_proj"; or a regular
             expression for whole names; or "all-linear". `None` means all projections of the layers, whatever a family
             calls them, and neither the head nor the embedding. Llama's seven names ("q_proj", "k_proj", "v_proj",
             "o_proj", "gate_proj", "up_proj" and "down_proj") mean the same when they are given together, so that they
-            serve Phi-3, too. In an NNX model of another library, layers are stacked or numbered modules.
+            can be used for Phi-3, too. In an NNX model of another library, layers are stacked or numbered modules.
         parameters: PEFT's `target_parameters`: weights of a mixture's experts, by their names or ends of these:
             "gate_up_proj" and "down_proj", whatever a checkpoint calls them. Each expert gets an A and a B.
         exclude: projections without an adapter, in the same forms.
-        layers: the numbers of the layers that ends of names mean; none for all.
+        layers: numbers of the layers to which ends of names apply; empty for all.
         rank_pattern: separate ranks, by regular expressions for a name's end, such as `{"k_proj": 8}`.
         alpha_pattern: separate alphas, in the same way.
-        dropout: the share of an adapter's inputs that `with_dropout` drops, in [0, 1); experts' adapters have none.
+        dropout: the dropout probability of an adapter's inputs, in [0, 1), applied after `with_dropout`; not for
+            experts.
         rslora: scale by alpha/√rank rather than alpha/rank.
-        dora: also train the length of each column of the weight, as DoRA does. Each call then computes W + scale·A·B.
-        rngs: source of A, by its stream `params` or its default one.
+        dora: also train the norm of each column of the weight, as in DoRA. Each call then computes W + scale·A·B.
+        rngs: random numbers for A, from the stream `params` or the default one.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a name matches no projection, nothing tells layers from the head where `targets` is `None`, an
-            argument is out of its range, the model has adapters already, or experts are to have dropout, DoRA, or
-            adapters that differ between the layers of a stack.
+        ValueError: a name matches no projection, `targets` is `None` and layers cannot be distinguished from the head,
+            an argument is out of its range, the model has adapters already, or experts would have dropout, DoRA, or
+            adapters that differ between stacked layers.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -143,15 +145,15 @@ def add_lora(
 
 
 def trainable(model: nnx.Module) -> tuple[Any, Any, Any]:
-    """Splits a model so that gradients and the optimizer's state exist for its adapters alone.
+    """Splits a model so that only its adapters have gradients and optimizer state.
 
-    A gradient with respect to the adapters takes no product for the gradient of a frozen weight.
+    Gradients with respect to the adapters are computed without gradients of frozen weights.
 
     Args:
         model: a model with adapters.
 
     Returns:
-        Graph, adapters, and all other state: `nnx.merge(graph, adapters, base)` is the model, and
+        Graph, adapters, and base, the rest of the state: `nnx.merge(graph, adapters, base)` is the model, and
         `make_step(graph, optimizer)` makes `step((adapters, optimizer.init(adapters)), batch, base)`.
 
     Raises:
@@ -171,14 +173,14 @@ def trainable(model: nnx.Module) -> tuple[Any, Any, Any]:
 
 
 def with_adapters(model: Model, on: bool) -> Model:
-    """The model with its adapters on or off, which shares all arrays with it.
+    """A copy of the model with its adapters switched on or off, which shares all arrays with it.
 
-    With the adapters off it runs as the model did before `add_lora`: the reference of DPO or GRPO, without a second
+    With its adapters off, it computes the same as before `add_lora`: the reference of DPO or GRPO, without a second
     copy of the weights.
 
     Args:
-        model: a model with adapters, on or off. It stays as it is.
-        on: whether the adapters of the result count.
+        model: a model with adapters, on or off. It is not changed.
+        on: whether the adapters of the result are switched on.
 
     Returns:
         A model with the same arrays.
@@ -211,29 +213,30 @@ def with_dropout(
     key: Key[Array, ""] | UInt32[Array, "words"],
     pieces: Integer[Array, "B"] | Integer[Array, "B T"] | None = None,
 ) -> Model:
-    """The model with keys for its adapters' dropout, which shares all arrays with it.
+    """A copy of the model with keys for its adapters' dropout, which shares all arrays with it.
 
-    Without keys nothing is dropped, as in evaluation. Give every step its own key, inside the loss function.
+    Without keys there is no dropout, as in evaluation. Call it inside the loss function, with a different key in every
+    step.
 
-    Which inputs are dropped follows from the key, the projection, and a token's piece and position there, and not from
-    where the token is computed. With the numbers of pieces, a step drops the same in whole batches and micro-batches,
-    in packed and padded rows, and on any mesh. Without them rows count from 0 in each call, so that all micro-batches
-    drop the same places.
+    The dropped inputs are determined by the key, the projection, and the token's document and position in it, and not
+    by where the token is computed. If `pieces` has the documents' numbers, a step drops the same inputs in whole
+    batches and micro-batches, in packed and padded rows, and on any mesh. Without them, rows are numbered from 0 in
+    each call, so that all micro-batches have the same masks.
 
     Args:
-        model: a model with adapters. It stays as it is.
-        key: of `jax.random.key` or `jax.random.PRNGKey`; each adapter of each layer derives its own from it.
-        pieces: to which piece of text each token of a call belongs, by numbers that are unique in a step; or the number
-            of each row, whose pieces are its `segment_ids`. `None` counts rows from 0.
+        model: a model with adapters. It is not changed.
+        key: a key of `jax.random.key` or `jax.random.PRNGKey`, from which each adapter of each layer derives its own.
+        pieces: (B, T), the number of each token's document, unique in a step; or (B,), the number of each row, whose
+            documents are distinguished by `segment_ids`. `None` to number rows from 0.
 
     Returns:
         A model with the same arrays.
 
     Raises:
-        ValueError: the model has no adapters that are on, there are several keys, or pieces have another shape; and
-            from the model's call, that pieces have another shape than its tokens, or that there are none inside of a
-            `jax.shard_map`, where devices would drop the same.
-        TypeError: `key` is no key, or pieces are no integers.
+        ValueError: the model has no adapters that are on, there are several keys, or `pieces` has another shape; and
+            from the model's call, if the shapes of `pieces` and tokens differ, or if there are no `pieces` inside of a
+            `jax.shard_map`, where all devices would have the same masks.
+        TypeError: `key` is not a key, or `pieces` are not integers.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -277,10 +280,9 @@ def _sharing_arrays(model: Model) -> Model:
 def merge_lora(model: Model) -> Model:
     """Adds the adapters' products to the weights, in place, and removes the adapters.
 
-    W + scale·A·B is summed in float32 and rounded once, one projection after another. DoRA's norm is the one that the
-    model with adapters has. What is trained as a whole takes the place of its original. Quantised weights become dense,
-    in the dtype that they had. The model then saves, loads and
-    runs as one that never had adapters.
+    W + scale·A·B is summed in float32 and rounded once, one projection after another. DoRA uses the same norm as the
+    model with adapters. Modules that are trained as a whole replace their originals. Quantised weights become dense, in
+    their original dtype. The result is an ordinary model without adapters.
 
     Args:
         model: a model with adapters.

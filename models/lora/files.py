@@ -35,19 +35,19 @@ def save_adapters(
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors, which PEFT and `load_adapters` read.
 
-    Its `target_modules` are names such as "q_proj" where every layer is adapted, and else whole names. A save that is
-    killed leaves the earlier adapters or the new ones, or a folder without adapter_config.json, as `save_pretrained`
-    may do. `load_adapters` then says how to repair it, and the next save repairs it too.
+    `target_modules` has names such as "q_proj" if every layer has the adapter, and otherwise full names. If the process
+    is killed during a save, the folder has the earlier adapters or the new ones, or no adapter_config.json, as with
+    `save_pretrained`. `load_adapters` then says how to repair it, and the next save repairs it too.
 
     Args:
         model: a model with adapters.
-        path: a folder, made if it does not exist. Earlier adapters in it are replaced.
-        base_model: name or path of the model that the adapters belong to, for PEFT's `AutoPeftModel`. A folder's
-            config.json says whether the names are those of a multimodal model, whose language part this is. Otherwise
-            they are those of the checkpoint that `model` came from.
-        tokenizer_from: a folder with a tokenizer's files, or what `hugging_face.source.find` returns. These files, and
-            the generation_config.json of the checkpoint that `model` came from, then replace those in `path`. `None`
-            leaves those in `path` as they are.
+        path: a folder, created if it does not exist. Earlier adapters in it are replaced.
+        base_model: name or path of the model that the adapters belong to, for PEFT's `AutoPeftModel`. If it is a folder
+            with the config.json of a multimodal model, the adapters' names are those of that model. If it is not a
+            folder, names follow the checkpoint that `model` was loaded from.
+        tokenizer_from: a folder with a tokenizer's files, or the result of `hugging_face.source.find`. These files, and
+            the generation_config.json of the checkpoint that `model` was loaded from, then replace those in `path`.
+            `None` to leave those in `path` unchanged.
 
     Raises:
         ValueError: the model has no adapters that are on, config.json in `base_model` is damaged, or `tokenizer_from`
@@ -113,13 +113,14 @@ def save_adapters(
 def load_adapters(model: Model, path: str | os.PathLike[str], *, dropout: float | int | None = None) -> Model:
     """Adds adapters that PEFT or `save_adapters` wrote, in place.
 
-    The tensors' names say which layers are adapted. In a stack of layers, A and B of a layer without an
-    adapter are 0: no gradient moves them, and `save_adapters` leaves them out.
+    The tensors' names determine which layers have adapters. In stacked layers, A and B of a layer without an adapter
+    are 0: their gradients are 0, and `save_adapters` omits them.
 
     Args:
         model: the model that the adapters belong to, without adapters.
         path: a folder with adapter_config.json and adapter_model.safetensors.
-        dropout: the share of an adapter's inputs that `with_dropout` drops; `None` for what the config says.
+        dropout: the dropout probability of an adapter's inputs, applied after `with_dropout`; `None` for that of
+            adapter_config.json.
 
     Returns:
         The same model.

@@ -19,9 +19,9 @@ class LoRAScale(nnx.Variable):
 
 
 class LoRALinear(nnx.Linear):
-    """A projection with an adapter, which `add_lora` makes of an `nnx.Linear`.
+    """A projection with an adapter, which `add_lora` makes from an `nnx.Linear`.
 
-    The kernel keeps its name and its place in the model's state. If the adapter is switched off, the class is
+    The kernel keeps its name and its path in the model's state. If the adapter is switched off, the class is
     `nnx.Linear` again, and the layer runs as if there were no adapter.
 
     Attributes:
@@ -30,12 +30,12 @@ class LoRALinear(nnx.Linear):
         magnitude: DoRA's m (out,), float32, or `None`.
         alpha: numerator of the scale.
         rslora: whether the scale is alpha/√rank rather than alpha/rank.
-        each: rank and alpha of each stacked layer where they are not those of all, (0, alpha) of one without an
-            adapter; else `None`. A and B are zero after a layer's rank, and their gradients there are, too.
-        lora_scale: the scale of each of these layers, or `None`.
-        dropout: the share of the adapter's inputs that are dropped, where there is a key.
+        each: rank and alpha of each stacked layer if they differ, with (0, alpha) for a layer without an adapter;
+            otherwise `None`. Entries of A and B beyond a layer's rank are zero, and so are their gradients.
+        lora_scale: the scale of each layer if `each` is given, otherwise `None`.
+        dropout: the dropout probability of the adapter's inputs, applied if there is a key.
         dropout_key: from `with_dropout`, or `None`.
-        dropout_words: of the tokens, while the model's layer runs; `None` to number them by rows and positions.
+        dropout_words: hashes of the tokens, set while the model's layer runs; `None` to use rows and positions.
     """
 
     lora_a: nnx.LoRAParam
@@ -56,7 +56,7 @@ class LoRALinear(nnx.Linear):
 
     @property
     def scale(self) -> float | Float[Array, "*layers"]:
-        """alpha/rank, or alpha/√rank; an array where the layers of a stack differ."""
+        """alpha/rank, or alpha/√rank; an array if stacked layers differ."""
         if self.lora_scale is not None:
             return self.lora_scale[...]
         return scale_of(self.lora_a.shape[-1], self.alpha, self.rslora)
@@ -71,11 +71,11 @@ class LoRALinear(nnx.Linear):
         return kernel + scale * jnp.matmul(a, b, precision="highest")
 
     def factor(self, input_axis: str | None = None) -> Float[Array, "*layers out"] | None:
-        """DoRA's m/‖W + scale·A·B‖, by columns, whose norm is a constant to the gradient; `None` without DoRA.
+        """DoRA's m/‖W + scale·A·B‖ for each column, where the norm has no gradient; `None` without DoRA.
 
         `input_axis` is the mesh axis whose devices have the other rows of W and A.
 
-        The norm is that of the numbers that the products take, as `rounded` makes them. A mesh gathers no others.
+        The norm is that of the rounded numbers that the matrix products use, which are also all that a mesh gathers.
         """
         if self.magnitude is None:
             return None
@@ -89,7 +89,7 @@ class LoRALinear(nnx.Linear):
         return jnp.where(self.lora_scale[...][..., None] > 0, factor, 1.0)  # 1 in layers without an adapter
 
     def rounded(self, x: Any) -> jax.Array:
-        """A weight in float32, rounded to the computation's dtype; XLA may drop a conversion there and back."""
+        """A weight in float32, rounded to the computation's dtype without a pair of casts, which XLA may remove."""
         dtype = jnp.finfo(self.dtype or x.dtype)
         return jax.lax.reduce_precision(jnp.asarray(x).astype(jnp.float32), dtype.nexp, dtype.nmant)
 

@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 class TrainedWeight(nnx.LoRAParam):
-    """A weight, bias or norm that is trained as a whole. Its original is beside it, with `_kept` after its name."""
+    """A weight, bias or norm that is trained as a whole. Its original is kept under its name with `_kept` appended."""
 
 
 def train_more(
@@ -31,23 +31,23 @@ def train_more(
     tokens: Sequence[int] | Mapping[str, Sequence[int]] = (),
     bias: str = "none",
 ) -> Model:
-    """Trains more than adapters, in place: whole modules, vectors of single tokens, or biases.
+    """Trains more than adapters, in place: whole modules, embeddings of single tokens, or biases.
 
-    Each is a float32 copy, and the original stays for `with_adapters(model, False)`. A tied head and embedding become
-    two weights if one of them is trained as a whole. Single tokens stay tied.
+    A float32 copy of each is trained, and the original is kept for `with_adapters(model, False)`. A tied head and
+    embedding are untied if one of them is trained as a whole. With single tokens, they stay tied.
 
     Args:
         model: a model after `add_lora`.
         modules: PEFT's `modules_to_save`: ends of names of modules, such as "lm_head", "embed_tokens" or "norm".
-        tokens: PEFT's `trainable_token_indices`: tokens of the embedding, and of a head that is tied to it; or tokens
-            of "embed_tokens" and of "lm_head".
-        bias: "none", "all", or "lora_only" for those of projections with adapters.
+        tokens: PEFT's `trainable_token_indices`: tokens of the embedding, and of a head that is tied to it; or a dict
+            with tokens for "embed_tokens" and "lm_head".
+        bias: "none", "all", or "lora_only" for the biases of projections with adapters.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no adapters or trains such things already; a module is not in the model, has an
+        ValueError: the model has no adapters, or `train_more` was called before; a module is not in the model, has an
             adapter or is quantised; a token is not in the vocabulary or occurs twice; or `bias` is unknown.
 
     Example:
