@@ -19,8 +19,8 @@ class _Followed(int):
 class LlamaConfig:
     """The architecture, in Hugging Face's field names.
 
-    A field that is `None` in the call follows from others, and `dataclasses.replace` lets it follow anew: with other
-    `num_attention_heads` it makes another `head_dim`, unless `head_dim` was given here or is given there.
+    A field that is `None` in the call is derived from other fields, and derived again by `dataclasses.replace`:
+    replacing `num_attention_heads` changes `head_dim`, unless `head_dim` was given in either call.
 
     Args:
         vocab_size: V.
@@ -30,17 +30,17 @@ class LlamaConfig:
         num_attention_heads: Q.
         num_key_value_heads: K, a divisor of Q; `None` for Q.
         head_dim: H, even; `None` for D/Q.
-        max_position_embeddings: the longest sequence that the model takes; `rope_scaling` may extend it.
+        max_position_embeddings: the longest sequence that the model accepts; `rope_scaling` may extend it.
         rms_norm_eps: added to the mean square in every norm.
         rope_theta: the rotary embedding's base.
-        rope_scaling: how the rotary embedding reaches longer contexts than in training: a `LinearRope`, `DynamicRope`,
-            `Llama3Rope`, `YarnRope` or `LongRope`, or `None`.
+        rope_scaling: the scaling of the rotary embedding for longer contexts than in training: a `LinearRope`,
+            `DynamicRope`, `Llama3Rope`, `YarnRope` or `LongRope`, or `None`.
         tie_word_embeddings: whether the head is the embedding.
         initializer_range: standard deviation of the initial weights.
-        logit_scale: a factor of the logits, in every result and loss. Cohere's config.json has this name. Granite's has
-            the inverse, under the name `logits_scaling`.
-        attention_bias: whether the projections to queries, keys and values, and that of attention's result, add biases.
-        mlp_bias: whether the three projections of the feed-forward add biases.
+        logit_scale: a factor of the logits, in every result and loss. Cohere's config.json has this name; Granite's has
+            the inverse, `logits_scaling`.
+        attention_bias: whether the projections to queries, keys and values, and the output projection, have biases.
+        mlp_bias: whether the three projections of the feed-forward have biases.
 
     Raises:
         ValueError: fields have a wrong type, are out of range or do not fit together, here and in the configs of other
@@ -112,12 +112,12 @@ class LlamaConfig:
 
     @property
     def output_bias(self) -> bool:
-        """Whether the projection of attention's result adds a bias."""
+        """Whether attention's output projection has a bias."""
         return self.attention_bias
 
     @property
     def experts(self) -> Experts | None:
-        """The mixture of experts of the layers whose feed-forward is one; `None` in dense families."""
+        """The mixture of experts of layers that have one; `None` in dense families."""
         return None
 
     @property
@@ -127,12 +127,12 @@ class LlamaConfig:
 
     @property
     def recurrent_sizes(self) -> RecurrentSizes | None:
-        """What layers without keys keep for each row; `None` in families without such layers."""
+        """The sizes of the states of layers without keys, for each row; `None` in families without such layers."""
         return None if self.linear_heads is None else self.linear_heads.sizes
 
     @property
     def num_recurrent_layers(self) -> int:
-        """How many layers have no keys: linear attention, or a convolution."""
+        """The number of layers without keys, which have linear attention or a convolution."""
         return sum(kind in (LINEAR, CONVOLUTION) for kind in self.layer_types or ())
 
     @property
@@ -142,10 +142,10 @@ class LlamaConfig:
 
     @property
     def longest_sequence(self) -> int:
-        """The most positions that the model takes: `max_position_embeddings`, or more if its `rope_scaling` says so.
+        """The longest sequence that the model accepts: `max_position_embeddings`, or more with a `rope_scaling`.
 
-        A scaling reaches factor · original_max_position_embeddings positions. Where it lacks the second number,
-        `max_position_embeddings` takes its place.
+        A scaling extends it to factor · original_max_position_embeddings, or to factor · max_position_embeddings if it
+        does not have the former number.
         """
         scaling, most = self.rope_scaling, self.max_position_embeddings
         if scaling is None:
@@ -155,33 +155,33 @@ class LlamaConfig:
 
     @property
     def rotary_width(self) -> int:
-        """How many columns of a head are rotated."""
+        """The number of columns of a head that are rotated."""
         return int((self.head_dim or 0) * self.partial_rotary_factor)
 
     @property
     def rope_changes_at(self) -> int | None:
-        """The most positions that the first frequencies of a `LongRope` serve; others then serve all positions."""
+        """The longest sequence for which a `LongRope` uses its short factors; beyond it, all use the long ones."""
         scaling = self.rope_scaling
         return scaling.original_max_position_embeddings if isinstance(scaling, LongRope) else None
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """How many layers a cache holds keys of; and for each of their tokens heads and columns."""
+        """The number of layers whose keys a cache holds, and the number of heads and columns of each token's keys."""
         return self.num_hidden_layers - self.num_recurrent_layers, self.num_key_value_heads or 0, self.head_dim or 0
 
     def of_layers(self, attention: str) -> "LlamaConfig":
-        """The architecture as layers with a kind of attention have it.
+        """The config with the sizes of layers with a kind of attention.
 
         Args:
             attention: what `attention_of` returns.
 
         Returns:
-            A config; itself in families whose layers have equal sizes.
+            The config; unchanged in families whose layers have equal sizes.
         """
         return self
 
     def type_of_layer(self, i: int) -> str:
-        """The type of a layer, if the config has no `layer_types`: by `sliding_window_pattern`, or that of all layers.
+        """The type of a layer if `layer_types` is not given, from `sliding_window_pattern` or the same for all layers.
 
         Args:
             i: the layer's number.
@@ -200,7 +200,7 @@ class LlamaConfig:
             i: the layer's number.
 
         Returns:
-            The layer's type, or a name of the family's own. `window_of` and `rope_of` take either.
+            The layer's type, or another name that the family defines. `window_of` and `rope_of` accept both.
         """
         return (self.layer_types or ())[i]
 
@@ -216,13 +216,13 @@ class LlamaConfig:
         return "dense"
 
     def window_of(self, layer_type: str) -> int | None:
-        """How many positions a position sees in layers of a kind, itself included.
+        """The number of positions to which a position attends in layers of a kind, including itself.
 
         Args:
-            layer_type: "full_attention" or "sliding_attention", or what else `attention_of` returns.
+            layer_type: "full_attention" or "sliding_attention", or another result of `attention_of`.
 
         Returns:
-            A number, or `None` for all before it.
+            A number, or `None` for all earlier positions.
         """
         return self.sliding_window if layer_type == "sliding_attention" else None
 
@@ -230,10 +230,10 @@ class LlamaConfig:
         """The rotary embedding in layers of a kind.
 
         Args:
-            layer_type: "full_attention" or "sliding_attention", or what else `attention_of` returns.
+            layer_type: "full_attention" or "sliding_attention", or another result of `attention_of`.
 
         Returns:
-            Its base and its scaling; `None` where nothing is rotated.
+            Its base and its scaling; `None` if nothing is rotated.
         """
         return None if layer_type in (LINEAR, CONVOLUTION) else (self.rope_theta, self.rope_scaling)
 

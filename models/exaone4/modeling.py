@@ -16,8 +16,8 @@ class Exaone4Config(LlamaConfig):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for EXAONE 4, and these.
 
     Args:
-        sliding_window: how many positions a position sees in a sliding layer, itself included. Layers with full
-            attention then have no rotary embedding. `None` for a model whose layers all have full attention and rotate.
+        sliding_window: to how many positions a position attends in a sliding layer, including itself. Layers with full
+            attention then have no rotary embedding. `None` for full attention with rotary embeddings in all layers.
         layer_types: the type of each layer, "sliding_attention" or "full_attention"; `None` for full attention in every
             fourth layer and a window in the others.
 
@@ -58,11 +58,11 @@ class Exaone4Config(LlamaConfig):
         return values | {"layer_types": [of_letter[letter] for letter in letters]}, []
 
     def type_of_layer(self, i: int) -> str:
-        """Full attention in every fourth layer, and in all without a window."""
+        """Full attention in every fourth layer, or in all layers without a window."""
         return "full_attention" if self.sliding_window is None else super().type_of_layer(i)
 
     def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
-        """The rotary embedding of layers that slide, and of all without a window."""
+        """The rotary embedding of layers with a window, or of all layers without a window."""
         rotates = self.sliding_window is None or layer_type == "sliding_attention"
         return super().rope_of(layer_type) if rotates else None
 

@@ -43,8 +43,8 @@ class Gemma2Config(GemmaConfig):
 
     Args:
         query_pre_attn_scalar: attention scores are divided by its root.
-        sliding_window: how many positions a position sees in a sliding layer, itself included.
-        layer_types: the type of each layer, "sliding_attention" or "full_attention"; `None` for the two in turn.
+        sliding_window: to how many positions a position attends in a sliding layer, including itself.
+        layer_types: the type of each layer, "sliding_attention" or "full_attention"; `None` for alternating types.
         attn_logit_softcapping: bound of the attention scores; `None` for none.
         final_logit_softcapping: bound of the logits; `None` for none.
 
@@ -75,13 +75,13 @@ class Gemma2Config(GemmaConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma3TextConfig(Gemma2Config):
-    """The language part of Gemma 3: `Gemma2Config`'s fields with Hugging Face's defaults for Gemma 3, and these.
+    """The language model of Gemma 3: `Gemma2Config`'s fields with Hugging Face's defaults for Gemma 3, and these.
 
     `rope_theta` and `rope_scaling` belong to layers with full attention.
 
     Args:
-        sliding_window_pattern: n: every nth layer has full attention, and the others slide. `layer_types`, if given,
-            decides instead.
+        sliding_window_pattern: n: every nth layer has full attention, and the others have windows. `layer_types`, if
+            given, takes precedence.
         rope_local_base_freq: the rotary embedding's base in sliding layers.
 
     Example:

@@ -14,29 +14,30 @@ _STORED, _SHARED = "_stored", "_shared"  # ends of kinds of attention: whose key
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4TextConfig(GemmaConfig):
-    """The language part of Gemma 4: `LlamaConfig`'s fields with Hugging Face's defaults for Gemma 4, and these.
+    """The language model of Gemma 4: `LlamaConfig`'s fields with Hugging Face's defaults for Gemma 4, and these.
 
-    `rope_theta` and `rope_scaling` belong to layers with full attention, `head_dim` and `num_key_value_heads` to those
-    that slide.
+    `rope_theta` and `rope_scaling` are those of layers with full attention, `head_dim` and `num_key_value_heads` those
+    of layers with windows.
 
     Args:
         global_head_dim: H of layers with full attention.
-        num_global_key_value_heads: K of these layers where `attention_k_eq_v` is set; `None` for that of the others.
+        num_global_key_value_heads: K of these layers if `attention_k_eq_v` is set; `None` for that of the other layers.
         attention_k_eq_v: whether these layers' values are their keys before norm and rotation.
-        num_kv_shared_layers: the last layers, which have no keys and values: each takes those of the last layer of its
-            type before them.
+        num_kv_shared_layers: the number of layers at the end that do not compute keys and values: each uses those of
+            the last layer of its type before them.
         use_double_wide_mlp: whether the feed-forward of these layers has twice `intermediate_size`.
-        hidden_size_per_layer_input: P: each layer adds a projection of P numbers of a token, of which a table has some
-            for each layer; 0 for none.
-        vocab_size_per_layer_input: the tokens of that table.
-        sliding_window: how many positions a position sees in a sliding layer, itself included.
-        layer_types: the type of each layer, "sliding_attention" or "full_attention", which the last one has; `None` for
-            full attention in every sixth layer and the last.
+        hidden_size_per_layer_input: P: each layer has an additional input of P numbers per token, from a second
+            embedding; 0 for none.
+        vocab_size_per_layer_input: the vocabulary size of the second embedding.
+        sliding_window: to how many positions a position attends in a sliding layer, including itself.
+        layer_types: the type of each layer, "sliding_attention" or "full_attention", where the last layer must have
+            full attention; `None` for full attention in every sixth layer and the last.
         rope_local_base_freq: the rotary embedding's base in sliding layers.
         final_logit_softcapping: bound of the logits; `None` for none.
 
     Raises:
-        ValueError: as `LlamaConfig`; or the last layer slides, or layers share keys that none before them makes.
+        ValueError: as `LlamaConfig`; or the last layer has a window, or layers share keys and no layer of their type
+            before them computes keys.
 
     Example:
         >>> config = Gemma4TextConfig(num_hidden_layers=12, num_kv_shared_layers=6)
@@ -80,7 +81,7 @@ class Gemma4TextConfig(GemmaConfig):
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """The layers with keys, side by side in the width of the widest."""
+        """The layers with keys, each padded to the width of the widest."""
         sizes = [self._heads(kind) for kind in {*(self.layer_types or ())}]
         return self._first_shared, 1, max(heads * width for heads, width in sizes)
 
@@ -101,11 +102,11 @@ class Gemma4TextConfig(GemmaConfig):
         return len(types) - 1 - types[::-1].index(layer_type)
 
     def type_of_layer(self, i: int) -> str:
-        """Every sixth layer has full attention, and the last."""
+        """Every sixth layer and the last have full attention."""
         return _FULL if i == self.num_hidden_layers - 1 else super().type_of_layer(i)
 
     def attention_of(self, i: int) -> str:
-        """The layer's type, and whether its keys are taken by later layers, or are those of an earlier one."""
+        """The layer's type, and whether its keys are used by later layers, or are those of an earlier layer."""
         own = super().attention_of(i)
         if i >= self._first_shared:
             return own + _SHARED
@@ -136,7 +137,7 @@ class Gemma4TextConfig(GemmaConfig):
 
     @staticmethod
     def as_published(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The fields of a config.json where transformers has spelled out the layers that differ."""
+        """The fields of a config.json in which transformers has listed the layers that differ."""
         given, values = values.get("per_layer_config"), {x: y for x, y in values.items() if x != "per_layer_config"}
         if given is None:
             return values, []

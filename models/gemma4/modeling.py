@@ -78,7 +78,7 @@ class Gemma4Decoder(Decoder):
 class Gemma4ForCausalLM(CausalLM):
     """Gemma 4 with a language-model head and its loss; arguments and call are `CausalLM`'s, with a `Gemma4TextConfig`.
 
-    Its layers differ, so that a loop runs them, whatever `scan_layers` says.
+    Its layers differ, so they are always unrolled, whatever `scan_layers` says.
 
     Example:
         >>> import jax.numpy as jnp

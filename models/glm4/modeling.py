@@ -17,11 +17,11 @@ from liger_jax.models.llama import LlamaConfig
 class Glm4Config(LlamaConfig):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for GLM-4, and this.
 
-    `attention_bias` adds biases to queries, keys and values alone.
+    `attention_bias` adds biases to queries, keys and values only.
 
     Args:
-        partial_rotary_factor: the share of a head's columns that is rotated, the first ones; columns 2i and 2i + 1
-            turn together.
+        partial_rotary_factor: the fraction of a head's columns, at its start, that is rotated; columns 2i and 2i + 1
+            are a pair.
 
     Example:
         >>> Glm4Config().rotary_width
@@ -45,7 +45,7 @@ class Glm4Config(LlamaConfig):
 
     @property
     def output_bias(self) -> bool:
-        """The projection of attention's result has no bias."""
+        """Attention's output projection has no bias."""
         return False
 
 

@@ -15,10 +15,10 @@ class GptOssConfig(LlamaConfig):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for gpt-oss, and these.
 
     Args:
-        sliding_window: how many positions a position sees in a sliding layer, itself included.
-        layer_types: the type of each layer, "full_attention" or "sliding_attention"; `None` for a window in the first
-            layer and in every other one.
-        num_local_experts: as all that is said of experts and routers, that of `MixtralConfig`.
+        sliding_window: to how many positions a position attends in a sliding layer, including itself.
+        layer_types: the type of each layer, "full_attention" or "sliding_attention"; `None` for a window in every other
+            layer, starting with the first.
+        num_local_experts: as in `MixtralConfig`, like all fields of experts and routers.
 
     Example:
         >>> GptOssConfig(num_hidden_layers=3).layer_types

@@ -22,8 +22,9 @@ class GraniteConfig(LlamaConfig):
 
     Args:
         embedding_multiplier: a factor of the embeddings, rounded to the dtype of the computation.
-        attention_multiplier: the factor of the attention scores, in place of 1/√H.
-        residual_multiplier: a factor of what attention and feed-forward add to the residual stream.
+        attention_multiplier: the factor of the attention scores, instead of 1/√H.
+        residual_multiplier: a factor of the outputs of attention and feed-forward before they are added to the residual
+            stream.
 
     Example:
         >>> GraniteConfig(attention_multiplier=0.0078125).attention_scale

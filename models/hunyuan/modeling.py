@@ -11,8 +11,8 @@ from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
 class HunYuanDenseV1Config(LlamaConfig):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for Hunyuan.
 
-    A `rope_scaling` of type "dynamic" with an `alpha` in config.json is no scaling here: `rope_theta` is then
-    theta·alpha^(H/(H − 2)), as transformers computes it.
+    A `rope_scaling` of type "dynamic" with an `alpha` in config.json becomes part of the base: `rope_theta` is
+    theta·alpha^(H/(H − 2)), as in transformers.
 
     Example:
         >>> HunYuanDenseV1Config(hidden_size=2048, num_attention_heads=16).head_dim

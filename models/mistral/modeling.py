@@ -12,7 +12,7 @@ class MistralConfig(LlamaConfig):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for Mistral, and this.
 
     Args:
-        sliding_window: how many positions a position sees, itself included; `None` for all before it.
+        sliding_window: to how many positions a position attends, including itself; `None` for all earlier positions.
 
     Example:
         >>> MistralConfig(num_hidden_layers=1).layer_types, MistralConfig(sliding_window=None).layer_types[0]

@@ -21,7 +21,7 @@ class MixtralConfig(MistralConfig):
     Args:
         num_local_experts: E, the experts of a layer, whose width is `intermediate_size`.
         num_experts_per_tok: k, the experts that each token goes to.
-        output_router_logits: whether the loss has the balancing loss, as in transformers.
+        output_router_logits: whether the balancing loss is added to the loss, as in transformers.
         router_aux_loss_coef: the factor of the balancing loss.
         router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
 

@@ -12,10 +12,10 @@ from liger_jax.ops import RopeScaling
 class Olmo3Config(Olmo2Config):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for OLMo 3, and these.
 
-    `rope_scaling` belongs to layers with full attention.
+    `rope_scaling` applies to layers with full attention.
 
     Args:
-        sliding_window: how many positions a position sees in a sliding layer, itself included.
+        sliding_window: to how many positions a position attends in a sliding layer, including itself.
         layer_types: the type of each layer, "sliding_attention" or "full_attention"; `None` for full attention in every
             fourth layer and a window in the others.
         rope_local_base_freq: the rotary embedding's base in sliding layers; `None` for `rope_theta`.

@@ -32,18 +32,21 @@ class OlmoHybridConfig(LlamaConfig):
             fourth layer, or in the last one if there are fewer.
         linear_num_key_heads: the heads of queries and keys in linear attention; `None` for `num_attention_heads`.
         linear_num_value_heads: the heads of values in linear attention; `None` for `num_attention_heads`.
-        linear_key_head_dim: the width of a head's queries and keys; `None` for 3/4 of `hidden_size` over all heads.
+        linear_key_head_dim: the width of a head's queries and keys; `None` for 3/4 of `hidden_size` divided by the
+            number of heads.
         linear_value_head_dim: the width of a head's values; `None` for twice that of keys.
-        linear_a_log_min: the least decay before training, of which A_log is the logarithm.
-        linear_a_log_max: the largest decay before training.
-        linear_dt_min: the least step before training, of which dt_bias is the inverse softplus.
-        linear_dt_max: the largest step before training.
-        linear_dt_init_floor: what a smaller step is raised to.
-        linear_conv_kernel_dim: the tokens that the convolution before linear attention sees.
-        linear_allow_neg_eigval: whether beta is up to 2, so that a state's component may change its sign.
+        linear_a_log_min: the smallest initial decay, of which A_log is the logarithm.
+        linear_a_log_max: the largest initial decay.
+        linear_dt_min: the smallest initial step, of which dt_bias is the inverse softplus.
+        linear_dt_max: the largest initial step.
+        linear_dt_init_floor: the lower bound of initial steps.
+        linear_conv_kernel_dim: the width of the convolution before linear attention, in tokens.
+        linear_allow_neg_eigval: whether beta is in [0, 2] instead of [0, 1], so that a component of the state may
+            change its sign.
 
     Raises:
-        ValueError: as `LlamaConfig`; or heads of linear attention do not share keys evenly.
+        ValueError: as `LlamaConfig`; or the number of value heads of linear attention is not a multiple of that of key
+            heads.
 
     Example:
         >>> OlmoHybridConfig().linear_heads.value_width
@@ -91,7 +94,7 @@ class OlmoHybridConfig(LlamaConfig):
         )
 
     def type_of_layer(self, i: int) -> str:
-        """Every fourth layer has full attention, or the last one of fewer, and the others have linear attention."""
+        """Every fourth layer, or the last one of fewer, has full attention, and the others have linear attention."""
         is_full = (i + 1) % 4 == 0 or i + 1 == self.num_hidden_layers < 4
         return "full_attention" if is_full else LINEAR
 

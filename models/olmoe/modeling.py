@@ -17,7 +17,7 @@ class OlmoeConfig(LlamaConfig):
         num_experts: E, the experts of a layer, whose width is `intermediate_size`.
         num_experts_per_tok: k, the experts that each token goes to.
         norm_topk_prob: whether the weights of a token's experts add up to 1.
-        output_router_logits: as the factors of the routers' losses, that of `MixtralConfig`.
+        output_router_logits: as in `MixtralConfig`, like the factors of the routers' losses.
 
     Example:
         >>> OlmoeConfig().experts.per_token

@@ -16,8 +16,8 @@ class Phi3Config(LlamaConfig):
     `rope_scaling` is a `LongRope` or `None`.
 
     Args:
-        partial_rotary_factor: the share of a head's columns that is rotated, the first ones; Phi-4-mini has 0.75.
-        sliding_window: how many positions a position sees, itself included; `None` for all before it.
+        partial_rotary_factor: the fraction of a head's columns, at its start, that is rotated; Phi-4-mini has 0.75.
+        sliding_window: to how many positions a position attends, including itself; `None` for all earlier positions.
 
     Example:
         >>> Phi3Config(num_attention_heads=24, num_key_value_heads=8, partial_rotary_factor=0.75).rotary_width

@@ -12,9 +12,9 @@ class Qwen2Config(LlamaConfig):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for Qwen2, and these.
 
     Args:
-        use_sliding_window: whether some layers slide, if `layer_types` is `None`.
-        max_window_layers: how many layers at the start then have full attention; those after them slide.
-        sliding_window: how many positions a position sees in a sliding layer, itself included.
+        use_sliding_window: whether some layers have windows, if `layer_types` is `None`.
+        max_window_layers: the number of layers at the start that then have full attention; later layers have windows.
+        sliding_window: to how many positions a position attends in a sliding layer, including itself.
         layer_types: the type of each layer, "full_attention" or "sliding_attention"; `None` for the fields above.
 
     Example:
@@ -34,7 +34,7 @@ class Qwen2Config(LlamaConfig):
     never: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
     def type_of_layer(self, i: int) -> str:
-        """Full attention in the first `max_window_layers`; later layers slide if `use_sliding_window` is set."""
+        """Full attention in the first `max_window_layers`; later layers have windows if `use_sliding_window` is set."""
         slides = self.use_sliding_window and self.sliding_window and i >= self.max_window_layers
         return "sliding_attention" if slides else "full_attention"
 

@@ -19,10 +19,11 @@ from liger_jax.models.qwen3_next.modeling import GatedDeltaNetConfig, Qwen3NextL
 class Qwen3_5TextConfig(GatedDeltaNetConfig):
     """The architecture: `GatedDeltaNetConfig`'s fields with Hugging Face's defaults for Qwen3.5.
 
-    Its rotary embedding has sections for images and videos, which turn the positions of text alike.
+    Its rotary embedding has sections for images and videos, which all have the same positions for text.
 
     Raises:
-        ValueError: as `LlamaConfig`; or heads of linear attention do not share keys evenly.
+        ValueError: as `LlamaConfig`; or the number of value heads of linear attention is not a multiple of that of key
+            heads.
 
     Example:
         >>> Qwen3_5TextConfig(num_hidden_layers=4).layer_types
@@ -44,10 +45,10 @@ class Qwen3_5MoeTextConfig(GatedDeltaNetConfig):
 
     Args:
         moe_intermediate_size: the width of an expert.
-        shared_expert_intermediate_size: the width of the expert that every token goes to.
-        num_experts_per_tok: k, the experts that each token goes to beside it.
+        shared_expert_intermediate_size: the width of the shared expert, which every token goes to.
+        num_experts_per_tok: k, the number of other experts that each token goes to.
         num_experts: E, the experts of a layer.
-        output_router_logits: whether the loss has the balancing loss, as in transformers.
+        output_router_logits: whether the balancing loss is added to the loss, as in transformers.
         router_aux_loss_coef: the factor of the balancing loss.
         router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
 

@@ -16,13 +16,13 @@ class Qwen3MoeConfig(Qwen3Config):
     """The architecture: `Qwen3Config`'s fields with Hugging Face's defaults for Qwen3-MoE, and these.
 
     Args:
-        num_experts: E, the experts of a layer that has them.
+        num_experts: E, the number of experts in a layer with experts.
         num_experts_per_tok: k, the experts that each token goes to.
         moe_intermediate_size: the width of an expert; `intermediate_size` is that of a dense layer.
         norm_topk_prob: whether the weights of a token's experts add up to 1.
         decoder_sparse_step: n: every nth layer has experts.
-        mlp_only_layers: the numbers of layers that have none in any case.
-        output_router_logits: as the factors of the routers' losses, that of `MixtralConfig`.
+        mlp_only_layers: the numbers of layers that never have experts.
+        output_router_logits: as in `MixtralConfig`, like the factors of the routers' losses.
 
     Example:
         >>> Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=(0,)).feed_forward_of(0)

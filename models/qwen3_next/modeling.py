@@ -88,18 +88,18 @@ class Qwen3NextConfig(GatedDeltaNetConfig):
     Args:
         decoder_sparse_step: n: every nth layer has experts.
         moe_intermediate_size: the width of an expert; `intermediate_size` is that of a dense layer.
-        shared_expert_intermediate_size: the width of the expert that every token goes to.
-        num_experts_per_tok: k, the experts that each token goes to beside it.
-        num_experts: E, the experts of a layer that has them.
+        shared_expert_intermediate_size: the width of the shared expert, which every token goes to.
+        num_experts_per_tok: k, the number of other experts that each token goes to.
+        num_experts: E, the number of experts in a layer with experts.
         norm_topk_prob: whether the weights of a token's experts add up to 1.
-        mlp_only_layers: the numbers of layers that have no experts in any case.
-        output_router_logits: whether the loss has the balancing loss, as in transformers.
+        mlp_only_layers: the numbers of layers that never have experts.
+        output_router_logits: whether the balancing loss is added to the loss, as in transformers.
         router_aux_loss_coef: the factor of the balancing loss.
         router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
 
     Raises:
-        ValueError: as `LlamaConfig`; or heads of linear attention do not share keys evenly, a token goes to more
-            experts than there are, or no layer has experts.
+        ValueError: as `LlamaConfig`; or the number of value heads of linear attention is not a multiple of that of key
+            heads, a token goes to more experts than there are, or no layer has experts.
 
     Example:
         >>> Qwen3NextConfig(num_hidden_layers=4).layer_types

@@ -19,8 +19,8 @@ class SmolLM3Config(LlamaConfig):
         no_rope_layers: for each layer, 0 if it has no rotary embedding, and 1 if it has one; `None` for
             `no_rope_layer_interval`. It may be longer than there are layers.
         no_rope_layer_interval: n: every nth layer then has no rotary embedding.
-        use_sliding_window: whether the layers without one slide, if `layer_types` is `None`.
-        sliding_window: how many positions a position sees in a sliding layer, itself included.
+        use_sliding_window: whether layers without a rotary embedding have windows, if `layer_types` is `None`.
+        sliding_window: to how many positions a position attends in a sliding layer, including itself.
         layer_types: the type of each layer, "full_attention" or "sliding_attention"; `None` for the fields above.
 
     Example:
@@ -57,19 +57,19 @@ class SmolLM3Config(LlamaConfig):
             i: the layer's number.
 
         Returns:
-            False for a layer whose positions count in its mask alone.
+            False for a layer that uses positions only in its mask.
         """
         if self.no_rope_layers is None:
             return (i + 1) % self.no_rope_layer_interval != 0
         return self.no_rope_layers[i : i + 1] != (0,)
 
     def type_of_layer(self, i: int) -> str:
-        """Layers without a rotary embedding slide if `use_sliding_window` is set and there is a window."""
+        """Layers without a rotary embedding have windows if `use_sliding_window` is set and there is a window."""
         slides = self.use_sliding_window and self.sliding_window is not None and not self.rotates(i)
         return "sliding_attention" if slides else "full_attention"
 
     def attention_of(self, i: int) -> str:
-        """The layer's type, which says too whether the layer rotates."""
+        """The layer's type, with whether it has a rotary embedding."""
         return super().attention_of(i) + ("" if self.rotates(i) else _WITHOUT_ROPE)
 
     def window_of(self, layer_type: str) -> int | None:
