@@ -138,11 +138,11 @@ class CausalLM(Pretrained):
         token_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> CausalLMOutput:
-        """Runs the model. With labels it computes the loss, and returns logits only if asked to.
+        """Runs the model. With labels it computes the loss, and returns logits only if requested.
 
-        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. Training and evaluation do the same.
-        A mixture of experts adds `router_loss`, times Σ w / loss_normalizer where there is one, so that micro-batches
-        average theirs by their tokens.
+        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. There is no difference between training
+        and evaluation. In a mixture of experts, `router_loss` is added, multiplied by Σ w / loss_normalizer if that is
+        given, so that the router losses of micro-batches are averaged with their tokens as weights.
 
         | labels | return_logits | logits | loss |
         |---|---|---|---|
@@ -153,37 +153,38 @@ class CausalLM(Pretrained):
 
         Args:
             input_ids: token ids in [0, V).
-            labels: token ids, not shifted, as in Hugging Face: position t is scored against labels[:, t + 1]. Where
-                the label is -100 nothing is scored, nor at the last position of a sequence or of a segment.
-            shift_labels: labels that are shifted already: position t is scored against shift_labels[:, t].
-            loss_weights: weight of each position t that is scored (not of the label's own position).
-            loss_normalizer: denominator of the mean. With the whole batch's, the losses of micro-batches add up.
-            token_scaling: multiply each position's loss by its label's probability, without gradient through that, as
-                dynamic fine-tuning does (arXiv:2508.05629). The denominator stays as it is.
-            logits_to_keep: score and return only the last k positions (0: all), or these positions. The hidden
-                states are cut before the head; each kept position keeps its label.
+            labels: token ids, unshifted, as in Hugging Face: position t is scored against labels[:, t + 1]. Labels of
+                -100 are not scored, nor is the last position of a sequence or of a segment.
+            shift_labels: shifted labels: position t is scored against shift_labels[:, t].
+            loss_weights: weight of each scored position t (not of the position of its label, t + 1).
+            loss_normalizer: denominator of the mean. With that of the whole batch, the losses of micro-batches add up.
+            token_scaling: whether each position's loss is multiplied by its label's probability, as a constant, as in
+                dynamic fine-tuning (arXiv:2508.05629). The denominator does not change.
+            logits_to_keep: score and return only the last k positions (0: all), or an array of positions. They are
+                selected before the head; each kept position keeps its label.
             return_logits: see the table.
             return_metrics: also return accuracy and, for each position, argmax token, largest logit and log-normaliser.
-            positions: the tokens' positions; `None` for 0, 1, 2, … in each document of `segment_ids`, or in each row.
-                As in transformers' call, padding on the left that `attention_mask` hides counts; `generate` leaves it
-                out.
-            segment_ids: attention and loss stay within equal ids of a packed row. Documents count from 1. 0 is padding,
-                which follows them and is not scored.
-            attention_mask: 0 where a token is padding; no other token sees it, and its id may be any. Labels decide
-                what is scored, not this mask.
-            token_mask: 0 at padding after the tokens of a row, which see none of it: attention needs no mask. Routers
-                of a mixture count tokens, and not padding, however it is marked; nothing else reads this.
-            cache: an `init_cache`, or an earlier call's cache. These tokens follow the tokens in it and see them.
-                Windows and default positions then count tokens only. Padding may be on the left or on the right.
+            positions: the tokens' rotary positions; `None` for 0, 1, 2, … in each document of `segment_ids`, or in each
+                row. As in transformers' call, padding on the left that `attention_mask` hides counts; `generate` does
+                not count it.
+            segment_ids: ids of a packed row's documents, to which attention and loss are restricted. Documents are
+                numbered from 1. 0 is padding, which follows them and is not scored.
+            attention_mask: 0 where a token is padding, to which no other token attends, and whose id may be any. Labels
+                decide what is scored, not this mask.
+            token_mask: 0 at padding after the tokens of a row. No token attends to later padding, so attention needs no
+                mask. Only routers of a mixture use this: their statistics leave out padding, however it is marked.
+            cache: the result of `init_cache`, or the cache that an earlier call returned. The tokens of this call
+                follow those in the cache and attend to them. Padding, which may be on the left or on the right, then
+                does not count in windows and default positions.
 
         Returns:
-            A `CausalLMOutput`; logits are float32. Under jit a row of `segment_ids` or `token_mask` in which a 0 stands
+            A `CausalLMOutput`; logits are float32. Under jit, a row of `segment_ids` or `token_mask` in which a 0 comes
             before another number, or an id is negative, is NaN.
 
         Raises:
             ValueError: a shape is wrong, two arguments exclude each other, an argument would be ignored, or the loss
                 needs more than `KernelOptions.memory_budget_bytes`; and, outside of jit, there is such a row.
-            TypeError: ids or labels are not integers, or an argument has a name of transformers that is not ours.
+            TypeError: ids or labels are not integers, or an argument has transformers' name instead of ours.
         """
         scaling = token_scaling or None
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer, scaling)

@@ -63,33 +63,34 @@ class Pretrained(nnx.Module):
     ) -> Model:
         """Reads a model from a Hugging Face checkpoint: config.json and safetensors, one file or many.
 
-        Parameters are read one after another, each to its own devices. Beside the model, a host holds one parameter at
-        a time; on a mesh of several hosts, it holds only the shards of its own devices.
+        Parameters are read one after another, directly to their devices. In addition to the model, a host holds one
+        parameter at a time; on a mesh of several hosts, it reads only the shards of its devices.
 
         Args:
-            path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads; or what
-                `hugging_face.source.find` returns, whose files are not read again.
+            path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads; or the result of
+                `hugging_face.source.find`, whose files are not read again.
             dtype: dtype of the computation; `None` for the parameters' dtype.
             param_dtype: dtype of the parameters; `None` for config.json's, or float32 if that names none.
-            mesh: the devices that get the parameters; `None` for the default device.
-            partition_specs: how parameters are split over the mesh. A function gets a parameter's name, such as
+            mesh: the mesh of devices for the parameters; `None` for the default device.
+            partition_specs: how parameters are sharded over the mesh. A function gets a parameter's name, such as
                 "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
-                `PartitionSpec` has the structure of `nnx.state(model)`. `None` splits them as the layout of `kernels`
-                says, and puts whole parameters on every device if it names no axes.
-            quantize: "nf4" or "int8" for projections and experts in 4 or 8 bits, as `quantized.quantize` makes them.
-                A layer's is quantised before the next is read, so that a device holds one dense matrix, or one layer's
-                experts, at a time.
-                Projections that bitsandbytes has quantised to nf4 stay so with `None`, too, bit for bit.
+                `PartitionSpec` has the structure of `nnx.state(model)`. `None` to shard them by the layout of
+                `kernels`, or to replicate them if it names no axes.
+            quantize: "nf4" or "int8" for projections and experts in 4 or 8 bits, as by `quantized.quantize`. Each is
+                quantised before the next is read, so that a device holds one dense matrix, or one layer's dense
+                experts, at a time. Projections that bitsandbytes has quantised to nf4 are kept bit for bit, also with
+                `None`.
             kernels: which ops run as kernels.
             remat: what each layer keeps for the backward, as in the constructor.
-            scan_layers: stack the layers' parameters and scan over them.
-            length: the longest row that the model is to take; `None` for its own positions.
-            rope_scaling: how the rotary embedding is stretched if these are fewer, as `models.stretched` takes it.
+            scan_layers: whether the layers' parameters are stacked and scanned.
+            length: the longest row that the model should accept; `None` for the model's positions.
+            rope_scaling: how the rotary embedding is scaled if the model's positions are fewer, as in
+                `models.stretched`.
 
         Returns:
             The model. It keeps the other fields of config.json, and generation_config.json, for `generate` and
-            `save_pretrained`. If config.json ties the head to the embedding and the files hold two that differ, the
-            model has both, and a warning says so.
+            `save_pretrained`. If config.json ties the head to the embedding, but the files have both and they differ,
+            the model has both, with a warning.
 
         Raises:
             FileNotFoundError: the folder does not exist, or has no config.json or no safetensors. Pickled weights are
@@ -97,10 +98,10 @@ class Pretrained(nnx.Module):
             ValueError: a file is damaged; config.json has values that the model does not support, or disagrees with the
                 tensors on the number of layers or tokens; tensors are missing, unexpected, of a wrong shape or not
                 floats (the message lists all of them); `partition_specs` do not fit the parameters; `quantize` is
-                unknown, or its blocks of 64 do not divide a projection's input; or the model does not take rows of
+                unknown, or its blocks of 64 do not divide a projection's input; or the model does not accept rows of
                 that `length`.
             ImportError: an id is given, and `huggingface_hub` is not installed.
-            TypeError: an option has a name of transformers that is not ours; the message says which is.
+            TypeError: an option has transformers' name instead of ours, which the message names.
         """
         source = find(path_or_id)
         if quantize is not None:
@@ -159,29 +160,30 @@ class Pretrained(nnx.Module):
     ) -> None:
         """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
 
-        Quantised weights are written dense, in the dtype that they had: the checkpoint computes the same.
+        Quantised weights are dequantised to their original dtype: the checkpoint computes the same as the model.
 
-        If the model came from a checkpoint, that checkpoint's other fields of config.json and its
-        generation_config.json are written again. If that is a multimodal one, the whole of it is: tensors of its other
-        parts are read from its folder and written unchanged. To save the language part alone, set
-        `model.kept = dataclasses.replace(model.kept, whole=None)` before.
+        If the model was loaded from a checkpoint, the other fields of its config.json, and its generation_config.json,
+        are written again. From a multimodal checkpoint, all other tensors are read from its folder and written
+        unchanged. To save only the language model, set `model.kept = dataclasses.replace(model.kept, whole=None)`
+        before.
 
-        An earlier model in the folder is replaced at the end, by one rename: a save that is killed leaves the earlier
-        model or the new one. One case needs a repair: if config.json changes what is computed, or another small file
-        changes, a killed save may leave a folder without config.json. `from_pretrained` then says how to repair it, and
-        the next save repairs it too.
+        An earlier model in the folder is replaced at the end, by one rename: if the process is killed, the folder has
+        the earlier model or the new one. One case needs a repair: if config.json changes what is computed, or another
+        small file changes, the folder may be left without config.json. `from_pretrained` then says how to repair it,
+        and the next save repairs it too.
 
         Args:
-            path: a folder, made if it does not exist. No other process may write to it meanwhile. An earlier model's
-                safetensors and generation_config.json in it are deleted; until then the disk holds both models.
-            max_shard_bytes: the most bytes in one file, unless a single tensor has more.
+            path: a folder, created if it does not exist. No other process may write to it at the same time. The
+                safetensors and generation_config.json of an earlier model in it are deleted; until then the disk holds
+                both models.
+            max_shard_bytes: the largest size of a file, unless a single tensor is larger.
             config_fields: more fields for config.json, such as `{"eos_token_id": 2}`.
             tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
-                chat_template.jinja, which replace those in `path`; or what `hugging_face.source.find` returns. `None`
-                leaves those in `path` as they are.
+                chat_template.jinja, which replace those in `path`; or the result of `hugging_face.source.find`. `None`
+                to leave those in `path` unchanged.
 
         Raises:
-            FileNotFoundError: the model is a part of a multimodal checkpoint, whose folder is not there any more.
+            FileNotFoundError: the folder of the multimodal checkpoint from which the model was loaded no longer exists.
             ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`; `lora.merge_lora`
                 adds them to the weights), or `tokenizer_from` is not a folder with a tokenizer's files.
         """
