@@ -145,7 +145,7 @@ def balancing_loss(sums: RouterSums, *, per_layer: bool = False) -> Float[Array,
         A number, float32; 0 if no token counts.
 
     Example:
-         = router_sums(jnp.zeros((3, 2)), jnp.array([[0], [0], [1]]))
+        >>> sums = router_sums(jnp.zeros((3, 2)), jnp.array([[0], [0], [1]]))
         >>> balancing_loss(sums).tolist()
         1.0
 
