@@ -23,6 +23,7 @@ _GATE, _UP = (_of(_TOKENS, _FORWARD),) * 2
 _KERNEL, _HEAD_WEIGHT = _of(_WIDTH, _FORWARD), _of(_ENTRIES, _WIDTH)
 _LABELS, _LOGITS = _of(_TOKENS, dtype=jnp.int32), _of(_TOKENS, _ENTRIES)
 _Q, _K = _of(_SEQUENCES, _LENGTH, _HEADS, _HEAD), _of(_SEQUENCES, _LENGTH, _KEY_HEADS, _HEAD)
+_GATES = _of(_SEQUENCES, _LENGTH, _HEADS, dtype=jnp.float32)
 _TABLE, _TABLES = _of(1, _LENGTH, _HEAD, dtype=jnp.float32), _of(3, 1, _LENGTH, _HEAD, dtype=jnp.float32)
 _SECTIONS = (16, 24, 24)
 _GROUPS, _CHOSEN = 16, 2
@@ -50,6 +51,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "sparsemax": (ops.sparsemax, (_LOGITS,)),
     "cross_entropy": (ops.cross_entropy, (_LOGITS, _LABELS)),
     "causal_attention": (ops.causal_attention, (_Q, _K, _K)),
+    "gated_delta_rule": (ops.gated_delta_rule, (_K, _K, _Q, _GATES, _GATES)),
     "fused_linear_cross_entropy": (ops.fused_linear_cross_entropy, (_X, _HEAD_WEIGHT, _LABELS)),
     "fused_linear_log_probs": (ops.fused_linear_log_probs, (_X, _HEAD_WEIGHT, _LABELS)),
     "fused_linear_distillation": (ops.fused_linear_distillation, (_X, _HEAD_WEIGHT, _X, _HEAD_WEIGHT)),

@@ -1,26 +1,29 @@
 """The gated delta rule: a linear attention whose state forgets, and overwrites what a key had stored."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
 from liger_jax.ops import _explicit, checks, meshes
 from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.kernels import Choice, Implementation, Kernels
 from liger_jax.ops.layout import names, spec_of
+from liger_jax.ops.place import Place, place_of
 from liger_jax.ops.segment_ids import document_numbers, ids_of_rows, is_numbered
+from liger_jax.pallas_kernels.devices import Capability
+from liger_jax.pallas_kernels.gated_delta_rule import triton, xla
 from liger_jax.pallas_kernels.tiles import promoted
 
 _OP = "gated_delta_rule"
-CHUNK = 64  # tokens: the products within a chunk are as wide as those with its state
-_CHUNKS_A_STATE = 16  # the backward keeps the state before every so many chunks, and makes those between again
-TOKENS_A_STATE = CHUNK * _CHUNKS_A_STATE
-GATED_DELTA_RULE_STATES = "gated_delta_rule_states"  # `checkpoint_name` of the states that the backward needs
+_KERNELS = Kernels(_OP, {"xla": xla, "triton": triton})
+_HALF_KERNELS = dataclasses.replace(_KERNELS, defaults={"gpu": ("triton",)})
 _SMALLEST_GATE = -1e4  # exp of it is 0, and no difference of two sums is NaN
 
 
@@ -34,6 +37,7 @@ def gated_delta_rule(
     segment_ids: Integer[ArrayLike, "B T"] | None = None,
     state: Float[ArrayLike, "B H D E"] | None = None,
     scale: float | None = None,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H D E"]]:
     """Reads and writes a state S (D, E) of each head, token by token.
 
@@ -42,8 +46,8 @@ def gated_delta_rule(
         o_t = scale · Sᵀ q_t
 
     It is computed in float32 or wider, in chunks of 64 tokens. The writes of a chunk are the solution of one triangular
-    system (the WY representation). The arguments and the state before every 1,024th token are kept for the backward,
-    which recomputes the rest. Time and memory are linear in T. XLA is the only implementation.
+    system (the WY representation). The arguments and, in XLA, the state before every 1,024th token are kept for the
+    backward, which recomputes the rest. Time and memory are linear in T.
 
     Args:
         q: (B, T, K, D), any float dtype. Queries, which models normalise beforehand.
@@ -56,6 +60,10 @@ def gated_delta_rule(
             document.
         state: (B, H, D, E), any float dtype: the state before the first token, from the same document; None for 0.
         scale: the output's factor, a Python number; None for D^−½.
+        implementation: None, "xla" or "triton" (NVIDIA GPUs from Ampere on), the default there for q, k and v in
+            bfloat16. For these it rounds the operands of products to bfloat16. While it runs, it stores the state
+            before every 64th token. D and E are at most 256 in bfloat16 (128 where a GPU has little shared memory),
+            and 64 in float32.
 
     Returns:
         The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token, in float32, or in float64
@@ -86,7 +94,8 @@ def gated_delta_rule(
         if not math.isfinite(scale):
             raise ValueError(f"{_OP}: scale={scale} must be finite; pass None for 1/√D.")
     arrays = q, k, v, gate, beta, ids_of_rows(_OP, segment_ids, v.shape[:2]), state
-    local = functools.partial(_on_one_device, scale=q.shape[-1] ** -0.5 if scale is None else float(scale))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    local = functools.partial(_on_one_device, scale=scale, implementation=implementation)
     if (spec := _explicit.spec_of_explicit(v)) is not None:
         batch, length, heads, width = spec
         if names((length, width)):
@@ -122,7 +131,12 @@ def _check_shapes(q, k, v, gate, beta, state) -> None:
     checks.check_shape(_OP, "state", state, whole, "it is (B, H, D, E), with v's B, H and E and q's D")
 
 
-def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> tuple[jax.Array, jax.Array]:
+def _on_one_device(
+    q, k, v, gate, beta, segment_ids, state, *, scale: float, implementation: Implementation
+) -> tuple[jax.Array, jax.Array]:
+    place = place_of(q, k, v, gate, beta, state)
+    capability = place.capability
+    choice = choose(q, k, v, gate, beta, state, place, implementation=implementation)
     (batch, length, heads, width), depth = v.shape, q.shape[3]
     wide = promoted(jnp.float32, *[x.dtype for x in (q, k, v, gate, beta, state) if x is not None])
     if batch == 0:
@@ -135,33 +149,74 @@ def _on_one_device(q, k, v, gate, beta, segment_ids, state, *, scale: float) -> 
         number, is_wrong = jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, bool)
     else:
         number, is_wrong = document_numbers(segment_ids), ~is_numbered(segment_ids)
-    results: Any = _guarded((q, k, v, gate, beta, state.astype(wide)), number, is_wrong, scale, has_state)
+    run = _runner(choice, scale, capability)
+    results: Any = _guarded((q, k, v, gate, beta, state.astype(wide)), number, is_wrong, run, has_state)
     out, state = results
     return out.astype(v.dtype), state
+
+
+def choose(
+    q: Any, k: Any, v: Any, gate: Any, beta: Any, state: Any, place: Place, *, implementation: Implementation
+) -> Choice:
+    """The implementation that runs a case, from its arrays or their types."""
+    kernels = _HALF_KERNELS if all(x.dtype == jnp.bfloat16 for x in (q, k, v)) else _KERNELS
+    return kernels.choose(implementation, q, k, v, gate, beta, state, place=place, capability=place.capability)
+
+
+def _runner(choice: Choice, scale: float, capability: Capability) -> Any:
+    """A function of finite arguments and of the tokens' documents."""
+    if choice.name == "xla":
+        return choice.kernel("chunked", scale=scale).run
+    forward, backward = (
+        choice.kernel(function, scale=scale, capability=capability) for function in ("forward", "backward")
+    )
+    return functools.partial(_by_kernels, forward, backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_kernels(forward, backward, arrays, number):
+    return forward.run(*forward.guarded(*arrays, number))
+
+
+def _kernels_forward(forward, backward, arrays, number):
+    return _by_kernels(forward, backward, arrays, number), (arrays, number)
+
+
+def _kernels_backward(forward, backward, residuals, cotangents):
+    arrays, number = residuals
+    return backward.run(*backward.guarded(*arrays, number, *cotangents)), None
+
+
+_by_kernels.defvjp(_kernels_forward, _kernels_backward)
 
 
 # --- what is NaN stays in its document -------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _guarded(arrays, number, is_wrong, scale, has_state):
+def _guarded(arrays, number, is_wrong, run, has_state):
     """The output and the last state, of arguments with 0 for what is not finite, and NaN from there on."""
-    results = _chunked(jax.tree.map(_finite, arrays), number, scale)
+    results = run(jax.tree.map(_finite, arrays), number)
     return _marked(results, _is_bad(arrays, number, is_wrong, has_state), number)
 
 
-def _guarded_forward(arrays, number, is_wrong, scale, has_state):
+def _guarded_forward(arrays, number, is_wrong, run, has_state):
+    arrays, number, is_wrong = jax.tree.map(lambda primal: primal.value, (arrays, number, is_wrong))
     is_bad = _is_bad(arrays, number, is_wrong, has_state)
-    results, vjp = jax.vjp(lambda finite: _chunked(finite, number, scale), jax.tree.map(_finite, arrays))
+    results, vjp = jax.vjp(lambda finite: run(finite, number), jax.tree.map(_finite, arrays))
     return _marked(results, is_bad, number), (vjp, is_bad, number)
 
 
-def _guarded_backward(scale, has_state, residuals, cotangents):
+def _guarded_backward(run, has_state, residuals, cotangents):
     vjp, is_bad, number = residuals
     dout, dlast = cotangents
-    is_bad |= ~jnp.all(jnp.isfinite(dout), axis=3) | _is_bad_state(dlast, number == number[:, -1:])
+    if not isinstance(dout, SymbolicZero):
+        is_bad |= ~jnp.all(jnp.isfinite(dout), axis=3)
+    if not isinstance(dlast, SymbolicZero):
+        is_bad |= _is_bad_state(dlast, number == number[:, -1:])
     is_bad = _anywhere(is_bad, number)
-    ((*gradients, dstate),) = vjp((_finite(dout), _finite(dlast)))
+    finite = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else _finite(x) for x in cotangents)
+    ((*gradients, dstate),) = vjp(tuple(finite))
 
     def marked(g):
         heads = jnp.any(is_bad.reshape(*is_bad.shape[:2], g.shape[2], -1), axis=3)
@@ -171,7 +226,8 @@ def _guarded_backward(scale, has_state, residuals, cotangents):
     return (*map(marked, gradients), dstate), None, None
 
 
-_guarded.defvjp(_guarded_forward, _guarded_backward)
+# Of constant zeros XLA would compute these checks while it compiles, which takes seconds.
+_guarded.defvjp(_guarded_forward, _guarded_backward, symbolic_zeros=True)
 
 
 def _finite(x: jax.Array) -> jax.Array:
@@ -182,7 +238,7 @@ def _is_bad(arrays, number, is_wrong, has_state) -> jax.Array:
     """Where an argument is not finite, or a row's ids do not count documents; (B, T, H)."""
     *of_tokens, state = arrays
     is_bad = jnp.broadcast_to(is_wrong[:, None, None], (*number.shape, state.shape[1]))
-    if has_state:  # of constant zeros XLA would compute this while it compiles, which takes seconds
+    if has_state:
         is_bad |= _is_bad_state(state, number == 0)
     for x in of_tokens:
         rows = ~jnp.all(jnp.isfinite(x), axis=3) if x.ndim == 4 else ~jnp.isfinite(x)
@@ -210,88 +266,3 @@ def _marked(results, is_bad, number) -> tuple[jax.Array, jax.Array]:
     out, state = results
     is_bad = _so_far(is_bad, number)
     return jnp.where(is_bad[..., None], jnp.nan, out), jnp.where(is_bad[:, -1, :, None, None], jnp.nan, state)
-
-
-# --- chunks ----------------------------------------------------------------------------------------------------------
-
-
-def _chunked(arrays, number, scale) -> tuple[jax.Array, jax.Array]:
-    """The output and last state of finite arguments, by a scan over groups of chunks."""
-    *of_tokens, state = arrays
-    batch, length, heads, width = of_tokens[2].shape
-    size = min(CHUNK, 1 << (length - 1).bit_length())
-    group = min(_CHUNKS_A_STATE, -(-length // size))
-    padding = -length % (size * group)
-
-    def cut(x):
-        """(B, T, …) as (groups, chunks, B, C, …)."""
-        # Padding continues the last document with a gate and beta of 0: the state stays.
-        mode = "edge" if x is number else "constant"
-        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode=mode)
-        return jnp.moveaxis(x.reshape(batch, x.shape[1] // (group * size), group, size, *x.shape[2:]), 0, 2)
-
-    by_heads = [jnp.swapaxes(cut(x), 3, 4) for x in of_tokens]
-    numbers = cut(number)
-    # The first chunk continues the state's document, which is 0.
-    flat = numbers[..., -1].reshape(numbers.shape[0] * group, batch)
-    last = jnp.pad(flat[:-1], ((1, 0), (0, 0))).reshape(numbers.shape[:3])
-    chunks = *by_heads, numbers, last
-    step = jax.checkpoint(functools.partial(_chunk, scale=scale))
-    of_group = jax.checkpoint(lambda state, chunks: jax.lax.scan(step, state, chunks))
-    named = lambda state: checkpoint_name(state, GATED_DELTA_RULE_STATES)
-    state, out = jax.lax.scan(lambda state, chunks: of_group(named(state), chunks), state, chunks)
-    out = jnp.moveaxis(jnp.swapaxes(out, 3, 4), 2, 0).reshape(batch, length + padding, heads, width)
-    return out[:, :length], state
-
-
-def _chunk(state, chunk, *, scale: float) -> tuple[jax.Array, jax.Array]:
-    """One chunk of C tokens: the state (B, H, D, E) after it, and the outputs (B, H, C, E).
-
-    With G the sum of the gates up to a token, S the state before the chunk, and u the writes,
-
-        u_t = beta_t (v_t − exp(G_t) Sᵀ k_t − Σ_{s<t} exp(G_t − G_s) (k_t · k_s) u_s)
-
-    is a triangular system. Every exponent is a sum of gates by itself, and so exact however far the gates reach.
-    """
-    q, k, v, gate, beta, number, before = chunk
-    groups = v.shape[1] // k.shape[1]
-    q, k = (jnp.repeat(x.astype(state.dtype), groups, axis=1) for x in (q, k))
-    v, beta = v.astype(state.dtype), beta.astype(state.dtype)[..., None]
-    dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=state.dtype)
-    size = v.shape[2]
-    order = jnp.arange(size)
-    is_before = (order[:, None] > order[None])[None, None]  # (1, 1, C, C)
-    is_diagonal = jnp.eye(size, dtype=bool)[None, None]
-    same = (number[:, :, None] == number[:, None])[:, None]  # (B, 1, C, C)
-    continues = (number == before[:, None])[:, None, :, None]  # of the state's document
-
-    steps = jnp.where(is_before, gate[..., None], 0.0)  # [u, s]: the gate of u for what s wrote
-    # With the axes of a batch, since remat policies that keep products without them would keep these.
-    until = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), state.dtype)), (*gate.shape, size))
-    decay = jnp.exp(dot("bhtu,bhus->bhts", until, steps))
-    decay = jnp.where(same & (is_before | is_diagonal), decay, 0.0)
-    kept = jnp.where(continues, jnp.exp(dot("bhtu,bhu->bht", until, gate))[..., None], 0.0)  # (B, H, C, 1)
-
-    system = jnp.where(is_before, beta * decay * dot("bhtd,bhsd->bhts", k, k), 0.0)
-    writes = dot("bhts,bhse->bhte", _unit_inverse(system, dot), beta * (v - kept * dot("bhtd,bhde->bhte", k, state)))
-    out = kept * dot("bhtd,bhde->bhte", q, state)
-    out += dot("bhts,bhse->bhte", decay * dot("bhtd,bhsd->bhts", q, k), writes)
-    state = kept[:, :, -1:] * state + dot("bhtd,bhte->bhde", k * decay[:, :, -1, :, None], writes)
-    return state, scale * out
-
-
-def _unit_inverse(lower: jax.Array, dot) -> jax.Array:
-    """(I + L)⁻¹ of strictly lower triangular L (B, H, C, C), C a power of two, from blocks that double.
-
-    [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]], which is stable where powers of L are not.
-    """
-    size = lower.shape[-1]
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype)[None, None], lower.shape)
-    order, block = jnp.arange(size), 1
-    while block < size:
-        row, column = order[:, None] // block, order[None] // block
-        is_corner = (row == column + 1) & (row % 2 == 1)
-        corner = jnp.where(is_corner[None, None], lower, 0.0)
-        inverse -= dot("bhts,bhsu->bhtu", dot("bhts,bhsu->bhtu", inverse, corner), inverse)
-        block *= 2
-    return inverse

@@ -19,11 +19,12 @@ from liger_jax.models.core.remat import Remat, is_offloaded
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops.experts.grouped_matmul import KERNELS as GROUPED_PRODUCTS
-from liger_jax.ops.gated_delta_rule import CHUNK, TOKENS_A_STATE
+from liger_jax.ops.gated_delta_rule import choose as choose_delta_rule
 from liger_jax.ops.layout import pairs_of_chunks, sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.ops.place import Place
 from liger_jax.pallas_kernels.attention import xla
+from liger_jax.pallas_kernels.gated_delta_rule.config import CHUNK, TOKENS_A_STATE
 from liger_jax.pallas_kernels.grouped_matmul.config import hopper_edge_bytes
 
 LANES = 128  # of a row of a TPU's arrays
@@ -35,8 +36,8 @@ WHOLE_ROWS = 3
 WHOLE_KEYS = 4
 
 # Arrays that the backward of linear attention holds at once in float32: of all channels of its convolution, and of each
-# two tokens of a chunk in its rule. They are those of a step of 8 layers, 8 × 2,048 tokens, compiled for an H200.
-ARRAYS_OF_CONVOLUTION, PRODUCTS_OF_CHUNK = 6, 16
+# two tokens of a chunk in XLA's rule. They are those of a step of 8 layers, 8 × 2,048 tokens, compiled for an H200.
+ARRAYS_OF_CONVOLUTION, PRODUCTS_OF_CHUNK = {"xla": 6, "triton": 4}, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +135,9 @@ class LayerMemory:
         return (3 if c.qk_norm else 2) * heads + 2 * gates
 
     def _rule_states(self) -> int:
-        """Bytes of the states of linear attention that are kept between chunks; 0 for a convolution."""
+        """Bytes of the states of linear attention that XLA keeps; 0 for kernels, and for a convolution."""
         heads = self.config.linear_heads
-        if heads is None:
+        if heads is None or self._rule() != "xla":
             return 0
         of_row = -(-self.seq // TOKENS_A_STATE) * heads.value_heads * heads.key_width * heads.value_width
         return 4 * self.rows * of_row
@@ -148,13 +149,27 @@ class LayerMemory:
         for the chunks of one kept state, their states and the products of a chunk's tokens with one another.
         """
         heads, tokens, channels = self.config.linear_heads, self.rows * self.seq, self.config.recurrent_sizes.channels
-        wide = 4 * ARRAYS_OF_CONVOLUTION * channels * tokens
+        wide = 4 * channels * tokens
         if heads is None:
-            return self._bytes(3 * channels) + wide
+            return self._bytes(3 * channels) + ARRAYS_OF_CONVOLUTION["xla"] * wide
+        rule = self._rule()
+        held = self._bytes(3 * channels + 2 * heads.values) + ARRAYS_OF_CONVOLUTION[rule] * wide
+        of_state = heads.key_width * heads.value_width * heads.value_heads // CHUNK
+        if rule != "xla":  # states and their gradients, what launches hand on, and the gradients by each head's q and k
+            handed_on = heads.value_heads * (heads.key_width + CHUNK + 4 * heads.value_width)
+            of_keys = 4 * 2 * heads.value_heads * heads.key_width
+            return held + self._bytes(2 * of_state + handed_on) + of_keys * tokens
         at_once = self.rows * min(self.seq, TOKENS_A_STATE)
-        of_state = heads.key_width * heads.value_width * heads.value_heads
-        chunks = 4 * at_once * (PRODUCTS_OF_CHUNK * CHUNK * heads.value_heads + 2 * of_state // CHUNK)
-        return self._bytes(3 * channels + 2 * heads.values) + wide + chunks + 2 * self._rule_states()
+        chunks = 4 * at_once * (PRODUCTS_OF_CHUNK * CHUNK * heads.value_heads + 2 * of_state)
+        return held + chunks + 2 * self._rule_states()
+
+    def _rule(self) -> str:
+        """The name of the implementation of the gated delta rule that the layer uses."""
+        heads = self.config.linear_heads
+        case = lambda *shape: jax.ShapeDtypeStruct((self.rows, self.seq, *shape), self.dtype)
+        q, v = case(heads.key_heads, heads.key_width), case(heads.value_heads, heads.value_width)
+        gate = case(heads.value_heads)
+        return choose_delta_rule(q, q, v, gate, gate, None, Place(self.device), implementation=None).name
 
     def _values_kept(self) -> dict[str, int]:
         """What the layer keeps for its backward, by kind: values of the computation's dtype for each token."""

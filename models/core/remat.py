@@ -7,8 +7,8 @@ from jax import lax
 
 from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
-from liger_jax.ops.gated_delta_rule import GATED_DELTA_RULE_STATES
 from liger_jax.ops.gated_mlp import UP_PROJECTION
+from liger_jax.pallas_kernels.gated_delta_rule.config import GATED_DELTA_RULE_STATES
 
 Remat = Literal["none", "full", "dots", "offload", "offload_attention"]
 

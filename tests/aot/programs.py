@@ -17,6 +17,7 @@ from liger_jax import (
     fused_add_rms_norm,
     fused_linear_cross_entropy,
     fused_linear_log_probs,
+    gated_delta_rule,
     gated_mlp,
     geglu,
     grouped_matmul,
@@ -238,6 +239,33 @@ GPU_ONLY += [
     Case("attention", packed_attention(), attention_types(8, 2047, 32, 8, 64), ATTENTION),
     Case("attention_128", packed_attention(window=1024), attention_types(2, 8192, 32, 8, 128), ATTENTION, full=True),
     Case("attention_256", packed_attention(softcap=50.0), attention_types(2, 8192, 8, 4, 256), ATTENTION, full=True),
+]
+
+DELTA_RULE = tuple(
+    f"gated_delta_rule_{name}"
+    for name in ("prepare", "scan_states", "output", "scan_gradients", "output_gradients", "system_gradients")
+)
+
+
+def delta_rule_types(batch, length, key_heads, heads, width, dtype=BF16):
+    keys = (batch, length, key_heads, width), dtype
+    return keys, keys, ((batch, length, heads, width), dtype), *[((batch, length, heads), F32)] * 2
+
+
+GPU_ONLY += [
+    Case(
+        "gated_delta_rule",
+        with_gradient(gated_delta_rule, range(5)),
+        delta_rule_types(1, 8191, 16, 32, 128),
+        DELTA_RULE,
+    ),
+    Case(
+        "gated_delta_rule_192",
+        with_gradient(gated_delta_rule, range(5)),
+        delta_rule_types(2, 2048, 4, 4, 192),
+        DELTA_RULE,
+        full=True,
+    ),
 ]
 
 GROUPED = ("grouped_matmul_product", "grouped_matmul_weight_gradient")

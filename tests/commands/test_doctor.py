@@ -42,7 +42,7 @@ def test_every_op_with_kernels_is_among_them():
     public = {name for name in dir(ops) if callable(getattr(ops, name)) and name.islower() and name[0] != "_"}
     plain = {"plan_fused_linear_cross_entropy", "rope_table", "block_quantized"}  # no kernels
     plain |= {"softmax_top_k", "top_k_softmax", "router_sums", "balancing_loss", "router_z_loss", "expert_load"}
-    plain |= {"causal_conv1d", "gated_delta_rule"}
+    plain |= {"causal_conv1d"}
     others = {"fused_linear_token_loss", "fused_linear_topk_distillation"}  # the same kernels as another one
     assert public - plain - others == {*_ops_here.CASES}
 

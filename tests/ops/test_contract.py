@@ -158,7 +158,6 @@ NO_KERNEL = (  # that an interpreter on a CPU runs, or none at all
     "group_norm",
     "poly_norm",
     "gated_rms_norm",
-    "gated_delta_rule",
     "causal_conv1d",
     "relu_squared",
     "softmax",

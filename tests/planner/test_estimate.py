@@ -138,7 +138,7 @@ def test_packed_rows_take_the_memory_of_one_segment(model, seq):
         assert estimate(run).total == estimate(dataclasses.replace(run, packed=False)).total
 
 
-@pytest.mark.parametrize("remat, compiled", [("full", 8.199), ("none", 11.779)])
+@pytest.mark.parametrize("remat, compiled", [("full", 7.131), ("none", 11.556)])
 def test_linear_attention_takes_what_the_compiler_finds(remat, compiled, tmp_path):
     """GiB of a step of six layers with it and two without, compiled for an H200."""
     heads = dict(num_attention_heads=8, num_key_value_heads=2, linear_num_key_heads=16, linear_num_value_heads=16)
