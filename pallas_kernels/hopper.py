@@ -115,14 +115,20 @@ def launch(
     return jax.lax.optimization_barrier(pl.run_state(lambda refs: kernel(*operands, *refs) and None)(arrays))
 
 
-def add_product(total: jax.Array, a: jax.Array, b_ref: Any, slot: Any) -> jax.Array:
-    """total + a · b_ref[slot], float32; `a` is in registers, which JAX's interpreter does not multiply."""
-    if _is_interpreted.get():
-        return total + jnp.dot(a, b_ref[slot], preferred_element_type=jnp.float32)
+def opaque_zero() -> jax.Array | int:
+    """0, as a number that ptxas does not know.
 
-    def multiply(accumulator_ref):
-        plgpu.wgmma(accumulator_ref, a, b_ref.at[slot])
+    Added to the index of an operand of products in a loop, it keeps ptxas from holding the addresses of all the
+    operand's slices in registers through the loop, which spills others. JAX 0.10 compiles no barrier of a number.
+    """
+    return jax.lax.optimization_barrier(jnp.int32(0)) if jax.__version_info__ >= (0, 11) else 0
 
+
+def add_product(total: jax.Array, a: Any, b_ref: Any) -> jax.Array:
+    """total + a · b, float32; `a` is in registers, or in shared memory as b is."""
+    if _is_interpreted.get():  # it has no accumulator that begins with a value
+        return total + jnp.dot(a[...], b_ref[...], preferred_element_type=jnp.float32)
+    multiply = lambda accumulator_ref: plgpu.wgmma(accumulator_ref, a, b_ref)
     summed: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
     return summed
 

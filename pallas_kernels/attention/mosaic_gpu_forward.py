@@ -96,7 +96,7 @@ def _compute(scheduler: TileScheduler, scores: Scores, group: int, scheduler_ref
             plgpu.barrier_arrive(turns)
             slot = v_ring.wait(done + n)
             plgpu.barrier_wait(turns)
-            accumulator = hopper.add_product(accumulator, weights, v_ring.stages[0], slot)
+            accumulator = hopper.add_product(accumulator, weights, v_ring.stages[0].at[slot])
             v_ring.release(done + n)
             return accumulator, new_maximum, total
 

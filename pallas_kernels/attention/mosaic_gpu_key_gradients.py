@@ -112,7 +112,8 @@ def _compute(
     def compute_tile(tile: Tile, done, *, task: _Task):
         row = tile.rows * scheduler.rows + (warpgroup * WARPGROUP_ROWS if scheduler.rows == ROWS else 0)
         here = (tile.batch, pl.ds(row, WARPGROUP_ROWS), tile.head)
-        k_stage, v_stage = k_stages.at[warpgroup], v_stages.at[warpgroup if v_stages.shape[0] > 1 else 0]
+        keys_and_values = lambda own: (k_stages.at[own], v_stages.at[own if v_stages.shape[0] > 1 else 0])
+        k_stage, v_stage = keys_and_values(warpgroup)
         plgpu.copy_gmem_to_smem(k_ref.at[here], k_stage, k_arrived.at[warpgroup])
         if task.of_keys:
             plgpu.copy_gmem_to_smem(v_ref.at[here], v_stage, v_arrived.at[warpgroup])
@@ -120,7 +121,8 @@ def _compute(
         plgpu.barrier_wait(k_arrived.at[warpgroup])
         if task.of_keys:
             plgpu.barrier_wait(v_arrived.at[warpgroup])
-        step = functools.partial(_step, task, scores, mask, k_stage, v_stage, q_ring, do_ring)
+        in_a_step = lambda: keys_and_values(warpgroup + hopper.opaque_zero())
+        step = functools.partial(_step, task, scores, mask, in_a_step, q_ring, do_ring)
         dk, dv = _over_blocks(task, tile, group, done, step, filled(k_stage.shape, 0.0, tile_layout()))
         if task.takes_turns:
             dk, dv = (_sum_of_both(x, owner, *shared) for owner, x in enumerate((dk, dv)))
@@ -181,8 +183,7 @@ def _step(
     task: _Task,
     scores: Scores,
     mask: Mask,
-    k_stage,
-    v_stage,
+    keys_and_values: Callable[[], tuple[Any, Any]],
     q_ring: StageRing,
     do_ring: StageRing,
     i: Any,
@@ -191,6 +192,7 @@ def _step(
 ):
     """Adds the gradients by the i-th block in the rings. It is the tile's n-th block; None if it needs no mask."""
     dk, dv = sums
+    k_stage, v_stage = keys_and_values()
     slot = q_ring.wait(i)
     q_stage, lse_stage = q_ring.stages
     capped = scores.capped(product(k_stage, q_stage.at[slot]))
@@ -207,10 +209,10 @@ def _step(
         delta = hopper.load(delta_stage, (do_slot,), column_layout())
         ds = (sloped * (dp - over_columns(delta, dp.shape))).astype(q_stage.dtype)
     if task.of_values:
-        dv = hopper.add_product(dv, weights, do_stage, do_slot)
+        dv = hopper.add_product(dv, weights, do_stage.at[do_slot])
     do_ring.release(i, was_loaded=True)
     if task.of_keys:
-        dk = hopper.add_product(dk, ds, q_stage, slot)
+        dk = hopper.add_product(dk, ds, q_stage.at[slot])
     q_ring.release(i, was_loaded=True)
     return dk, dv
 

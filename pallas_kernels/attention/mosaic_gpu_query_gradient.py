@@ -83,14 +83,15 @@ def _compute(scheduler: TileScheduler, scores: Scores, group: int, scheduler_ref
         def step(n, dq):
             slot = k_ring.wait(done + n)
             (k_stage,) = k_ring.stages
-            capped = scores.capped(product(q_stage, k_stage.at[slot]))
+            own = warpgroup + hopper.opaque_zero()
+            capped = scores.capped(product(q_stages.at[own], k_stage.at[slot]))
             p = mask.only_where_masked(jnp.exp2(capped * scores.factor - over_rows(own_lse, capped.shape)), n, 0.0)
             sloped = scores.slope(p, capped)
             v_slot = v_ring.wait(done + n)
-            dp = product(do_stage, v_ring.stages[0].at[v_slot])
+            dp = product(do_stages.at[own], v_ring.stages[0].at[v_slot])
             v_ring.release(done + n)
             ds = sloped * (dp - over_rows(own_delta, dp.shape))
-            dq = hopper.add_product(dq, ds.astype(q_stage.dtype), k_stage, slot)
+            dq = hopper.add_product(dq, ds.astype(q_stage.dtype), k_stage.at[slot])
             k_ring.release(done + n)
             return dq
 
