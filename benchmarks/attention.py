@@ -93,7 +93,10 @@ class Case:
 
 CASES = (
     Case("one segment", (8, 2048, 32, 8, 64)),
+    Case("one segment", (2, 8192, 32, 8, 64)),
     Case("one segment", (2, 8192, 32, 8, 128)),
+    Case("one segment", (1, 16384, 32, 8, 128)),
+    Case("softcap 50", (2, 8192, 32, 8, 128), softcap=50.0),
     Case("packed, mean 512", (8, 2048, 32, 8, 64), mean=512),
     Case("packed, mean 512", (8, 2048, 14, 2, 64), mean=512),
     Case("packed, mean 512", (2, 8192, 32, 8, 64), mean=512),

@@ -86,6 +86,7 @@ def launch(
     auto_barriers: bool = True,
     out_types: Sequence[Any] = (),
     in_place: Sequence[jax.Array] = (),
+    has_semaphores: bool = False,
 ) -> Any:
     """Runs body(*operands', *outputs' and in_place's refs, *scratch) in blocks of `num_warpgroups`.
 
@@ -93,6 +94,7 @@ def launch(
     stand between what one thread writes and another reads.
     Returns the outputs, or what became of `in_place`: arrays that the body changes where they are. Inside a
     `shard_map` that checks how values vary over its mesh, JAX has no such arrays: see `can_write_in_place`.
+    `has_semaphores`: whether the body asks for global semaphores (`pl.get_global`); it has no `in_place` then.
     """
     threads = {"num_threads": num_warpgroups, "thread_name": "warpgroup"}
     mesh = plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), **threads)
@@ -107,11 +109,14 @@ def launch(
         unsafe_no_auto_barriers=not auto_barriers,
     )
     kernel = pl.kernel(run, out_type=list(out_types), mesh=mesh, compiler_params=params, name=name)
-    if not in_place:
+    if not in_place and not has_semaphores:
         return kernel(*operands)
     # In a loop over slices, XLA (jaxlib 0.11.2) fuses a call with the slices that it reads and with the writing of its
-    # results to whole arrays. The results of a call that writes in place are lost then. Barriers prevent the fusion.
+    # results to whole arrays. The results of a call that writes in place are lost then, and its semaphores, which JAX
+    # makes zeros in place, do not begin at 0. Barriers prevent the fusion.
     operands, arrays = jax.lax.optimization_barrier((operands, tuple(in_place)))
+    if has_semaphores:
+        return jax.lax.optimization_barrier(kernel(*operands))
     return jax.lax.optimization_barrier(pl.run_state(lambda refs: kernel(*operands, *refs) and None)(arrays))
 
 
@@ -152,6 +157,11 @@ def empty_for_slices(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax
 
 def can_write_in_place(x: jax.Array) -> bool:
     """Whether `launch` may change arrays that vary over the mesh as x does."""
+    return not jax.typeof(x).manual_axis_type.varying
+
+
+def can_map_warps(x: Any) -> bool:
+    """Whether a kernel that reads x may call `plgpu.warp_map`: JAX does not let what it reads vary over a mesh."""
     return not jax.typeof(x).manual_axis_type.varying
 
 

@@ -23,11 +23,14 @@ from liger_jax.pallas_kernels.attention.intervals import Segments
 
 _OP = "causal_attention"
 _MODULES = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": triton, "splash": splash}
-# On an H100, forward and backward of one segment take 1.04 and 1.19 of cuDNN's time at widths 64 and 128. A window of
-# 1,024 takes 0.76, 0.94, 0.98 and 1.02 of it at 512, 2,048, 8,192 and 32,768 positions, without cuDNN's workspace
-# (benchmarks/results/attention.md). cuDNN takes neither packed rows nor softcaps.
+# On an H200, forward and backward of one segment in rows of 2,048 to 32,768 take 0.88 to 0.97 of cuDNN's time at width
+# 64. At 128 they take 0.90 to 1.07 of it, mostly 0.98 and more, and on an H100 0.98 to 1.47 in an earlier order of
+# tiles, so these stay cuDNN's. On an H100, a window of 1,024 takes 0.76, 0.94, 0.98 and 1.02 of it at 512, 2,048, 8,192
+# and 32,768 positions, and no workspace of cuDNN (benchmarks/results/attention.md). cuDNN takes neither packed rows nor
+# softcaps.
 _KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("cudnn", "mosaic_gpu", "triton"), "tpu": ("splash",)})
-_WINDOW_KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu", "cudnn", "triton"), "tpu": ("splash",)})
+_HOPPER_FIRST = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu", "cudnn", "triton"), "tpu": ("splash",)})
+_LONG = 2048  # positions from which Hopper's kernels, with gradients in one pass, beat cuDNN's at width 64
 ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of the forward's values that the backward needs
 
 
@@ -78,10 +81,11 @@ def causal_attention(
     are rounded to q.dtype.
 
     TPUs use splash attention. NVIDIA GPUs from Ampere on use cuDNN if there are no segments and no softcap, except that
-    Hopper GPUs do not use it for windows shorter than T. All other cases use our kernels, which skip blocks that are
-    masked entirely. On Hopper, 2 × 8,192 positions packed with documents of 512 on average take a quarter of cuDNN's
-    time for one segment. Other GPUs from Ampere on run the same algorithm in Triton, which was compiled for an A100 and
-    never timed on one. XLA is used everywhere else.
+    Hopper GPUs do not use it for windows shorter than T, nor, from JAX 0.11 on, for most rows of 2,048 and more with
+    heads of width 64. All other cases use our kernels, which skip blocks that are masked entirely. On Hopper, 2 × 8,192
+    positions packed with documents of 512 on average take a quarter of cuDNN's time for one segment. Other GPUs from
+    Ampere on run the same algorithm in Triton, which was compiled for an A100 and never timed on one. XLA is used
+    everywhere else.
 
     On a mesh with Explicit axes, the batch may be sharded, and so may the heads of `q`, `k` and `v`, in the same way.
     Inside a `jax.shard_map`, rows may be sharded over `sequence_axis`: each device has chunks of every row, in the
@@ -224,7 +228,9 @@ def choose(
 ) -> Choice:
     """The implementation that runs a case, from its arrays or their types."""
     case = options | {"capability": place.capability}
-    kernels = _KERNELS if options["window"] is None or options["window"] >= q.shape[1] else _WINDOW_KERNELS
+    is_windowed = options["window"] is not None and options["window"] < q.shape[1]
+    is_long = q.shape[1] >= _LONG and q.shape[3] == 64 and mosaic_gpu.takes_one_pass(q, k, segment_ids, None, v)
+    kernels = _HOPPER_FIRST if is_windowed or is_long else _KERNELS
     return kernels.choose(implementation, q, k, v, segment_ids, place=place, **case)
 
 

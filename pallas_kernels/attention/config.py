@@ -1,10 +1,12 @@
 """Tile sizes of the attention kernels for Hopper and for Triton, by head width."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from liger_jax.pallas_kernels.tiles import cdiv
 
 Typed = jax.Array | jax.ShapeDtypeStruct  # what says whether a kernel can run: arrays, or their types
 WIDTHS = (64, 128, 256)  # others are padded to the next
@@ -27,6 +29,41 @@ FORWARD = {64: Blocks(128, 4), 128: Blocks(128, 2), 256: Blocks(64, 2)}
 QUERY_GRADIENT = {64: Blocks(128, 4), 128: Blocks(64, 4), 256: Blocks(64, 2, 1)}
 KEY_GRADIENTS = {64: Blocks(64, 4), 128: Blocks(64, 3), 256: Blocks(64, 2)}
 KEY_GRADIENTS_IN_TURNS = {64: Blocks(64, 4), 128: Blocks(64, 4)}  # an even number of places
+GRADIENTS = {64: Blocks(128, 2), 128: Blocks(64, 2)}
+
+
+class OnePass(NamedTuple):
+    """Rows of one document whose gradients were measured to be faster in one pass than by Hopper's two kernels.
+
+    Tiles wait for each other, which costs the more, the fewer steps they have: one for each block of queries and each
+    head of the group.
+    """
+
+    shortest: int  # queries of a row
+    smallest_group: int  # query heads for each head of keys
+    fewest_tiles: int  # of 128 keys
+
+
+# By head width; benchmarks/results/attention.md has the measurements.
+ONE_PASS = {
+    64: (OnePass(1024, 7, 256), OnePass(2048, 4, 512), OnePass(8192, 1, 256)),
+    128: (OnePass(2048, 4, 1024), OnePass(8192, 1, 2048), OnePass(32768, 1, 512)),
+}
+ONE_PASS_WINDOW = {64: 1024}  # the smallest window of such rows; at width 128 two kernels are faster with windows
+
+
+def is_faster_in_one_pass(q: Typed, k: Typed, window: int | None) -> bool:
+    """Whether the gradients of q (B, Tq, Q, H) and k (B, Tk, K, H), rows of one document, are faster in one pass."""
+    batch, q_length, query_heads, width = q.shape
+    k_length, kv_heads = k.shape[1:3]
+    num_tiles = batch * kv_heads * cdiv(k_length, 128)
+    padded = next((size for size in WIDTHS if size >= width), 0)
+    if window is not None and window < min(ONE_PASS_WINDOW.get(padded, k_length), k_length):
+        return False
+    return any(
+        q_length >= case.shortest and query_heads // kv_heads >= case.smallest_group and num_tiles >= case.fewest_tiles
+        for case in ONE_PASS.get(padded, ())
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,11 +168,12 @@ class Tile:
     count: Any
     is_foreign: Any
     head: Any
+    entry: Any
 
     @classmethod
     def read(cls, table_ref: Any, entry: Any, head: Any) -> "Tile":
         """The tile of a head at an entry of the flat table."""
-        return cls(*[table_ref[entry * COLUMNS + i] for i in range(COLUMNS)], head=head)
+        return cls(*[table_ref[entry * COLUMNS + i] for i in range(COLUMNS)], head=head, entry=entry)
 
     @property
     def num_masked(self) -> Any:

@@ -5,22 +5,28 @@ memory, and two compute 64 rows each. In the forward, one of the two makes its s
 Blocks of keys that no query of a tile sees are neither copied nor multiplied, and blocks of keys that all its queries
 see are not masked (intervals.py).
 The backward makes dq by tiles of queries, and dk and dv by tiles of keys. Each kernel makes the scores again, so there
-are seven products. Nothing is added up in memory, so every run gives the same bits.
+are seven products. In many rows of one document one kernel makes all three, with five products (`config.ONE_PASS` says
+where). It adds up dq in memory, always in one order, so every run gives the same bits.
 Rounding: scores, softmax, sums and accumulators are float32; weights and scores' gradients are rounded to q's dtype for
 their products.
 On an H100, packed rows take 0.22 to 0.64 of the time that cuDNN takes for the same rows without segments. The time
 grows with the number of visible scores (benchmarks/results/attention.md).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels.attention import (
     config,
     mosaic_gpu_forward,
+    mosaic_gpu_gradients,
     mosaic_gpu_key_gradients,
     mosaic_gpu_query_gradient,
 )
+from liger_jax.pallas_kernels.attention.config import Typed
 from liger_jax.pallas_kernels.attention.config import unsupported as unsupported
 from liger_jax.pallas_kernels.attention.formulas import Scores
 from liger_jax.pallas_kernels.attention.intervals import Segments, intervals
@@ -38,6 +44,16 @@ def _padded(*arrays: jax.Array) -> list[jax.Array]:
 
 def _scores(softcap: float | None, scale: float | None, width: int) -> Scores:
     return Scores(softcap, width**-0.5 if scale is None else scale)
+
+
+def takes_one_pass(q: Typed, k: Typed, segments: Any, window: int | None, others: Any = ()) -> bool:
+    """Whether dq is made with dk and dv: in rows of one document, where that was measured to be faster."""
+    if segments is not None:
+        return False
+    # JAX 0.10 compiles no barrier of a number, without which registers spill. To the interpreter blocks have no order.
+    is_possible = jax.__version_info__ >= (0, 11) and not hopper.is_interpreted()
+    is_possible &= all(map(hopper.can_map_warps, jax.tree.leaves((q, k, others))))
+    return is_possible and config.is_faster_in_one_pass(q, k, window)
 
 
 def forward(
@@ -85,6 +101,10 @@ def backward(
     delta = jnp.einsum("btqh,btqh->bqt", out.astype(jnp.float32), do.astype(jnp.float32))
     delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - q_length)))
     q, k, v, do = _padded(q, k, v, do)
-    dq = mosaic_gpu_query_gradient.query_gradient(q, k, v, do, lse, delta, bounds, scores)
-    dk, dv = mosaic_gpu_key_gradients.key_gradients(q, k, v, do, lse, delta, bounds, scores)
+    operands = q, k, v, do, lse, delta, bounds, scores
+    if takes_one_pass(q, k, segments, window, (v, do, lse, q_offset)):
+        dq, dk, dv = mosaic_gpu_gradients.gradients(*operands)
+    else:
+        dq = mosaic_gpu_query_gradient.query_gradient(*operands)
+        dk, dv = mosaic_gpu_key_gradients.key_gradients(*operands)
     return dq[:, :q_length, :, :width], dk[:, :k_length, :, :width], dv[:, :k_length, :, :width]

@@ -74,13 +74,15 @@ class TileScheduler:
         own = jax.lax.axis_index("block")
         return i * self.num_blocks + jnp.where(jax.lax.rem(i, 2) == 0, own, self.num_blocks - 1 - own)
 
+    def tile(self, refs: Sequence[Any], number: Any) -> Tile:
+        """The tile of a number, which with `one_each` is its block's number."""
+        return Tile.read(refs[0], jax.lax.div(number, self.heads), jax.lax.rem(number, self.heads))
+
     def for_each(self, refs: Sequence[Any], body: Callable[[Tile, Any], Any]) -> None:
         """Calls done = body(tile, done) for all tiles of this block; `done` counts the copies that used the ring."""
 
         def step(i, done):
-            number = self._number(i)
-            tile = Tile.read(refs[0], jax.lax.div(number, self.heads), jax.lax.rem(number, self.heads))
-            return body(tile, done)
+            return body(self.tile(refs, self._number(i)), done)
 
         if self.one_each:
             step(jnp.int32(0), jnp.int32(0))
@@ -115,7 +117,11 @@ class Mask:
 
     def only(self, x: jax.Array, n: Any, unseen: float) -> jax.Array:
         """The values x of the tile's n-th block of columns, with `unseen` where a row does not see a column."""
-        begin = self.tile.column_block(n) * self.columns
+        return self.only_in_block(x, self.tile.column_block(n), unseen)
+
+    def only_in_block(self, x: jax.Array, block: Any, unseen: float) -> jax.Array:
+        """`only`, for a block of columns by its number among all."""
+        begin = block * self.columns
         column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=tile_layout())
         low, high = (over_rows(bound - begin, x.shape) for bound in (self.low, self.high))
         x = jnp.where((column >= low) & (column <= high), x, unseen)

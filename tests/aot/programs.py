@@ -210,6 +210,7 @@ TPU_ONLY = [
 ]
 
 ATTENTION = tuple(f"causal_attention_{part}" for part in ("forward", "query_gradient", "key_gradients"))
+ATTENTION_IN_ONE_PASS = tuple(f"causal_attention_{part}" for part in ("forward", "gradients"))
 
 
 def decode(kernel):
@@ -305,6 +306,17 @@ HOPPER_ONLY = [
         if (width, case.kernels[0]) != (16384, "fused_add_rms_norm_forward")  # two rows and scales exceed shared memory
     ),
     Case("hopper_attention", packed_attention(), attention_types(8, 2048, 32, 8, 64), ATTENTION),
+    *(
+        Case(
+            f"hopper_attention_{width}_in_one_pass",
+            packed_attention(),
+            attention_types(2, 8192, 32, 8, width)[:3],
+            ATTENTION_IN_ONE_PASS,
+            full=width == 64,
+        )
+        for width in (128, 64)
+        if jax.__version_info__ >= (0, 11)
+    ),
     Case("hopper_attention_128", packed_attention(), attention_types(2, 8192, 32, 8, 128), ATTENTION, full=True),
     Case(
         "hopper_attention_256",

@@ -282,14 +282,23 @@ def test_plan_predicts_the_memory_of_llama_s_loss_on_hopper(case, options, resul
     assert 0.9 < extra_bytes / plan.extra_bytes < 1.1
 
 
-@pytest.mark.parametrize("op", ["gates", pytest.param("losses", marks=pytest.mark.full)])  # of one `launch`
+@pytest.mark.parametrize(
+    "op",  # of one `launch`
+    [
+        "gates",
+        pytest.param("losses", marks=pytest.mark.full),
+        pytest.param(
+            "attention", marks=pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="it has two kernels")
+        ),
+    ],
+)
 def test_no_call_in_place_is_fused_with_the_slices_of_a_loop(op):
     """XLA would: such a call writes where it reads, and the places of its results in whole arrays stay as they were."""
     need_compiler("gpu")
     script = r"""
 import re, sys
 import jax, jax.numpy as jnp
-from liger_jax import fused_linear_cross_entropy, gated_mlp
+from liger_jax import causal_attention, fused_linear_cross_entropy, gated_mlp
 from liger_jax.planner.compilers import compile_for, gpu_devices
 
 def losses(*batch):
@@ -300,9 +309,14 @@ def gates(x, *kernels):
     op = lambda x: gated_mlp(x, *kernels, recomputed=True, implementation="mosaic_gpu")
     return jax.vjp(jax.vmap(op), x)[1](x)
 
+def attention(*layers):  # whose semaphores JAX makes zeros in place
+    attend = lambda *qkv: jnp.sum(causal_attention(*qkv, implementation="mosaic_gpu").astype(jnp.float32))
+    return jax.lax.map(lambda qkv: jax.grad(attend, (0, 1, 2))(*qkv), layers)
+
 function, shapes = dict(
     losses=(losses, [((3, 4096, 1024), "bfloat16"), ((3, 32000, 1024), "bfloat16"), ((3, 4096), "int32")]),
     gates=(gates, [(shape, "bfloat16") for shape in ((3, 1024, 512), (512, 1024), (512, 1024), (1024, 512))]),
+    attention=(attention, [((3, 1, 8192, heads, 64), "bfloat16") for heads in (8, 4, 4)]),
 )[sys.argv[1]]
 types = [(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
 computations = compile_for(function, types, gpu_devices("h200")[0], "gpu").as_text().split("\n\n")

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from liger_jax import Segments, ops
 from liger_jax.models.core.remat import POLICIES
 from liger_jax.ops import layout
 from liger_jax.ops.place import Place, described
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels import hopper as hopper_blocks
 from liger_jax.pallas_kernels.attention import (
     cudnn,
@@ -243,6 +245,125 @@ def test_queries_may_stand_anywhere_in_a_longer_row(options, packed, rng):
     expected = truth(attend, (q, k, v), do)
     for x, p, t in zip(found, plain, expected, strict=True):
         assert rms_error(x, t) <= WORSE_THAN_PLAIN * rms_error(p, t) + ROUNDED
+
+
+def rows_of_heads(shape):
+    """The types of queries and keys of a shape (B, Tq, T, Q, K, H)."""
+    batch, q_length, length, query_heads, kv_heads, width = shape
+    row = lambda length, heads: jax.ShapeDtypeStruct((batch, length, heads, width), jnp.bfloat16)
+    return row(q_length, query_heads), row(length, kv_heads)
+
+
+def test_rows_have_gradients_in_one_pass_where_it_was_measured_to_be_faster():
+    """benchmarks/results/attention.md has the measurements."""
+    faster = [
+        (2, 8192, 8192, 32, 8, 128),
+        (2, 8192, 8192, 32, 8, 96),
+        (16, 2048, 2048, 32, 8, 128),
+        (2, 8192, 8192, 16, 16, 128),
+        (8, 2048, 2048, 32, 8, 64),
+        (16, 1024, 1024, 14, 2, 64),
+        (2, 8192, 8192, 14, 2, 64),
+        (1, 16384, 65536, 32, 8, 128),  # a device's chunk of a row
+    ]
+    slower = [
+        (32, 1024, 1024, 32, 8, 64),
+        (1, 8192, 8192, 14, 2, 64),
+        (8, 2048, 2048, 16, 16, 64),
+        (8, 2048, 2048, 16, 16, 128),
+        (2, 8192, 8192, 14, 2, 128),
+        (2, 8192, 8192, 32, 8, 256),
+    ]
+    has_kernel = jax.__version_info__ >= (0, 11)
+    for shapes, is_faster in ((faster, has_kernel), (slower, False)):
+        for shape in shapes:
+            assert mosaic_gpu.takes_one_pass(*rows_of_heads(shape), None, None) == is_faster, shape
+    q, k = rows_of_heads(faster[0])
+    assert not mosaic_gpu.takes_one_pass(q, k, SEGMENTS, None)
+    for width, window, is_faster in ((64, 1024, True), (64, 512, False), (128, 1024, False), (128, 8192, True)):
+        q, k = rows_of_heads((2, 8192, 8192, 32, 8, width))
+        assert mosaic_gpu.takes_one_pass(q, k, None, window) == (is_faster and has_kernel)
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_gradients_that_jax_says_vary_over_a_mesh_are_made_by_two_kernels(varies):
+    q, k = rows_of_heads((2, 8192, 8192, 32, 8, 128))
+    lse = jax.ShapeDtypeStruct((2, 32, 8192), jnp.float32)
+
+    def gradients(q, k, v, out, lse, do):
+        return mosaic_gpu.backward(q, k, v, None, out, lse, do, window=None, softcap=None, scale=None)
+
+    if varies:
+        gradients = jax.shard_map(gradients, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
+    device = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
+        program = str(jax.make_jaxpr(gradients)(q, k, k, q, lse, q))
+    in_one_pass = not varies and jax.__version_info__ >= (0, 11)
+    assert ("causal_attention_gradients" in program) == in_one_pass
+    assert ("causal_attention_query_gradient" in program) != in_one_pass
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not compile it")
+@pytest.mark.parametrize(
+    ("shape", "q_offset", "options"),
+    [
+        ((1, 128, 128, 2, 1, 128), None, {}),  # a tile, whose steps an interpreter can check for races
+        ((1, 24, 136, 2, 1, 64), 112, {"softcap": 3.0}),
+        ((2, 777, 777, 8, 2, 128), None, {}),
+        ((2, 256, 1024, 8, 2, 128), 300, {}),
+        ((1, 300, 300, 4, 4, 100), None, {}),
+        ((2, 777, 777, 8, 2, 64), None, {"window": 200}),
+        ((2, 200, 1000, 8, 2, 64), 0, {}),
+        pytest.param((1, 5, 5, 2, 1, 80), None, {}, marks=pytest.mark.full),
+    ],
+)
+def test_gradients_in_one_pass(shape, q_offset, options, hopper, rng, monkeypatch):
+    """dq is summed over tiles of keys in memory, always in one order. A NaN stays in its row of the batch."""
+    batch, q_length, length, query_heads, kv_heads, width = shape
+    if hopper != "mosaic_gpu":
+        if query_heads * length > 800:
+            pytest.skip("too much for an interpreter")
+        if length > 128:  # to an interpreter blocks that add to the same memory are a race: it knows of no order
+            gpu: Any = plgpu  # JAX 0.10's types do not know it
+            without_races = gpu.InterpretGPUParams(detect_races=False)
+            monkeypatch.setattr(plgpu, "InterpretGPUParams", lambda **_: without_races, raising=False)
+    row = lambda length, heads: jnp.asarray(rng.standard_normal((batch, length, heads, width)), jnp.bfloat16)
+    q, do, k, v = row(q_length, query_heads), row(q_length, query_heads), row(length, kv_heads), row(length, kv_heads)
+    monkeypatch.setattr(mosaic_gpu, "takes_one_pass", lambda *_: True)
+    run = jax.jit(lambda do, q_offset: run_kernels(hopper, q, k, v, do, None, q_offset=q_offset, **options)[0])
+    found = run(do, q_offset)
+    start = q_offset or 0
+
+    def attend(q, k, v):
+        whole = jnp.zeros((batch, length, *q.shape[2:]), q.dtype).at[:, start : start + q_length].set(q)
+        return reference.causal_attention(whole, k, v, **options)[:, start : start + q_length]
+
+    plain, expected = value_and_gradients(attend, (q, k, v), do), truth(attend, (q, k, v), do)
+    for x, p, t in zip(found, plain, expected, strict=True):
+        assert rms_error(x, t) <= WORSE_THAN_PLAIN * rms_error(p, t) + ROUNDED
+    for x, again in zip(found, run(do, q_offset), strict=True):
+        np.testing.assert_array_equal(x, again)
+    for x in run(do.at[0, q_length // 2].set(jnp.nan), q_offset)[1:]:
+        assert jnp.isnan(x[0]).any()
+        assert not jnp.isnan(x[1:]).any()
+
+
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not compile it")
+def test_gradients_in_one_pass_are_the_same_in_a_loop_over_layers(rng, monkeypatch):
+    """XLA would fuse the call with the loop's slices, and its semaphores would not begin at 0."""
+    row = lambda heads: jnp.asarray(rng.standard_normal((3, 2, 777, heads, 64)), jnp.bfloat16)
+    layers = row(8), row(2), row(2), row(8)
+    monkeypatch.setattr(mosaic_gpu, "takes_one_pass", lambda *_: True)
+
+    def run(layer):
+        q, k, v, do = layer
+        return run_kernels("mosaic_gpu", q, k, v, do, None)[0]
+
+    found, alone = jax.jit(lambda *layers: jax.lax.map(run, layers))(*layers), jax.jit(run)
+    for i in range(3):
+        for x, y in zip(found, alone(tuple(x[i] for x in layers)), strict=True):
+            np.testing.assert_array_equal(x[i], y)
 
 
 def test_log_sums_put_parts_of_the_keys_together(packed, rng):
@@ -508,6 +629,18 @@ def test_what_cudnn_cannot_train_goes_to_ours(kind, shape, dtype, refuses, expec
         monkeypatch.setattr(jax_cudnn, "check_is_flash_attention", refuse_training)
     jaxpr = gradient_types(causal_attention, shape, 2, dtype, kind)
     assert expected in jaxpr and "dot_product_attention" not in jaxpr
+
+
+@pytest.mark.parametrize(
+    "shape, kv_heads, is_ours",
+    [((8, 2048, 32, 64), 8, True), ((16, 1024, 14, 64), 2, False), ((8, 2048, 32, 128), 8, False)],
+)
+def test_long_rows_of_width_64_take_hoppers_kernels(shape, kv_heads, is_ours, as_with_cudnn):
+    as_with_cudnn((9, 0))
+    jaxpr = gradient_types(causal_attention, shape, kv_heads, jnp.bfloat16, "NVIDIA H200")
+    is_ours = is_ours and jax.__version_info__ >= (0, 11)
+    assert ("causal_attention_gradients" in jaxpr) == is_ours
+    assert ("dot_product_attention_bwd" in jaxpr) != is_ours
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
