@@ -2,11 +2,12 @@
 the command line, files of options, a run's identity and refusals are made.
 """
 
+import copy
 import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from liger_jax.user_errors import UserError
@@ -24,24 +25,31 @@ def option(
     flag: str | None = None,
     of_run: bool = True,
     in_file: bool = True,
+    of_all: bool = True,
+    offered: Sequence[str] | None = None,
     **argument: Any,
 ) -> Any:
     """A field that is an option.
 
     `help`: its words on the command line, where `{default}` is the command's default. `check`: what a value must be,
     beside one of `choices`. `flag`: its name on the command line, if it is another one. `of_run`: whether it must stay
-    the same when a run is continued. `in_file`: whether a run writes it into its file of options. `argument`: keywords
-    of `ArgumentParser.add_argument`, where the type does not say them.
+    the same when a run is continued. `in_file`: whether a run writes it into its file of options. `of_all`: whether it
+    is the same in all processes of a run. `offered`: choices of the command line alone. `argument`: keywords of
+    `ArgumentParser.add_argument`, where the type does not say them.
     """
-    own = dict(help=help, check=check, flag=flag, of_run=of_run, in_file=in_file, argument=argument)
-    return dataclasses.field(default=default, metadata=own)
+    choices = argument.get("choices")
+    argument |= dict(choices=offered) if offered is not None else {}
+    stored = dict(of_run=of_run, in_file=in_file, of_all=of_all)
+    own = dict(help=help, choices=choices, check=check, flag=flag, argument=argument)
+    return dataclasses.field(default=default, metadata=own | stored)
 
 
-def again(owner: Any, name: str, default: Any = dataclasses.MISSING, **changed: Any) -> Any:
-    """The field of an option of `owner` with another default, or with other words or checks."""
-    (field,) = (field for field in dataclasses.fields(owner) if field.name == name)
-    default = field.default if default is dataclasses.MISSING else default
-    return dataclasses.field(default=default, metadata={**field.metadata, **changed})
+def changed(field: dataclasses.Field[Any], changes: Mapping[str, Any]) -> dataclasses.Field[Any]:
+    """An option with another `default` or other `help`."""
+    field = copy.copy(field)
+    field.default = changes.get("default", field.default)
+    field.metadata = types.MappingProxyType({**field.metadata, **changes})
+    return field
 
 
 def within(least: int, most: int = MOST) -> Check:
@@ -73,6 +81,16 @@ def of_float32(value: float) -> str:
     return "" if holds else "must be a finite number above 0 that float32 can represent."
 
 
+def up_to_1(value: float) -> str:
+    """A check of a probability that is not 0."""
+    return "" if LEAST_FLOAT <= value <= 1 else "must be above 0 as a float32, and at most 1."
+
+
+def share(of_0: str) -> Check:
+    """A check of a number in [0, 1), with words for what 0 does."""
+    return lambda value: "" if 0 <= value < 1 else f"must be in [0, 1); {of_0}."
+
+
 def options_of(owner: Any) -> Iterator[dataclasses.Field[Any]]:
     """The options of a dataclass, or of an instance."""
     return (field for field in dataclasses.fields(owner) if "help" in field.metadata)
@@ -88,8 +106,9 @@ def check(owner: Any) -> None:
     for field in options_of(owner):
         if (value := getattr(owner, field.name)) is None:
             continue
-        choices, told = field.metadata["argument"].get("choices"), field.metadata["check"]
-        if wrong := [each for each in _texts(value) if "\0" in each]:
+        choices, told = field.metadata["choices"], field.metadata["check"]
+        several = value if isinstance(value, tuple) else (value,)
+        if wrong := [each for each in several if isinstance(each, str) and "\0" in each]:
             raise UserError(f"{flag(field)}={wrong[0]!r} holds a null character, which file names cannot have.")
         if choices is not None and value not in choices:
             raise UserError(f"{flag(field)}={value} must be one of {', '.join(choices)}.")
@@ -98,9 +117,9 @@ def check(owner: Any) -> None:
             raise UserError(f"{flag(field)}{'' if is_long else f'={value}'} {problem}")
 
 
-def _texts(value: Any) -> Sequence[str]:
-    values = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
-    return [each for each in values if isinstance(each, str)]
+def texts(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Texts of which one may stand alone."""
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def argument(field: dataclasses.Field[Any], **words: Any) -> dict[str, Any]:

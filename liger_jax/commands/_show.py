@@ -19,7 +19,7 @@ from liger_jax.models.hugging_face import source
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.planner.architectures import architecture_of
 from liger_jax.trainers import dpo, long_rows
-from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.errors import training_errors
 from liger_jax.trainers.options import Settings
 from liger_jax.training.rows import Rows
@@ -126,14 +126,15 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
         reconfigure(errors="replace")  # a text may have what the terminal's encoding has not
     with user_errors():
         with of_option("--model"):
-            checkpoint = source.find(settings.model, weights=False)
+            checkpoint = source.find(settings.placement.model, weights=False)
         model = architecture_of(checkpoint)
-    kind = dpo.of_run(settings).tokenizer if isinstance(settings, PairSettings) else Tokenizer
+    kind = dpo.of_run(settings).tokenizer if isinstance(settings.method, PairOptions) else Tokenizer
     if shorten:
-        settings, line = long_rows.within(settings, model)
+        rows, line = long_rows.within(settings.rows, model)
+        settings = dataclasses.replace(settings, rows=rows)
         if line:
             print(line)
-    config = long_rows.stretched_for(settings, model).config
+    config = long_rows.stretched_for(settings.rows, model).config
     return settings, training_rows.tokenizer(checkpoint, config.vocab_size, kind)
 
 
@@ -142,18 +143,17 @@ def _laid(
 ) -> tuple[training_rows.TrainingRows | None, int]:
     """The rows as a run lays them, `None` if all is refused, and the number of documents. Prints how much there is."""
     train, scored = None, None
-    for flag, sources in training_rows.sources_of(settings).items():
-        tokens = training_rows.tokens_of(settings, tokenizer, place, sources, flag, refused, is_kept=False)
+    for flag, sources in training_rows.sources_of(settings.rows).items():
+        tokens = training_rows.tokens_of(settings.rows, tokenizer, place, sources, flag, refused, is_kept=False)
         train, scored = (tokens, None) if train is None else (train, tokens)
     number = sum(each.meta["count"] for each in (train, scored) if each is not None)
     if not train:
         return None, number
-    if len(train) == train.together and settings.share_held_out:
-        settings = dataclasses.replace(settings, eval_share=0.0)
-        print(
-            f"The data is one {train.kind}, so that nothing can be held out. {settings.command} needs --eval-share 0."
-        )
-    data = training_rows.lay(settings, train, scored)
+    if len(train) == train.together and settings.rows.share_held_out:
+        settings = settings.changed(eval_share=0.0)
+        command = settings.method.command
+        print(f"The data is one {train.kind}, so that nothing can be held out. {command} needs --eval-share 0.")
+    data = training_rows.lay(settings.rows, settings.recipe.seed, train, scored)
     print(data.summary, f"scored: {train.num_scored(data.rows.pieces):,} of the tokens to train on", sep="\n")
     return data, number
 

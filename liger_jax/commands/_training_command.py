@@ -2,27 +2,39 @@
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import importlib
 import sys
 import traceback
+from collections.abc import Callable
 
-from liger_jax.commands._arguments import settings_of
-from liger_jax.trainers.options import Settings
+from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
+from liger_jax.commands._arguments import add_options, settings_of
+from liger_jax.trainers.method import Method
+from liger_jax.trainers.options import options_of
 from liger_jax.training import processes, signals
 from liger_jax.training.listening import listened_or_not
 from liger_jax.user_errors import UserError, in_one_line, needed_packages, user_errors
 
 
-def trained(name: str, args: argparse.Namespace, task: str, settings_type: type[Settings] = Settings) -> int:
-    """Trains for a task, such as "dpo.of_run", and prints a user's error as one sentence.
+def of_method(method: type[Method], task: str) -> tuple[Callable[..., None], Callable[[argparse.Namespace], int]]:
+    """What a command that trains consists of: a function that adds its arguments, and one that trains for its task,
+    such as "dpo.of_run", and prints a user's error as one sentence.
 
-    Returns the exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
+    The second returns the exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the
+    run.
     """
+    return functools.partial(add_options, method=method), functools.partial(_run, method, task)
+
+
+def _run(method: type[Method], task: str, args: argparse.Namespace) -> int:
+    name = method.command
     stopped, in_order = f"liger-jax {name}: stopped outside of training; nothing new is saved.", True
     at_once = signals.ending_now(processes.leave, stopped) if args.owns_process else contextlib.nullcontext()
     with listened_or_not(), at_once:
         try:
-            code = _trained(name, args, task, settings_type)
+            code = _trained(name, args, task, method)
         except Exception:
             if not processes.are_several():
                 raise
@@ -34,23 +46,24 @@ def trained(name: str, args: argparse.Namespace, task: str, settings_type: type[
         return processes.end(code, in_order)
 
 
-def _trained(name, args, task, settings_type) -> int:
+def _trained(name, args, task, method) -> int:
     try:
-        settings = settings_of(args, settings_type)
+        settings = settings_of(args, method)
         with needed_packages():
             from liger_jax.planner.architectures import architecture_of
             from liger_jax.trainers import adapters, log, long_rows, run
-        if "wandb" in settings.log:
+        if "wandb" in settings.folder.log:
             log.check_wandb()
         with user_errors():
-            if getattr(args, "length", None) is None and settings.length == settings_type.length > 0:  # the default
-                settings, cut = long_rows.within(settings, architecture_of(adapters.found(settings)[1]))
-            else:
-                cut = ""
+            cut = ""
+            if args.length is None and options_of(method)["length"].default != 0:
+                source = adapters.found(settings.placement.model, settings.adapters)[-1]
+                rows, cut = long_rows.within(settings.rows, architecture_of(source))
+                settings = dataclasses.replace(settings, rows=rows)
             lines = [line for line in (cut, long_rows.let_pool_grow(settings)) if line]
-        if settings.distributed is not None:
+        if settings.placement.distributed is not None:
             with user_errors():
-                processes.begin(settings.distributed)
+                processes.begin(settings.placement.distributed)
                 processes.check_same("options", settings.of_all_processes())
         if processes.is_first():
             print("".join(f"{line}\n" for line in lines), end="")

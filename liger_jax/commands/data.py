@@ -10,11 +10,13 @@ The model's weights are not needed. Scored tokens are green, or underlined where
 
 import argparse
 import os
+from typing import Any
 
 import jax
 
 from liger_jax.commands._arguments import add_options, settings_of
 from liger_jax.commands._exit_code import exit_code
+from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError, needed_packages
 
@@ -30,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--data", nargs="+", metavar="DATA", help="the same, under the name that the training commands use"
     )
     command.add_argument("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
-    add_options(command, Settings, _OPTIONS)
+    add_options(command, FinetuneOptions, _OPTIONS)
     loss = "one of dpo's losses: shows pairs (sigmoid) or single answers (kto) instead of finetune's rows"
     command.add_argument("--loss", dest="loss_type", metavar="LOSS", help=loss)
     command.add_argument("--rows", type=int, default=3, help="how many rows are shown (default: 3)")
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         args.data = [*args.files, *(args.data or [])]
         if not args.data:
             raise UserError("no data: name files, globs, folders or a dataset's id, such as --data chats.jsonl.")
-        settings = settings_of(args) if args.loss_type is None else _of_pairs(args)
+        settings = settings_of(args, FinetuneOptions) if args.loss_type is None else _of_pairs(args)
         with needed_packages():
             from liger_jax.commands import _show
         if args.check:
@@ -61,13 +63,13 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(args, work)
 
 
-def _of_pairs(args: argparse.Namespace) -> Settings:
+def _of_pairs(args: argparse.Namespace) -> Settings[Any]:
     """The settings of a run of `liger-jax dpo`."""
     for name in ("column", "format"):
         if getattr(args, name) is not None:
             raise UserError(f"--{name} does not go with --loss: the fields of pairs have one name each. Leave it out.")
     with needed_packages():
-        from liger_jax.trainers.dpo_options import PairSettings
+        from liger_jax.trainers.dpo_options import PairOptions
     # What the loss needs beside its name has nothing to do with its rows.
     smoothing = dict(label_smoothing=0.1) if {"exo_pair", "robust"} & {*args.loss_type.split(",")} else {}
-    return settings_of(argparse.Namespace(**vars(args), **smoothing), PairSettings)
+    return settings_of(argparse.Namespace(**vars(args), **smoothing), PairOptions)

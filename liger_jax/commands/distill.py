@@ -11,21 +11,9 @@ All else is as in `liger-jax finetune`: the same command goes on with a run that
 options, and transformers loads OUT/model or OUT/adapters.
 """
 
-import argparse
-
-from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._arguments import add_options
-from liger_jax.commands._training_command import trained
-from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.commands._training_command import ALTERNATIVES as ALTERNATIVES
+from liger_jax.commands._training_command import of_method
+from liger_jax.trainers.distill_options import DistillOptions
 
 SUMMARY = "train a model to match the probabilities of a larger one"
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax distill`."""
-    add_options(command, DistillSettings)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Trains, and prints a user's error as one sentence."""
-    return trained("distill", args, "distillation.of_run", DistillSettings)
+add_arguments, run = of_method(DistillOptions, "distillation.of_run")

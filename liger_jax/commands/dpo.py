@@ -11,21 +11,9 @@ All else is as in `liger-jax finetune`: the same command goes on with a run that
 options, and transformers loads OUT/model or OUT/adapters.
 """
 
-import argparse
-
-from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._arguments import add_options
-from liger_jax.commands._training_command import trained
-from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.commands._training_command import ALTERNATIVES as ALTERNATIVES
+from liger_jax.commands._training_command import of_method
+from liger_jax.trainers.dpo_options import PairOptions
 
 SUMMARY = "train a model on pairs of answers, of which one is preferred"
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax dpo`."""
-    add_options(command, PairSettings)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Trains, and prints a user's error as one sentence."""
-    return trained("dpo", args, "dpo.of_run", PairSettings)
+add_arguments, run = of_method(PairOptions, "dpo.of_run")

@@ -11,21 +11,9 @@ If Ctrl-C, kill or a closed terminal stops a run, it saves its state, and the sa
 loads OUT/model or OUT/adapters.
 """
 
-import argparse
-
-from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._arguments import add_options
-from liger_jax.commands._training_command import trained
-from liger_jax.trainers.finetune_options import FinetuneSettings
+from liger_jax.commands._training_command import ALTERNATIVES as ALTERNATIVES
+from liger_jax.commands._training_command import of_method
+from liger_jax.trainers.finetune_options import FinetuneOptions
 
 SUMMARY = "train a model on your text or conversations"
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax finetune`."""
-    add_options(command, FinetuneSettings)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Fine-tunes, and prints a user's error as one sentence."""
-    return trained("finetune", args, "task.TEXT", FinetuneSettings)
+add_arguments, run = of_method(FinetuneOptions, "task.TEXT")

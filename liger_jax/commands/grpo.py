@@ -9,22 +9,10 @@ or in an installed one, with TRL's signature: it takes `completions`, `prompts` 
 each a list over the whole batch, and returns a number for each completion.
 """
 
-import argparse
-
-from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._arguments import add_options
-from liger_jax.commands._training_command import trained
-from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.commands._training_command import ALTERNATIVES as ALTERNATIVES
+from liger_jax.commands._training_command import of_method
+from liger_jax.trainers.grpo_options import GrpoOptions
 
 SUMS = {"length": ("prompt_length", "completion_length")}
 SUMMARY = "train a model by rewarding its completions"
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax grpo`."""
-    add_options(command, GrpoSettings)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Trains, and prints a user's error as one sentence."""
-    return trained("grpo", args, "grpo.TASK", GrpoSettings)
+add_arguments, run = of_method(GrpoOptions, "grpo.TASK")

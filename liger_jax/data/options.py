@@ -1,69 +1,60 @@
-"""The options of a run that decide about its rows, whichever run it is."""
+"""The options that rows are made of, whichever run reads them."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+
+from liger_jax import _options
+from liger_jax._options import option, share, within
+from liger_jax.data.formats import FORMATS
+from liger_jax.models.core.stretched import ROPE_SCALINGS
+from liger_jax.training.rows import LENGTH
+from liger_jax.user_errors import UserError
+
+_TEXT = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
 
 
-@runtime_checkable
-class RowOptions(Protocol):
-    """What rows are made of, and how they are laid and drawn. A run's own options have these among others."""
+@dataclasses.dataclass(frozen=True)
+class RowOptions:
+    """What rows are made of, and how they are laid."""
 
-    @property
-    def data(self) -> Sequence[str]:
-        """Files, globs, folders and datasets of the hub, each perhaps with a weight."""
-        ...
+    data: str | Sequence[str] = option(help=_TEXT, metavar="DATA")
+    eval_data: Sequence[str] = option(
+        (), "data for evaluation only, instead of holding out a share of --data", metavar="DATA"
+    )
+    subset: str | None = option(None, "the dataset's configuration")
+    column: str | None = option(
+        None, "the field that is trained on: a text, or a list of messages (default: by the fields' names)"
+    )
+    format: str | None = option(None, "the format, if rows have the fields of several formats", offered=list(FORMATS))
+    stream: bool = option(False, "stream a dataset from the hub during the run")
+    pack: bool = option(False, "pack several documents into a row; none attends to another")
+    length: int = option(LENGTH, "tokens in a row (default: {default})", check=within(2))
+    rope_scaling: str | None = option(
+        None, "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)",
+        choices=list(ROPE_SCALINGS),
+    )  # fmt: skip
+    # `None` for 0.02, or none beside `eval_data`.
+    eval_share: float | None = option(
+        None, "fraction of the data that is held out for evaluation (default: 0.02)", check=share("0 holds nothing out")
+    )
 
-    @property
-    def eval_data(self) -> Sequence[str]:
-        """The same, of what is scored and not trained on."""
-        ...
+    def __post_init__(self):
+        for name in ("data", "eval_data"):
+            object.__setattr__(self, name, _options.texts(getattr(self, name)))
+        _options.check(self)
+        if self.eval_data and self.eval_share:
+            raise UserError(
+                f"--eval-share={self.eval_share} and --eval-data both say what is scored. Pass one of them."
+            )
+        if self.stream and len(self.data) > 1:
+            raise UserError("--stream reads one dataset of the hub. Pass --data one id.")
 
     @property
     def share_held_out(self) -> float:
         """The share of the data that is held out."""
-        ...
+        return (0.0 if self.eval_data else 0.02) if self.eval_share is None else self.eval_share
 
     @property
-    def subset(self) -> str | None:
-        """The dataset's configuration."""
-        ...
-
-    @property
-    def column(self) -> str | None:
-        """The field of a row that is trained on."""
-        ...
-
-    @property
-    def format(self) -> str | None:
-        """The format of rows that have the fields of several."""
-        ...
-
-    @property
-    def stream(self) -> bool:
-        """Whether a dataset is read while the run goes on."""
-        ...
-
-    @property
-    def pack(self) -> bool:
-        """Whether documents share rows."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Tokens in a row."""
-        ...
-
-    @property
-    def batch(self) -> int:
-        """Rows in a step."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Seed of what is held out, and of the order of the rows."""
-        ...
-
-    @property
-    def epochs_to_train(self) -> float | None:
-        """How often each row is trained on; `None` where the number of steps is given."""
-        ...
+    def are_scored(self) -> bool:
+        """Whether some rows are scored and not trained on."""
+        return bool(self.share_held_out or self.eval_data)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,8 +73,8 @@ class PromptRows:
         number = self.batch // self.group
         return [self.lines[i] for i in self._order(epoch)[first * number : (first + 1) * number]]
 
-    def batches(self, settings: Any, own: None = None) -> Callable[[int], Rows]:
-        """The rows of each step by its number, from 0.
+    def batches(self, *order: Any) -> Callable[[int], Rows]:
+        """The rows of each step by its number, from 0; their `order` is known already.
 
         Returns a function of the step. Its rows are padded in front; labels are the tokens.
         """
@@ -116,16 +115,24 @@ class PromptRows:
         return np.concatenate([order, *[random.permutation(visits) for _ in range(needed // len(order))]])[:needed]
 
 
-def prepared(settings: Any, encoder: Tokenizer, place: Path, sources: Mapping[str, list[DataSource]]) -> PromptRows:
-    """Reads the prompts of a run."""
+def prepared(
+    subset: str | None,
+    batch: int,
+    seed: int,
+    group: int,
+    longest: int,
+    encoder: Tokenizer,
+    sources: Mapping[str, list[DataSource]],
+) -> PromptRows:
+    """Reads the prompts of a run. `longest`: the most tokens of one."""
     lines, counts = [], []
     for source in sources["--data"]:
         before = len(lines)
-        for where, values in _rows(source, settings.subset):
+        for where, values in _rows(source, subset):
             tokens = encoder.prompt(formats.prompt(where, values))
-            if len(tokens) > settings.prompt_length:
+            if len(tokens) > longest:
                 raise UserError(
-                    f"{where} has {len(tokens)} tokens, and --prompt-length={settings.prompt_length} is the longest "
+                    f"{where} has {len(tokens)} tokens, and --prompt-length={longest} is the longest "
                     f"prompt. Leave the line out, or pass --prompt-length {len(tokens)}."
                 )
             lines.append(Line(where, np.asarray(tokens, np.int32), values))
@@ -134,7 +141,7 @@ def prepared(settings: Any, encoder: Tokenizer, place: Path, sources: Mapping[st
         counts.append((source.name, source.weight, len(lines) - before))
     for line in encoder.notices().values():
         print(line)
-    return PromptRows(lines, settings.batch, settings.group, settings.seed, counts)
+    return PromptRows(lines, batch, group, seed, counts)
 
 
 def _rows(source: DataSource, subset: str | None) -> Iterator[tuple[str, Any]]:

@@ -28,17 +28,17 @@ Place = tuple[int, int]  # rows of the stream that are done, and pieces of the n
 class Stream:
     """The rows of each step, whichever was asked for before."""
 
-    def __init__(self, settings: RowOptions, encoder: Tokenizer, folder: Path):
-        self._settings, self._encoder, self._name = settings, encoder, settings.data[0]
+    def __init__(self, options: RowOptions, batch: int, encoder: Tokenizer, folder: Path):
+        self._options, self._rows_in_step, self._encoder, self._name = options, batch, encoder, options.data[0]
         if files.found(self._name) or not sources.may_be_id(self._name):
             raise UserError(
                 f"--stream reads a dataset of the hub, and --data={self._name} is none. Leave out --stream."
             )
-        made_of = [encoder.identity(), settings.data, settings.subset, settings.column, settings.format]
-        made_of += [settings.length, settings.batch, settings.pack]
+        made_of = [encoder.identity(), options.data, options.subset, options.column, options.format]
+        made_of += [options.length, batch, options.pack]
         key = digests.of_json(made_of)
         self._path = folder / f"stream-{key}"
-        self._rows = reading.dataset(self._name, settings.subset, streaming=True)
+        self._rows = reading.dataset(self._name, options.subset, streaming=True)
         noted = np.fromfile(self._path, np.int64) if self._path.is_file() else np.zeros(0, np.int64)
         self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
         self._done: dict[int, tuple[Rows, np.ndarray]] = {}
@@ -69,7 +69,7 @@ class Stream:
 
     def _batch(self) -> tuple[tuple[Rows, np.ndarray], Place]:
         """The next rows with the pieces of their tokens, and the place after them."""
-        length, count, packed = self._settings.length, self._settings.batch, self._settings.pack
+        length, count, packed = self._options.length, self._rows_in_step, self._options.pack
         chosen: list[Piece] = []
         row_of = FirstFit(length, packed)
         for place, piece in self._pieces:
@@ -99,15 +99,15 @@ class Stream:
 
     def _documents(self, row: int) -> Iterator[tuple[int, list[Piece]]]:
         """The pieces of each row of the stream, with the row's number from 0."""
-        settings = self._settings
+        options = self._options
         documents = reading.rows_to_documents(
-            self._read(row), self._name, settings.column, settings.format, None, row + 1
+            self._read(row), self._name, options.column, options.format, None, row + 1
         )
         while some := list(itertools.islice(documents, _AT_ONCE)):
             full = [each for each in some if not each.is_empty]
             pieces: dict[int, list[Piece]] = {}
             self._encoder.left_out.clear()
-            for piece in self._encoder.encoded(full, settings.length):
+            for piece in self._encoder.encoded(full, options.length):
                 pieces.setdefault(id(piece.document), []).append(piece)
             notices = self._encoder.notices()
             for about in notices.keys() - self._printed:

@@ -74,13 +74,15 @@ class TrainingRows:
             "rows": f"{number} rows, as tokenizer and chat template make them: {digest}",
         }
 
-    def batches(self, settings: RowOptions, own: np.ndarray | None = None) -> Callable[[int], Rows]:
+    def batches(
+        self, batch: int, seed: int, epochs: float | None, own: np.ndarray | None = None
+    ) -> Callable[[int], Rows]:
         """The rows of each step by its number, from 0."""
         if self.stream is not None:
             return self.stream.rows_of
-        return rows.batches(self.rows, settings.batch, settings.seed, settings.epochs_to_train, self.mixture, own)
+        return rows.batches(self.rows, batch, seed, epochs, self.mixture, own)
 
-    def pieces(self, settings: RowOptions) -> Callable[[int], np.ndarray]:
+    def pieces(self, batch: int, seed: int, epochs: float | None) -> Callable[[int], np.ndarray]:
         """Which piece each token of a step belongs to, by numbers that do not depend on the rows.
 
         Returns a function of the step: numbers (rows, length). What comes twice in a step has two numbers, and places
@@ -90,8 +92,7 @@ class TrainingRows:
             return self.stream.pieces_of
         laid = self.rows
         assert laid is not None
-        options = settings.batch, settings.seed, settings.epochs_to_train, self.mixture
-        places_of = rows.batches({"input_ids": laid["pieces"]}, *options)
+        places_of = rows.batches({"input_ids": laid["pieces"]}, batch, seed, epochs, self.mixture)
 
         def pieces_of(step: int) -> np.ndarray:
             places = places_of(step)["input_ids"]
@@ -122,58 +123,65 @@ def tokenizer(source: Source, vocab_size: int, kind: type[Tokenizer] = Tokenizer
     return kind(source, vocab_size, stops)
 
 
-def sources_of(settings: RowOptions) -> dict[str, list[DataSource]]:
+def sources_of(options: RowOptions) -> dict[str, list[DataSource]]:
     """What the flags of a run name, which is looked for before anything is read.
 
     Returns files and datasets by flag; those of `--data` are left out for a stream.
     """
-    given = {} if settings.stream else {"--data": settings.data}
-    given |= {"--eval-data": settings.eval_data} if settings.eval_data else {}
+    given = {} if options.stream else {"--data": options.data}
+    given |= {"--eval-data": options.eval_data} if options.eval_data else {}
     sources = {flag: data_sources(data, flag) for flag, data in given.items()}
     for source in sources.get("--eval-data", []):
         if source.weight != 1:
             raise UserError(
                 f"--eval-data={source.name} has a weight, and all that is scored counts alike. Leave it out."
             )
-    trained = sources.get("--data") or [DataSource(name) for name in settings.data]  # of a stream
+    trained = sources.get("--data") or [DataSource(name) for name in options.data]  # of a stream
     if (both := in_both(trained, sources.get("--eval-data", []))) is not None:
         raise UserError(
             f"--eval-data: {both} is in --data, too, so that its score would say nothing. Name it in one of them; "
             "without --eval-data a share of --data is held out."
         )
     if (
-        settings.subset
-        and not settings.stream
+        options.subset
+        and not options.stream
         and all(source.paths for of_flag in sources.values() for source in of_flag)
     ):
         raise UserError(
-            f"--subset={settings.subset} is a dataset's configuration, and the data are files. Leave it out."
+            f"--subset={options.subset} is a dataset's configuration, and the data are files. Leave it out."
         )
     return sources
 
 
 def prepared(
-    settings: RowOptions, encoder: Tokenizer, place: Path, sources: Mapping[str, list[DataSource]] | None = None
+    options: RowOptions,
+    batch: int,
+    seed: int,
+    encoder: Tokenizer,
+    place: Path,
+    sources: Mapping[str, list[DataSource]] | None = None,
 ) -> TrainingRows:
-    """The rows of a run, whose tokens are made once: a later start finds them by the content of the data."""
-    sources = sources_of(settings) if sources is None else sources
-    if settings.stream:
-        stream = Stream(settings, encoder, place)
-        scored = tokens_of(settings, encoder, place, sources["--eval-data"], "--eval-data")
-        laid = LaidRows(scored, [np.arange(len(scored))], settings.length, settings.pack)
-        summary = f"data: a stream of {settings.data[0]}; {len(scored):,} pieces are scored"
+    """The rows of a run, whose tokens are made once: a later start finds them by the content of the data. `batch`: rows
+    in a step of a stream. `seed`: of what is held out.
+    """
+    sources = sources_of(options) if sources is None else sources
+    if options.stream:
+        stream = Stream(options, batch, encoder, place)
+        scored = tokens_of(options, encoder, place, sources["--eval-data"], "--eval-data")
+        laid = LaidRows(scored, [np.arange(len(scored))], options.length, options.pack)
+        summary = f"data: a stream of {options.data[0]}; {len(scored):,} pieces are scored"
         return TrainingRows(None, laid, None, summary, stream)
-    train = tokens_of(settings, encoder, place, sources["--data"])
-    if not settings.eval_data:
-        return lay(settings, train)
-    scored = tokens_of(settings, encoder, place, sources["--eval-data"], "--eval-data")
+    train = tokens_of(options, encoder, place, sources["--data"])
+    if not options.eval_data:
+        return lay(options, seed, train)
+    scored = tokens_of(options, encoder, place, sources["--eval-data"], "--eval-data")
     if train.meta["documents"] == scored.meta["documents"]:
         raise UserError("--eval-data has the content of --data, so that its score would say nothing. Pass other data.")
-    return lay(settings, train, scored)
+    return lay(options, seed, train, scored)
 
 
 def tokens_of(
-    settings: RowOptions,
+    options: RowOptions,
     encoder: Tokenizer,
     place: Path,
     sources: Sequence[DataSource],
@@ -183,14 +191,14 @@ def tokens_of(
 ) -> Tokens:
     """The tokens of what a flag names. Prints what is to be known of them."""
     tell([path for source in sources for path in source.paths])
-    loaded = {source.name: reading.dataset(source.name, settings.subset) for source in sources if not source.paths}
-    key = _key(settings, encoder, sources, loaded) if is_kept else flag.strip("-")
+    loaded = {source.name: reading.dataset(source.name, options.subset) for source in sources if not source.paths}
+    key = _key(options, encoder, sources, loaded) if is_kept else flag.strip("-")
     if not is_kept or (tokens := token_cache.find(place, key)) is None:
         read = lambda source: reading.documents_of(
-            source, loaded.get(source.name), settings.column, settings.format, refused
+            source, loaded.get(source.name), options.column, options.format, refused
         )
         with telling("tokenising"):
-            tokens = token_cache.write(place, key, sources, read, encoder, settings.length, refused)
+            tokens = token_cache.write(place, key, sources, read, encoder, options.length, refused)
     if not tokens.meta["count"] and not refused:
         raise reading.no_text([source.name for source in sources], flag)
     if not len(tokens) and not refused:
@@ -202,44 +210,44 @@ def tokens_of(
     return tokens
 
 
-def lay(settings: RowOptions, train: Tokens, scored: Tokens | None = None) -> TrainingRows:
+def lay(options: RowOptions, seed: int, train: Tokens, scored: Tokens | None = None) -> TrainingRows:
     """Lays the pieces of documents into rows."""
     together = train.together
     number = len(train) // together
-    if settings.share_held_out and number < 2:
+    if options.share_held_out and number < 2:
         raise UserError(
             f"The data is one {train.kind}, so that nothing can be held out. Pass more of it, or --eval-share 0."
         )
-    drawn = hold_out(range(number), settings.share_held_out, settings.seed)
+    drawn = hold_out(range(number), options.share_held_out, seed)
     pieces_of = lambda some: (np.array(some, np.int64)[:, None] * together + np.arange(together)).ravel()
     chosen, held_out = map(pieces_of, drawn)
-    weights, groups, mixture = [weight_of(text) for text in settings.data], [chosen], None
+    weights, groups, mixture = [weight_of(text) for text in options.data], [chosen], None
     is_mixed = any(weight != 1 for weight in weights)
     if is_mixed:
         groups = np.split(chosen, np.searchsorted(chosen, np.cumsum(train.meta["pieces"])[:-1]))
-    laid = LaidRows(train, groups, settings.length, settings.pack)
+    laid = LaidRows(train, groups, options.length, options.pack)
     if is_mixed:
         mixture = list(zip(laid.counts, weights, strict=True))
     if scored is not None:
-        others: LaidRows | None = LaidRows(scored, [np.arange(len(scored))], settings.length, settings.pack)
+        others: LaidRows | None = LaidRows(scored, [np.arange(len(scored))], options.length, options.pack)
     else:
-        others = LaidRows(train, [held_out], settings.length, settings.pack) if len(held_out) else None
-    return TrainingRows(laid, others, mixture, _summary(settings, laid, others, mixture))
+        others = LaidRows(train, [held_out], options.length, options.pack) if len(held_out) else None
+    return TrainingRows(laid, others, mixture, _summary(options, laid, others, mixture))
 
 
-def _summary(settings: RowOptions, laid: LaidRows, held_out: LaidRows | None, mixture: Mixture | None) -> str:
+def _summary(options: RowOptions, laid: LaidRows, held_out: LaidRows | None, mixture: Mixture | None) -> str:
     tokens = int(laid.tokens.sizes()[laid.pieces].sum())
-    padding = 1 - tokens / (laid.num_rows * settings.length)
-    hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
+    padding = 1 - tokens / (laid.num_rows * options.length)
+    hint = "" if options.pack or padding < 0.2 else ", which --pack avoids"
     meta = laid.tokens.meta
     pieces = lambda some: counted(len(some) // laid.tokens.together, laid.tokens.kind)
     read = f"{counted(meta['count'], 'document')} in {pieces(laid.tokens)}"
     trained = f"{pieces(laid.pieces)} with {counted(tokens, 'token')} in {counted(laid.num_rows, 'row')} to train on"
     scored = pieces([] if held_out is None else held_out.pieces)
     summary = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {scored} "
-    summary += "scored" if settings.eval_data else "held out"
+    summary += "scored" if options.eval_data else "held out"
     if mixture is not None:
-        groups = zip(settings.data, mixture, strict=True)
+        groups = zip(options.data, mixture, strict=True)
         each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in groups)
         summary += f"\nan epoch has {counted(num_mixed(mixture), 'row')}: {each}"
     return "\n".join([summary, *_unused(meta)])
@@ -255,10 +263,10 @@ def _unused(meta: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _key(settings: RowOptions, encoder: Tokenizer, sources: Sequence[DataSource], loaded: Mapping[str, Any]) -> str:
+def _key(options: RowOptions, encoder: Tokenizer, sources: Sequence[DataSource], loaded: Mapping[str, Any]) -> str:
     """What tokens are made of: the content of the data, how it is read, and the tokenizer."""
-    made: list[Any] = [importlib.metadata.version("tokenizers"), encoder.identity(), settings.length]
-    made += [settings.column, settings.subset, settings.format]
+    made: list[Any] = [importlib.metadata.version("tokenizers"), encoder.identity(), options.length]
+    made += [options.column, options.subset, options.format]
     made += (digests.of_file(_ROOT / f"{name}.py") for name in MADE_BY)
     made += [str(datetime.date.today())] if encoder.tells_the_time else []
     with user_errors():

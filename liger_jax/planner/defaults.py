@@ -2,7 +2,9 @@
 
 import jax
 
-BATCH, MICRO_BATCHES, LENGTH = 8, 1, 2048
+from liger_jax.training.rows import LENGTH as LENGTH
+
+BATCH, MICRO_BATCHES = 8, 1
 RANK = 16  # of adapters
 OPTIMIZER = "adamw"
 REMAT = "full"

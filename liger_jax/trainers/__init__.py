@@ -2,5 +2,7 @@
 
 `run` is the way of every run: what it is (`decided_run`), trains on (`training_inputs`), begins with (`initial_state`),
 repeats (`run_loop`), resumes (`resume`) and leaves (`finish`, `result`). `task` is what differs between methods, and
-`dpo`, `kto`, `grpo` and `distillation` are their tasks. It knows the options of a run by their flags, and no parser.
+`dpo`, `kto`, `grpo` and `distillation` are their tasks. A run's `options.Settings` are those of five owners and of its
+method; a function is given the owner that it reads, and all of them only if it reads several. The room knows options by
+their flags, and no parser.
 """

@@ -10,12 +10,14 @@ import jax
 import numpy as np
 from flax import nnx
 
+from liger_jax import _options
+from liger_jax._options import above_0, option, share, within
 from liger_jax.models.hugging_face import adapter_files
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.adapter_targets import ALL_LINEAR
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, load_adapters, with_dropout
-from liger_jax.trainers.options import Settings
+from liger_jax.planner import defaults
 from liger_jax.training.rows import Rows
 from liger_jax.user_errors import UserError, of_option
 
@@ -24,51 +26,78 @@ PIECES, STEP = "dropout_pieces", "dropout_step"  # in a batch of a run with drop
 _OF_NEW = ("lora", "lora_alpha", "lora_targets", "lora_experts", "rslora", "dora")
 
 
-def found(settings: Settings) -> tuple[Settings, Source]:
+@dataclasses.dataclass(frozen=True)
+class AdapterOptions:
+    """The adapters that are trained, if any are."""
+
+    lora: int | None = option(
+        None, f"train adapters of this rank (default: {defaults.RANK})", check=within(1, 2**16),
+        nargs="?", const=defaults.RANK, metavar="RANK",
+    )  # fmt: skip
+    lora_alpha: float | None = option(
+        None, "the adapters' alpha; they are scaled by alpha/rank (default: twice the rank)", check=above_0
+    )
+    lora_targets: str | None = option(
+        None, "modules with adapters: q_proj,v_proj, all-linear or a regular expression (default: all seven)",
+        metavar="NAMES",
+    )  # fmt: skip
+    lora_experts: bool = option(False, "also add adapters to the experts of a mixture")
+    # `None` for none, or as the adapters' folder says.
+    lora_dropout: float | None = option(
+        None, "dropout probability of the adapters' inputs (default: 0)", check=share("0 drops nothing")
+    )
+    rslora: bool = option(False, "scale the adapters by alpha/√rank")
+    dora: bool = option(False, "weight-decomposed adapters: also train the norms of the weights' columns")
+    adapters: str | None = None  # the folder of adapters that training goes on from, if `--model` was one
+
+    def __post_init__(self):
+        _options.check(self)
+
+
+def found(model: str, options: AdapterOptions) -> tuple[str, AdapterOptions, Source]:
     """The run's model. If `--model` is a folder of adapters, it is theirs, and training goes on from them.
 
-    Returns the run, whose `model` names a model and whose `adapters` the folder, if there is one; and the model's
-    folder.
+    Returns the model's name, the adapters with their folder, if there is one, and the model's folder.
     """
     with of_option("--model"):
-        source = find(settings.model)
+        source = find(model)
     if not is_adapted(source):
-        return settings, source
-    if given := [name for name in _OF_NEW if getattr(settings, name) not in (None, False)]:
+        return model, options, source
+    if given := [name for name in _OF_NEW if getattr(options, name) not in (None, False)]:
         raise UserError(
-            f"--{given[0].replace('_', '-')} is for new adapters, and {settings.model} holds adapters, which are "
+            f"--{given[0].replace('_', '-')} is for new adapters, and {model} holds adapters, which are "
             "trained as they are. Leave it out."
         )
     config, tensors = adapter_files.read(source.folder)
     base, name = base_of(source)
     rank = max([config.of(each)[0] for each in adapter_files.adapted_names(tensors)], default=config.rank)
-    dropout = config.dropout if settings.lora_dropout is None else settings.lora_dropout
+    dropout = config.dropout if options.lora_dropout is None else options.lora_dropout
     changed: dict[str, Any] = dict(lora=rank, lora_dropout=dropout, dora=config.dora)
     changed |= dict(lora_experts=any(map(adapter_files.EXPERTS.search, tensors)))
-    return dataclasses.replace(settings, model=name, adapters=str(source.folder), **changed), base
+    return name, dataclasses.replace(options, adapters=str(source.folder), **changed), base
 
 
-def tuned(settings: Settings, source: Source) -> list[Path]:
+def tuned(options: AdapterOptions, source: Source) -> list[Path]:
     """The folders that the run must not replace: that of the model, and that of the adapters that it goes on from."""
-    return [source.folder, *([] if settings.adapters is None else [Path(settings.adapters)])]
+    return [source.folder, *([] if options.adapters is None else [Path(options.adapters)])]
 
 
-def add(model: Any, settings: Settings) -> None:
+def add(model: Any, options: AdapterOptions, seed: int) -> None:
     """Adds the run's adapters to a model, in place."""
-    assert settings.lora is not None
-    if settings.adapters is not None:
-        load_adapters(model, settings.adapters, dropout=settings.lora_dropout)
+    assert options.lora is not None
+    if options.adapters is not None:
+        load_adapters(model, options.adapters, dropout=options.lora_dropout)
         return
     add_lora(
         model,
-        settings.lora,
-        alpha=settings.lora_alpha or 2 * settings.lora,
-        targets=targets(settings.lora_targets),
-        parameters=EXPERT_PARAMETERS if settings.lora_experts else (),
-        dropout=settings.lora_dropout or 0.0,
-        rslora=settings.rslora,
-        dora=settings.dora,
-        rngs=nnx.Rngs(settings.seed),
+        options.lora,
+        alpha=options.lora_alpha or 2 * options.lora,
+        targets=targets(options.lora_targets),
+        parameters=EXPERT_PARAMETERS if options.lora_experts else (),
+        dropout=options.lora_dropout or 0.0,
+        rslora=options.rslora,
+        dora=options.dora,
+        rngs=nnx.Rngs(seed),
     )
 
 
@@ -85,22 +114,22 @@ def targets(text: str | None) -> tuple[str, ...] | str | None:
     return names if is_names and names != (ALL_LINEAR,) else text
 
 
-def files(settings: Settings) -> dict[str, bytes | None]:
+def files(options: AdapterOptions) -> dict[str, bytes | None]:
     """The contents of the adapters that training goes on from, by name; none without."""
-    if settings.adapters is None:
+    if options.adapters is None:
         return {}
     names = (adapter_files.CONFIG, adapter_files.WEIGHTS)
-    return {name: (Path(settings.adapters) / name).read_bytes() for name in names}
+    return {name: (Path(options.adapters) / name).read_bytes() for name in names}
 
 
-def loss_of(settings: Settings, loss: Callable[..., Any]) -> Callable[..., Any]:
+def loss_of(options: AdapterOptions, seed: int, loss: Callable[..., Any]) -> Callable[..., Any]:
     """The loss that is trained: with dropout in the adapters, where the run has some."""
-    if not settings.lora_dropout:
+    if not options.lora_dropout:
         return loss
 
     def loss_with_dropout(model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None) -> Any:
         arguments = dict(batch)
-        key = jax.random.fold_in(jax.random.key(settings.seed), arguments.pop(STEP))
+        key = jax.random.fold_in(jax.random.key(seed), arguments.pop(STEP))
         return loss(with_dropout(model, key, arguments.pop(PIECES)), arguments, normalizer)
 
     return loss_with_dropout

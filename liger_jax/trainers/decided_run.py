@@ -10,10 +10,10 @@ import jax
 from flax import nnx
 
 from liger_jax.models.hugging_face.source import Source
-from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.trainers import adapters, long_rows, memory, result, run_model, weights
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.placement import Placement
 from liger_jax.trainers.task import Task
 from liger_jax.training import meshes
 from liger_jax.user_errors import UserError
@@ -37,12 +37,15 @@ class Run:
 
 def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, Any]:
     """Decides what a run leaves open, by its model, its devices and their memory. What it needs is printed."""
-    settings, source = adapters.found(asked)
-    for folder in adapters.tuned(settings, source):
+    model, adapted, source = adapters.found(asked.placement.model, asked.adapters)
+    placement = dataclasses.replace(asked.placement, model=model)
+    settings = dataclasses.replace(asked, adapters=adapted, placement=placement)
+    for folder in adapters.tuned(adapted, source):
         result.check(settings, folder)
-    settings = _as_stored(settings, source)
-    dtypes = precision(settings, source.dtype)
-    architecture = long_rows.stretched_for(settings, architecture_of(source))
+    placement = _as_stored(placement, adapted.lora, source)
+    settings = dataclasses.replace(settings, placement=placement)
+    dtypes = placement.precision(adapted.lora, source.dtype)
+    architecture = long_rows.stretched_for(settings.rows, architecture_of(source), result.only_adapters(settings))
     if not isinstance(task, Task):
         task = task(settings, source, architecture)
     if task.alone and jax.process_count() > 1:
@@ -54,43 +57,35 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
     weights.check("--model", source)
     model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     of_rows = devices.layout_of_rows
-    shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)
+    shown = model if not settings.folder.samples or of_rows == devices.layout else shape(of_rows)
     return Run(asked, settings, task, source, architecture, dtypes, devices, out), model, shown
 
 
-def _as_stored(settings: Settings, source: Source) -> Settings:
-    """The settings for weights that are nf4 already, if these are."""
+def _as_stored(placement: Placement, lora: int | None, source: Source) -> Placement:
+    """The placement of weights that are nf4 already, if these are."""
     if not source.is_nf4:
-        return settings
-    if settings.lora is None:
+        return placement
+    if lora is None:
         raise UserError(
-            f"The weights of {settings.model} are nf4, and stay as they are. Pass --lora, such as --lora 16."
+            f"The weights of {placement.model} are nf4, and stay as they are. Pass --lora, such as --lora 16."
         )
-    if settings.quantize == "int8":
-        raise UserError(f"--quantize=int8, but the weights of {settings.model} are nf4 already. Leave it out.")
-    return dataclasses.replace(settings, quantize="nf4")
-
-
-def precision(settings: Settings, stored: str) -> dict[str, str]:
-    """The dtypes that a run computes in."""
-    return dict(
-        dtype=settings.dtype or defaults.dtype(),
-        param_dtype=settings.param_dtype or defaults.param_dtype(settings.lora, stored),
-    )
+    if placement.quantize == "int8":
+        raise UserError(f"--quantize=int8, but the weights of {placement.model} are nf4 already. Leave it out.")
+    return dataclasses.replace(placement, quantize="nf4")
 
 
 def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> meshes.Devices:
     """Where the run is computed; `shape` gives the model's types by its layout."""
     # A model that writes its own batches gathers split weights for each token: several devices are asked for.
-    there = jax.devices() if task.rollouts is None or settings.mesh else jax.devices()[:1]
-    devices = meshes.chosen(settings.mesh, there, task.rows(settings), shape)
+    mesh = settings.placement.mesh
+    there = jax.devices() if task.rollouts is None or mesh else jax.devices()[:1]
+    devices = meshes.chosen(mesh, there, task.rows(settings), shape)
     if task.rollouts is not None and devices.layout_of_rows != devices.layout:
         raise UserError(
-            f"--mesh={settings.mesh}: devices that share completions cannot sample them. Give the devices to data "
-            "or fsdp."
+            f"--mesh={mesh}: devices that share completions cannot sample them. Give the devices to data or fsdp."
         )
     if task.alone and devices.sizes["sequence"] > 1:
-        raise UserError(f"--mesh={settings.mesh}: this command's rows stay whole. Give the devices to fsdp or tensor.")
+        raise UserError(f"--mesh={mesh}: this command's rows stay whole. Give the devices to fsdp or tensor.")
     return devices
 
 
@@ -105,7 +100,7 @@ def _fitted(
     """The run with what was left to it decided by what fits; what it needs is printed."""
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
     if (teacher := task.teacher) is not None:
-        tokens = settings.batch * settings.length // meshes.shards_of_batch(devices.sizes)
+        tokens = settings.recipe.batch * settings.rows.length // meshes.shards_of_batch(devices.sizes)
         its_bytes = functools.cache(lambda cuts: teacher.num_bytes(precision["dtype"], devices, tokens // cuts))
         options |= dict(teacher=its_bytes, teacher_stays=teacher.stays)
     return memory.fitted(settings, architecture, **precision, **options)

@@ -3,17 +3,17 @@
 import dataclasses
 from typing import Any
 
-from liger_jax._options import again, of_float32, option, within
+from liger_jax._options import of_float32, option, share, within
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.ops.linear.fused_linear_distillation import DIVERGENCES
 from liger_jax.ops.linear.fused_linear_topk_distillation import TAILS
-from liger_jax.trainers.options import Settings
+from liger_jax.trainers.method import Method
 from liger_jax.user_errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillSettings(Settings):
-    """A run that trains a student on its teacher's probabilities."""
+class DistillOptions(Method):
+    """A student is trained on its teacher's probabilities."""
 
     teacher: str = option("", "a folder or an id, with the tokenizer of --model", required=True, metavar="MODEL")
     teacher_quantize: str | None = option(None, "quantize the teacher's weights to 4 or 8 bits", choices=KINDS)
@@ -23,23 +23,21 @@ class DistillSettings(Settings):
     beta: float | None = option(None, "the teacher's weight in the mixture, for jsd (default: 0.5)")
     temperature: float = option(1.0, "temperature of both distributions (default: {default:g})", check=of_float32)
     hard_weight: float = option(
-        0.0, "weight, from 0 to 1, of the labels' cross-entropy in the loss (default: {default:g})"
-    )
+        0.0, "weight, from 0 to 1, of the labels' cross-entropy in the loss (default: {default:g})",
+        check=share("0 leaves the labels out, and with 1 there would be no teacher, as in liger-jax finetune"),
+    )  # fmt: skip
     top_k: int | None = option(
-        None,
-        "store the teacher's K most likely tokens before training (default: run the teacher in each step)",
-        check=within(1),
-        metavar="K",
-    )
+        None, "store the teacher's K most likely tokens before training (default: run the teacher in each step)",
+        check=within(1), metavar="K",
+    )  # fmt: skip
     tail: str | None = option(
-        None,
-        "ignore the tokens that are not stored, or treat them as one event, a bucket (default: bucket)",
+        None, "ignore the tokens that are not stored, or treat them as one event, a bucket (default: bucket)",
         choices=TAILS,
-    )
-    out: str = again(Settings, "out", "runs/distill")
+    )  # fmt: skip
 
     command = "distill"
     is_alone = True
+    changes = dict(out=dict(default="runs/distill"))
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,11 +47,6 @@ class DistillSettings(Settings):
             raise UserError(
                 f"--temperature={self.temperature} changes no angle between logits, which --divergence cosine "
                 "compares. Leave it out."
-            )
-        if not 0 <= self.hard_weight < 1:
-            raise UserError(
-                f"--hard-weight={self.hard_weight} must be in [0, 1); 0 leaves the labels out, and with 1 there would "
-                "be no teacher, as in liger-jax finetune."
             )
         if self.beta is not None and self.divergence != "jsd":
             raise UserError(f"--beta={self.beta} goes with --divergence jsd. Leave it out.")
@@ -73,13 +66,16 @@ class DistillSettings(Settings):
                 f"--divergence={self.divergence} needs all of the teacher's probabilities, and --top-k stores some. "
                 "Leave one of them out."
             )
-        if self.stream:
+
+    def check(self, settings: Any) -> None:
+        """Refuses data without an end for a teacher that reads it first."""
+        super().check(settings)
+        if self.top_k is not None and settings.rows.stream:
             raise UserError("--top-k reads the data once before the first step, and --stream has no end. Leave it out.")
 
-    @property
-    def keeps(self) -> tuple[str, ...]:
+    def keeps(self, settings: Any) -> tuple[str, ...]:
         """What the run keeps in OUT."""
-        return (*super().keeps, "teacher") if self.top_k is not None else super().keeps
+        return (*super().keeps(settings), *(("teacher",) if self.top_k is not None else ()))
 
     def divergence_options(self) -> dict[str, Any]:
         """Options of `fused_linear_distillation`, or with `top_k` of `fused_linear_topk_distillation`.

@@ -17,7 +17,8 @@ from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import fused_linear_distillation, fused_linear_topk_distillation
 from liger_jax.planner.architectures import Architecture
 from liger_jax.trainers import stored_top_k
-from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.trainers.stored_top_k import COLUMNS
 from liger_jax.trainers.task import Task
 from liger_jax.trainers.teacher import found
@@ -59,20 +60,20 @@ def divergence(
     return layout.run_sum(from_teacher, (hidden, targets, taught), whole)[0]
 
 
-def loss_of(settings: DistillSettings, vocab_size: int) -> Callable[..., Any]:
+def loss_of(options: DistillOptions, vocab_size: int) -> Callable[..., Any]:
     """The loss of a run, a mean over scored tokens, for `make_step` with `has_aux=True`."""
-    options = dict(vocab_size=vocab_size, hard_weight=settings.hard_weight, **settings.divergence_options())
+    of_call = dict(vocab_size=vocab_size, hard_weight=options.hard_weight, **options.divergence_options())
 
     def loss(model: Any, batch: Mapping[str, Any], denominator: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         denominator = scored_tokens(batch) if denominator is None else denominator
-        return divergence(model, batch, denominator, **options), {}
+        return divergence(model, batch, denominator, **of_call), {}
 
     return loss
 
 
-def _sums(vocab_size: int, graph: Any, settings: DistillSettings, data: Any) -> Any:
+def _sums(vocab_size: int, graph: Any, settings: Settings[DistillOptions], data: Any) -> Any:
     """A micro-batch's divergence, its negative log-likelihood, right predictions and scored tokens."""
-    options = dict(vocab_size=vocab_size, hard_weight=0.0, **settings.divergence_options())
+    options = dict(vocab_size=vocab_size, hard_weight=0.0, **settings.method.divergence_options())
 
     @jax.jit
     def sums(params, frozen, batch):
@@ -95,15 +96,15 @@ def _dense(head: Any, hidden: jax.Array) -> jax.Array:
     return head.astype(hidden.dtype) if is_quantized(head) else head
 
 
-def of_run(settings: DistillSettings, source: Source, student: Architecture) -> Task:
+def of_run(settings: Settings[DistillOptions], source: Source, student: Architecture) -> Task:
     """The task of a run whose model was found."""
     teacher, stored = found(settings, source, student), []
     task = Task(
         teacher=teacher,
-        loss=lambda settings, data: loss_of(settings, teacher.vocab_size),
+        loss=lambda settings, data: loss_of(settings.method, teacher.vocab_size),
         normalizer=lambda settings, data: scored_tokens,
         sums=functools.partial(_sums, teacher.vocab_size),
-        scores=functools.partial(_scores, settings.hard_weight),
+        scores=functools.partial(_scores, settings.method.hard_weight),
         figures=(),
         scored=_SCORED,
         shown=("loss", "tokens_per_second", "memory_gib"),

@@ -13,7 +13,8 @@ from liger_jax.data.answers import PairTokenizer
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import kto, reference_log_probs
-from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Pairs, Preference, flag
 from liger_jax.trainers.reference_log_probs import responses, sides
 from liger_jax.trainers.task import Task
@@ -73,9 +74,9 @@ def normalizer_of(preference: Preference) -> Callable[[Mapping[str, Any]], dict[
     return normalizer
 
 
-def _sums(graph: Any, settings: PairSettings, data: TrainingRows) -> Any:
+def _sums(graph: Any, settings: Settings[PairOptions], data: TrainingRows) -> Any:
     """A micro-batch's figures, each times its number of pairs, and that number."""
-    preference = settings.preference
+    preference = settings.method.preference
     loss, normalizer = loss_of(preference, data.num_segments), normalizer_of(preference)
 
     @jax.jit
@@ -93,9 +94,9 @@ def _scores(totals: Sequence[float]) -> dict[str, float]:
 
 TASK = Task(
     tokenizer=PairTokenizer,
-    loss=lambda settings, data: loss_of(settings.preference, data.num_segments),
+    loss=lambda settings, data: loss_of(settings.method.preference, data.num_segments),
     alone=True,
-    normalizer=lambda settings, data: normalizer_of(settings.preference),
+    normalizer=lambda settings, data: normalizer_of(settings.method.preference),
     sums=_sums,
     scores=_scores,
     figures=_FIGURES,
@@ -106,25 +107,25 @@ TASK = Task(
 )
 
 
-def of_run(settings: PairSettings, *model: Any) -> Task:
+def of_run(settings: Settings[PairOptions], *model: Any) -> Task:
     """The task of a run: of pairs, or by its loss of single answers."""
-    _check_trains(settings)
-    return TASK if settings.unpaired is None else kto.task_of(settings)
+    _check_trains(settings.method)
+    return TASK if settings.method.unpaired is None else kto.task_of(settings.method)
 
 
-def _check_trains(settings: PairSettings) -> None:
+def _check_trains(options: PairOptions) -> None:
     """Refuses a loss whose gradient at the first step has no square above 0 in float32.
 
     The optimizer and the clipping of gradients take squares: 0 and infinity both leave the model as it is. At the first
     step the policy is the reference.
     """
-    chosen, unpaired, tokens = jnp.array([-20.0, -21.0, -22.0, -23.0]), settings.unpaired, jnp.full(4, 10.0)
+    chosen, unpaired, tokens = jnp.array([-20.0, -21.0, -22.0, -23.0]), options.unpaired, jnp.full(4, 10.0)
     rejected = chosen[::-1]
 
     def of_pairs(chosen: jax.Array, rejected: jax.Array) -> jax.Array:
         references = jax.lax.stop_gradient((chosen, rejected))
         pairs = Pairs(chosen, rejected, tokens, tokens, jnp.ones(4, bool), -chosen / tokens, references)
-        return jnp.sum(settings.preference.losses(pairs, jnp.float32(10)).losses)
+        return jnp.sum(options.preference.losses(pairs, jnp.float32(10)).losses)
 
     def of_answers(good: jax.Array, bad: jax.Array) -> jax.Array:
         assert unpaired is not None
@@ -139,10 +140,10 @@ def _check_trains(settings: PairSettings) -> None:
         given = [
             f"{flag(name)}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
             for name in names
-            if (value := getattr(settings, name)) is not None
+            if (value := getattr(options, name)) is not None
         ]
         raise UserError(
-            f"--loss={settings.loss_type} with {' and '.join(given)} cannot change the model: at the first step "
+            f"--loss={options.loss_type} with {' and '.join(given)} cannot change the model: at the first step "
             f"the loss has the gradient {size:.3g}, and its square must be above 0 and finite in float32. Pass other "
             "values, or leave them out."
         )

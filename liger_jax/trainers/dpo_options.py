@@ -1,43 +1,42 @@
 """The options of `liger-jax dpo`, beside those of every training run."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from liger_jax._options import again
 from liger_jax.data import preferences
 from liger_jax.losses.unpaired import KTO_TYPES
-from liger_jax.trainers.options import Settings
+from liger_jax.trainers.method import Method
 from liger_jax.trainers.preference_losses import LossOptions, Preference, Unpaired, of_settings
 from liger_jax.user_errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class PairSettings(LossOptions, Settings):
-    """A run on pairs of answers, or on single ones with labels."""
-
-    format: str | None = dataclasses.field(default=preferences.PAIRS, init=False)  # the name of such rows
-    data: str | Sequence[str] = again(
-        Settings, "data", help="rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
-    )
-    out: str = again(Settings, "out", "runs/dpo")
+class PairOptions(LossOptions, Method):
+    """A model is trained on pairs of answers, or on single ones with labels."""
 
     command = "dpo"
-    no_options = ("format", "column", "stream")  # the fields of pairs have one name each
     is_alone = True
     peak_rates = 1e-6, 1e-5
+    changes = dict(
+        data=dict(help="rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"),
+        out=dict(default="runs/dpo"),
+    )
+    no_options = not_written = ("format", "column", "stream")  # the fields of pairs have one name each
 
-    def __post_init__(self):
-        super().__post_init__()
-        unpaired = self.unpaired
-        if unpaired is not None:
-            form = preferences.LABELLED_WITH_OTHERS if unpaired.needs_others else preferences.LABELLED
-            object.__setattr__(self, "format", form)
-        if self.takes_whole_batches and self.num_micro_batches > 1:
-            why = "whose pairs --loss {} sorts together" if unpaired is None else "of which --loss {} has one baseline"
-            raise UserError(
-                f"--micro-batches={self.micro_batches} splits a batch, {why.format(self.loss_type)}. Leave it out."
-            )
+    def decided(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The format of the rows."""
+        if (unpaired := self.unpaired) is None:
+            return {"format": preferences.PAIRS}
+        return {"format": preferences.LABELLED_WITH_OTHERS if unpaired.needs_others else preferences.LABELLED}
+
+    def check(self, settings: Any) -> None:
+        """Refuses micro-batches for a loss that is of a whole batch."""
+        super().check(settings)
+        if self.takes_whole_batches and settings.recipe.num_micro_batches > 1:
+            one = "whose pairs --loss {} sorts together", "of which --loss {} has one baseline"
+            why = one[self.unpaired is not None].format(self.loss_type)
+            raise UserError(f"--micro-batches={settings.recipe.micro_batches} splits a batch, {why}. Leave it out.")
 
     @property
     def preference(self) -> Preference:
@@ -59,17 +58,14 @@ class PairSettings(LossOptions, Settings):
         """Whether the loss reads the reference's log-probabilities."""
         return self.unpaired is not None or self.preference.needs_reference
 
-    @property
-    def switches_adapters_off(self) -> bool:
+    def needs_columns(self, settings: Any) -> bool:
+        """Whether the reference's log-probabilities are computed before the first step."""
+        return self.needs_reference and not self.switches_adapters_off(settings)
+
+    def switches_adapters_off(self, settings: Any) -> bool:
         """Whether the reference is the model with its adapters off: they are new, and so began without an effect."""
-        return self.lora is not None and self.adapters is None
+        return settings.adapters.lora is not None and settings.adapters.adapters is None
 
-    @property
-    def keeps(self) -> tuple[str, ...]:
+    def keeps(self, settings: Any) -> tuple[str, ...]:
         """What the run keeps in OUT."""
-        is_computed = self.needs_reference and not self.switches_adapters_off
-        return (*super().keeps, "references") if is_computed else super().keeps
-
-    def to_write(self) -> dict[str, Any]:
-        """The settings as a file of options has them."""
-        return {name: value for name, value in super().to_write().items() if name not in self.no_options}
+        return (*super().keeps(settings), *(("references",) if self.needs_columns(settings) else ()))

@@ -47,7 +47,7 @@ def print_result(run: Run, log: list[dict[str, Any]], done: int, target: Path, c
     best = checkpoints.best
     if best is not None and best[0] != done:
         there = run.out / result.CHECKPOINTS / str(best[0])
-        without = " without --fresh and" if run.settings.fresh else ""
+        without = " without --fresh and" if run.settings.folder.fresh else ""
         print(
             f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, "
             f"with {figure(best[1])}, whose checkpoint stays in {there}; the same command{without} with "

@@ -11,7 +11,8 @@ from liger_jax import losses
 from liger_jax.data import prompt_rows
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers.grpo_options import GrpoOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.trainers.rollouts import OLD, SAMPLED, Rollouts, num_segments
 from liger_jax.trainers.task import Task
 from liger_jax.training import score_sums
@@ -20,29 +21,31 @@ from liger_jax.training.rows import ARGUMENTS
 DIFFERENCE = "sampling/sampling_logp_difference/mean"  # TRL's name
 
 
-def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
+def policy_loss(settings: Settings[GrpoOptions], data: Any) -> Callable[..., Any]:
     """The loss function of a run: of a model, a batch as `Rollouts.example`, and its denominator and number of tokens.
 
     It returns the loss and figures that add up over micro-batches. Where a rollout has one update, the policy which
     sampled is the one that is trained, without gradient. Nothing is computed for rows without tokens.
     """
 
+    method = settings.method
+
     def loss(model: Any, batch: Mapping[str, Any], denominators: Any) -> Any:
         denominator, num_tokens = denominators
         ids, labels = batch["segment_ids"], batch["labels"]
         mask = losses.shifted_labels(labels, ids) != IGNORE_INDEX
         arguments = {name: batch[name] for name in ARGUMENTS}
-        arguments["temperature"] = settings.temperature
+        arguments["temperature"] = method.temperature
 
         def of_tokens():
             reference = None
-            if settings.beta:
+            if method.beta:
                 reference = jax.lax.stop_gradient(with_adapters(model, False).log_probs(**arguments).log_probs)
             log_probs, old, importance, figures = model.log_probs(**arguments).log_probs, batch.get(OLD), None, {}
-            segments = dict(segment_ids=ids, num_segments=num_segments(settings))
-            if settings.importance_sampling:
+            segments = dict(segment_ids=ids, num_segments=num_segments(settings.recipe.batch, settings.rows.length))
+            if method.importance_sampling:
                 ours, sampled = jax.lax.stop_gradient(log_probs) if old is None else old, batch[SAMPLED]
-                options = dict(mode=settings.importance_sampling, clip_max=settings.importance_max, **segments)
+                options = dict(mode=method.importance_sampling, clip_max=method.importance_max, **segments)
                 importance = losses.importance_sampling_ratio(ours, sampled, mask=mask, **options)
                 figures[DIFFERENCE] = jnp.sum(jnp.where(mask, jnp.abs(ours - sampled), 0.0)) / num_tokens
             output = losses.policy_loss(
@@ -54,14 +57,14 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
                 importance_ratio=importance,
                 reference_log_probs=reference,
                 denominator=denominator,
-                **settings.loss_options(),
+                **method.loss_options(),
             )
-            means = {"kl": output.kl} if settings.beta else {}
+            means = {"kl": output.kl} if method.beta else {}
             means |= {"clip_ratio/low_mean": output.clipped_low, "clip_ratio/high_mean": output.clipped_high}
             share = jnp.sum(mask) / num_tokens
             return output.loss, figures | {name: share * mean for name, mean in means.items()}
 
-        if settings.num_micro_batches == 1:
+        if settings.recipe.num_micro_batches == 1:
             return of_tokens()
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_tokens))
         return jax.lax.cond(jnp.any(mask), of_tokens, nothing)
@@ -70,7 +73,10 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
 
 
 TASK = Task(
-    prepared=prompt_rows.prepared,
+    prepared=lambda settings, tokenizer, place, sources: prompt_rows.prepared(
+        settings.rows.subset, settings.recipe.batch, settings.recipe.seed, settings.method.group,
+        settings.method.prompt_length, tokenizer, sources,
+    ),
     loss=policy_loss,
     normalizer=lambda settings, data: lambda batch: (batch["denominator"], batch["num_tokens"]),
     sums=lambda graph, settings, data: score_sums(graph),
@@ -83,8 +89,8 @@ TASK = Task(
     scored=(),
     shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
     main_figure="reward",
-    rows=lambda settings: math.gcd(settings.batch // settings.micro_batches, settings.batch // settings.group),
-    updates=lambda settings: settings.updates,
+    rows=lambda settings: math.gcd(settings.recipe.rows_at_once, settings.recipe.batch // settings.method.group),
+    updates=lambda settings: settings.method.updates,
     rollouts=Rollouts,
     alone=True,
     scan_layers=False,  # a step of sampling reads each weight once, and none is copied out of a stack

@@ -1,17 +1,15 @@
 """The options of `liger-jax grpo`, beside those of every training run."""
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from liger_jax._options import LEAST_FLOAT, above_0, again, at_least_0, of_float32, option, within
+from liger_jax._options import above_0, at_least_0, of_float32, option, texts, up_to_1, within
 from liger_jax.losses import policy_loss
-from liger_jax.models.hugging_face.checkpoint import ADAPTERS
-from liger_jax.trainers.options import Settings
+from liger_jax.trainers.method import Method
 from liger_jax.user_errors import UserError
 
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
@@ -27,14 +25,9 @@ def _seconds(value: float) -> str:
     return "" if holds else f"must be a number of seconds above 0, and at most {_MOST_SECONDS:g}."
 
 
-def _share(value: float) -> str:
-    holds = LEAST_FLOAT <= value <= 1
-    return "" if holds else "must be above 0 as a float32, and at most 1."
-
-
 @dataclasses.dataclass(frozen=True)
-class GrpoSettings(Settings):
-    """A run that trains a policy by rewards. A row of its batch is a completion."""
+class GrpoOptions(Method):
+    """A policy is trained by rewards. A row of a batch is a completion."""
 
     reward: Sequence[str] = option(
         (), "functions that score completions; MODULE:FUNCTION=0.5 sets a weight", metavar="MODULE:FUNCTION"
@@ -50,10 +43,9 @@ class GrpoSettings(Settings):
         1.0, "temperature of sampling, and of the policy's probabilities (default: {default:g})", check=of_float32
     )
     top_p: float = option(
-        1.0,
-        "sample from the most likely tokens whose probabilities add up to this (default: {default:g})",
-        check=_share,
-    )
+        1.0, "sample from the most likely tokens whose probabilities add up to this (default: {default:g})",
+        check=up_to_1,
+    )  # fmt: skip
     top_k: int | None = option(None, "sample from this many of the most likely tokens (default: all)", check=within(1))
     loss_type: str = option("dapo", "type of the policy loss (default: {default})", choices=LOSS_TYPES)
     importance_level: str = option(
@@ -76,60 +68,76 @@ class GrpoSettings(Settings):
     importance_max: float = option(3.0, "the correction's largest ratio (default: {default})", check=above_0)
     updates: int = option(1, "updates of the policy for each step's completions (default: {default})", check=within(1))
     mask_truncated: bool = option(False, "exclude truncated completions from the loss")
-    data: str | Sequence[str] = again(
-        Settings,
-        "data",
-        help="lines with a prompt: files, globs, folders, a dataset's id; FILE=2 takes its lines twice",
-    )
-    # 0 for a prompt and a completion of the longest lengths.
-    length: int = again(
-        Settings, "length", 0, help="tokens in a packed row (default: --prompt-length plus --completion-length)"
-    )
-    batch: int = again(Settings, "batch", 64)
-    micro_batches: int = again(
-        Settings,
-        "micro_batches",
-        8,
-        help="micro-batches into which a batch is cut for gradient accumulation (default: {default})",
-    )
-    samples: int = again(
-        Settings, "samples",
-        help="how many of each step's completions to write to OUT/completions.jsonl, with their rewards (default: 0)",
-    )  # fmt: skip
-    lora_dropout: float | None = again(Settings, "lora_dropout", 0.0)
-    pack: bool = again(Settings, "pack", True)
-    eval_share: float | None = again(Settings, "eval_share", 0.0)
-    out: str = again(Settings, "out", "runs/grpo")
 
     command = "grpo"
     is_alone = True
     peak_rates = 1e-6, 1e-5
+    changes = dict(
+        data=dict(help="lines with a prompt: files, globs, folders, a dataset's id; FILE=2 takes its lines twice"),
+        # 0 for a prompt and a completion of the longest lengths.
+        length=dict(default=0, help="tokens in a packed row (default: --prompt-length plus --completion-length)"),
+        batch=dict(default=64),
+        micro_batches=dict(
+            default=8, help="micro-batches into which a batch is cut for gradient accumulation (default: {default})"
+        ),
+        samples=dict(
+            help="how many of each step's completions to write to OUT/completions.jsonl, with their rewards "
+            "(default: {default})"
+        ),
+        lora_dropout=dict(default=0.0),
+        pack=dict(default=True),
+        eval_share=dict(default=0.0),
+        out=dict(default="runs/grpo"),
+    )
     no_options = ("column", "format", "stream", "eval_data", "pack", "eval_share")
 
     def __post_init__(self):
-        object.__setattr__(self, "reward", (self.reward,) if isinstance(self.reward, str) else tuple(self.reward))
-        longest = self.prompt_length + self.completion_length
-        object.__setattr__(self, "length", self.length or longest)
+        object.__setattr__(self, "reward", texts(self.reward))
         super().__post_init__()
         if not self.reward:
             raise UserError("A run needs a reward: pass --reward module:function.")
-        if self.length < longest:
-            raise UserError(
-                f"--length={self.length} is less than --prompt-length={self.prompt_length} and "
-                f"--completion-length={self.completion_length} together. Pass --length {longest}, or leave it out."
-            )
-        if self.batch % self.group:
-            raise UserError(f"--batch={self.batch} completions must be a multiple of --group={self.group}.")
         self._check_loss()
-        if self.importance_sampling is None and self.importance_max != GrpoSettings.importance_max:
+        if self.importance_sampling is None and self.importance_max != GrpoOptions.importance_max:
             raise UserError(
                 f"--importance-max={self.importance_max} is for --importance-sampling: pass that, or leave it out."
             )
-        if self.beta and self.lora is None and not (Path(self.model) / ADAPTERS.config).is_file():
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt and its completion."""
+        return self.prompt_length + self.completion_length
+
+    def decided(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The length of packed rows, where it is left to the run."""
+        return {"length": values["length"] or self.longest}
+
+    def check(self, settings: Any) -> None:
+        """Refuses rows, a batch and a reference that do not go with completions. No data is held out."""
+        if (patience := settings.recipe.patience) is not None:
+            raise UserError(
+                f"--patience={patience} is for held-out data, and this command holds none out: a step's rewards are "
+                "those of completions that the model has just sampled. Leave it out."
+            )
+        if settings.rows.length < self.longest:
+            raise UserError(
+                f"--length={settings.rows.length} is less than --prompt-length={self.prompt_length} and "
+                f"--completion-length={self.completion_length} together. Pass --length {self.longest}, or leave it out."
+            )
+        if settings.recipe.batch % self.group:
+            raise UserError(f"--batch={settings.recipe.batch} completions must be a multiple of --group={self.group}.")
+        if self.beta and not settings.has_adapters:
             raise UserError(
                 f"--beta={self.beta} needs a reference, which is the model with its adapters off: pass --lora, such as "
                 "--lora 16, or leave --beta out."
             )
+
+    def keeps(self, settings: Any) -> tuple[str, ...]:
+        """What the run keeps in OUT: its prompts are tokenised at each start."""
+        return ("completions",) if settings.folder.samples else ()
+
+    def of_the_run(self) -> dict[str, Any]:
+        """How rewards are called."""
+        return {REWARD_CALL: "lists over the batch"}
 
     def _check_loss(self) -> None:
         numbers = jax.ShapeDtypeStruct((1, 2), jnp.float32)
@@ -142,22 +150,6 @@ class GrpoSettings(Settings):
             )  # fmt: skip
         except ValueError as error:
             raise UserError(str(error), in_python=True) from error
-
-    def _check_scored(self) -> None:
-        if self.patience is not None:
-            raise UserError(
-                f"--patience={self.patience} is for held-out data, and this command holds none out: a step's rewards "
-                "are those of completions that the model has just sampled. Leave it out."
-            )
-
-    @property
-    def keeps(self) -> tuple[str, ...]:
-        """What the run keeps in OUT: its prompts are tokenised at each start."""
-        return ("completions",) if self.samples else ()
-
-    def of_the_run(self) -> dict[str, Any]:
-        """The settings that must stay the same when a run is continued."""
-        return super().of_the_run() | {REWARD_CALL: "lists over the batch"}
 
     def loss_options(self) -> dict[str, Any]:
         """Options of `losses.policy_loss`."""

@@ -19,10 +19,10 @@ from liger_jax.user_errors import user_errors
 
 def read_model(run: Run) -> Any:
     """Reads the weights of a run's model."""
-    settings, devices = run.settings, run.devices
+    rows, placement, devices = run.settings.rows, run.settings.placement, run.devices
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
-    options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=run.task.scan_layers)
-    options |= dict(length=settings.length, rope_scaling=settings.rope_scaling)
+    options |= dict(remat=placement.remat, quantize=placement.quantize, scan_layers=run.task.scan_layers)
+    options |= dict(length=rows.length, rope_scaling=rows.rope_scaling)
     return AutoModelForCausalLM.from_pretrained(run.source, mesh=devices.mesh, kernels=devices.kernels, **options)
 
 
@@ -39,17 +39,17 @@ def initial_state(
             with telling("reading the teacher's weights"):
                 reading = beside(task.teacher.read, run.precision["dtype"], devices.mesh, devices.kernels)
                 model.teacher = reading.result()
-    if settings.result_of is None:
+    if settings.folder.result_of is None:
         with memory_errors("before the first step."):
             task.before(settings, inputs.data, model, made_of)
-    graph, params, frozen = nnx.split(model, run_model.trained(settings), ...)
+    graph, params, frozen = nnx.split(model, run_model.trained(settings.adapters), ...)
     return graph, devices.started(params, inputs.optimizer), devices.placed(frozen), model.kept
 
 
 def _with_adapters(run: Run, reading: Future[Any]) -> Any:
     with telling(f"reading {disk.size(run.source.weight_bytes)} of weights"):
         model = reading.result()
-    if run.settings.lora is not None:
-        with telling(f"adding adapters of rank {run.settings.lora}, while the step is compiled"):
-            adapters.add(model, run.settings)
+    if (adapted := run.settings.adapters).lora is not None:
+        with telling(f"adding adapters of rank {adapted.lora}, while the step is compiled"):
+            adapters.add(model, adapted, run.settings.recipe.seed)
     return model

@@ -21,8 +21,9 @@ def key(
     settings: Settings, read: Sequence[str], made_of: Mapping[str, str], rows: Iterable[LaidRows], *more: Any
 ) -> str:
     """The key of numbers that depend on the settings `read`, on model and data, and on which row has which pieces."""
+    values = settings.flat()
     order = [digests.of_bytes(np.ascontiguousarray(laid.pieces)) for laid in rows]
-    return digests.of_json([{name: getattr(settings, name) for name in read}, dict(made_of), order, *more])
+    return digests.of_json([{name: values[name] for name in read}, dict(made_of), order, *more])
 
 
 def is_whole(path: Path, key: str) -> bool:

@@ -13,7 +13,8 @@ from liger_jax.data.answers import UnpairedTokenizer, UnpairedWithOthers
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import reference_log_probs
-from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Unpaired
 from liger_jax.trainers.reference_log_probs import responses, sides
 from liger_jax.trainers.task import Task
@@ -107,13 +108,13 @@ def figures_of(unpaired: Unpaired) -> tuple[str, ...]:
     return (*names, "kl") if unpaired.needs_others else names
 
 
-def _sums(graph: Any, settings: PairSettings, data: TrainingRows) -> Any:
+def _sums(graph: Any, settings: Settings[PairOptions], data: TrainingRows) -> Any:
     """A micro-batch's loss, figures and numbers of answers, all of them sums."""
 
     @jax.jit
     def sums(params, frozen, batch):
         model = nnx.merge(graph, params, frozen)
-        value, figures, counts = sums_of(settings.unpaired, data.num_segments, model, batch)
+        value, figures, counts = sums_of(settings.method.unpaired, data.num_segments, model, batch)
         return jnp.stack([value, *figures.values(), *counts.values()])
 
     return sums
@@ -130,9 +131,9 @@ def _scores(unpaired: Unpaired, totals: Sequence[float]) -> dict[str, float]:
     return {"eval_loss": value / max(counts["answers"], 1.0)} | scores
 
 
-def task_of(settings: PairSettings) -> Task:
+def task_of(options: PairOptions) -> Task:
     """The task of a run."""
-    unpaired = settings.unpaired
+    unpaired = options.unpaired
     assert unpaired is not None
     figures = figures_of(unpaired)
     return Task(

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from liger_jax.data.options import RowOptions
 from liger_jax.models import KernelOptions, stretched
 from liger_jax.models.core.memory import LayerMemory
 from liger_jax.models.core.remat import Remat, is_offloaded
@@ -25,44 +26,44 @@ _FEWEST = 2**14  # tokens of a micro-batch below which no model's layer inputs f
 _LONG = 2**15
 
 
-def within(settings: Settings, model: Architecture) -> tuple[Settings, str]:
+def within(options: RowOptions, model: Architecture) -> tuple[RowOptions, str]:
     """The run with rows that the model has positions for, where nobody said how long they are.
 
-    Returns the run, and a line that says so; the line is empty if the rows are as they were.
+    Returns its options, and a line that says so; the line is empty if the rows are as they were.
     """
     longest = model.config.longest_sequence
-    if settings.rope_scaling is not None or settings.length <= longest:
-        return settings, ""
-    line = f"length: rows of {longest:,} tokens, the most that {model.name} takes, and not of {settings.length:,}"
-    return dataclasses.replace(settings, length=longest), line
+    if options.rope_scaling is not None or options.length <= longest:
+        return options, ""
+    line = f"length: rows of {longest:,} tokens, the most that {model.name} takes, and not of {options.length:,}"
+    return dataclasses.replace(options, length=longest), line
 
 
-def stretched_for(settings: Settings, model: Architecture) -> Architecture:
+def stretched_for(options: RowOptions, model: Architecture, only_adapters: bool = False) -> Architecture:
     """The architecture for the run's rows: with a longer rotary embedding if `--rope-scaling` asks for one and rows
     need it. This is said, since whoever loads the result must know it.
     """
     longest = model.config.longest_sequence
     try:
-        config = stretched(model.config, settings.length, settings.rope_scaling)
+        config = stretched(model.config, options.length, options.rope_scaling)
     except ValueError as error:
-        if settings.rope_scaling is None:
+        if options.rope_scaling is None:
             kinds = "|".join(kinds_for(model.config))
             more = f", or ask for positions that it has not seen: --rope-scaling {kinds}" if kinds else ""
             raise UserError(
-                f"--length={settings.length} is more than the {longest} positions of {model.name}. Pass --length "
+                f"--length={options.length} is more than the {longest} positions of {model.name}. Pass --length "
                 f"{longest}{more}."
             ) from error
-        raise UserError(f"--rope-scaling={settings.rope_scaling}: {error}") from error
-    if settings.rope_scaling is None:
+        raise UserError(f"--rope-scaling={options.rope_scaling}: {error}") from error
+    if options.rope_scaling is None:
         return model
     if config is model.config:
         print(f"positions: {longest:,} are the model's own, and --rope-scaling changes nothing")
         return model
     print(f"positions: {config.longest_sequence:,} by {config.rope_scaling}, where the model's own are {longest:,}")
-    if settings.lora is not None and not settings.merge:
+    if only_adapters:
         print(
             "the adapters belong to a model with these positions: load it with from_pretrained(…, "
-            f"length={settings.length}, rope_scaling={settings.rope_scaling!r})"
+            f"length={options.length}, rope_scaling={options.rope_scaling!r})"
         )
     return dataclasses.replace(model, config=config)
 
@@ -74,13 +75,13 @@ def let_pool_grow(settings: Settings) -> str:
 
     Returns a line that says so; empty if the pool stays as it is.
     """
-    rows = settings.batch // settings.num_micro_batches
-    remat: Any = settings.remat or ways_to_offload(settings.length, whole=not settings.pack)[0]
-    if rows * settings.length < _FEWEST or PINNED_LIMIT in os.environ or not is_offloaded(remat):
+    options, placement, at_once = settings.rows, settings.placement, settings.recipe.rows_at_once
+    remat: Any = placement.remat or ways_to_offload(options.length, whole=not options.pack)[0]
+    if at_once * options.length < _FEWEST or PINNED_LIMIT in os.environ or not is_offloaded(remat):
         return ""
-    config = architecture_of(adapters.found(settings)[1]).config
-    described = devices.target(memory="2GiB").description
-    layer = LayerMemory(config, KernelOptions(), remat, settings.dtype or "bfloat16", rows, settings.length, described)
+    config = architecture_of(adapters.found(placement.model, settings.adapters)[-1]).config
+    described, dtype = devices.target(memory="2GiB").description, placement.dtype or "bfloat16"
+    layer = LayerMemory(config, KernelOptions(), remat, dtype, at_once, options.length, described)
     if (limit := devices.pinned_limit(sum(count * one.offloaded for one, count in layer.each))) is None:
         return ""
     if (there := devices.machine_memory()) is not None:

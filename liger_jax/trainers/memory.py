@@ -34,18 +34,19 @@ def fitted(
     number of micro-batches; `teacher_stays` says whether it is there in each step, or before the first one alone.
     """
     device = devices.here()
-    chosen = dict(remat=settings.remat or defaults.REMAT, micro_batches=settings.num_micro_batches)
-    decided = dataclasses.replace(settings, **chosen)
+    rows, adapted, recipe, placement = settings.rows, settings.adapters, settings.recipe, settings.placement
+    chosen = dict(remat=placement.remat or defaults.REMAT, micro_batches=recipe.num_micro_batches)
+    decided = settings.changed(**chosen)
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")
         return decided
     sizes = mesh_sizes(mesh, math.prod(mesh.values()))
     device = dataclasses.replace(device, count=math.prod(sizes.values()))
     options = chosen | dict(dtype=dtype, param_dtype=param_dtype, host_memory=devices.machine_memory())
-    options |= dict(optimizer=settings.optimizer, packed=settings.pack, quantize=settings.quantize)
-    options |= dict(lora=settings.lora, dora=settings.dora, lora_experts=settings.lora_experts)
-    options |= dict(lora_targets=adapters.targets(settings.lora_targets))
-    run, capacity = Run(model, settings.batch, settings.length, device, sizes, **options), device.capacity_bytes
+    options |= dict(optimizer=recipe.optimizer, packed=rows.pack, quantize=placement.quantize)
+    options |= dict(lora=adapted.lora, dora=adapted.dora, lora_experts=adapted.lora_experts)
+    options |= dict(lora_targets=adapters.targets(adapted.lora_targets))
+    run, capacity = Run(model, recipe.batch, rows.length, device, sizes, **options), device.capacity_bytes
 
     def needs(run: Run) -> tuple[int, int, int]:
         """Bytes of a step with a teacher that stays, of the teacher, and of what is there before the first step."""
@@ -66,8 +67,8 @@ def fitted(
         )
     if needed > capacity:
         run = dataclasses.replace(run, target=dataclasses.replace(device, capacity_bytes=capacity - beside))
-        cure = _cure(run, needed, settings.param_dtype or stored, beside, settings.takes_whole_batches)
-        if not settings.risk_memory:
+        cure = _cure(run, needed, placement.param_dtype or stored, beside, settings.method.takes_whole_batches)
+        if not placement.risk_memory:
             raise UserError(f"The run needs {text}. {cure}{_near(needed, capacity)}")
         print("memory: more than there is, by the estimate; --risk-memory begins nevertheless")
     host = estimate(run).host * device.count_on_host
@@ -81,15 +82,15 @@ def fitted(
     print(f"memory: the run needs {text}")
     for line in places(run):
         print(line)
-    return dataclasses.replace(settings, remat=run.remat, micro_batches=run.micro_batches)
+    return settings.changed(remat=run.remat, micro_batches=run.micro_batches)
 
 
 def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
     """The run with what was left to it: the first choice that fits every process's devices and host, else as it is."""
     counts, remats = [run.micro_batches], [run.remat]
-    if settings.micro_batches is None and not settings.takes_whole_batches:
+    if settings.recipe.micro_batches is None and not settings.method.takes_whole_batches:
         counts = run.micro_batch_choices
-    if settings.remat is None and run.target.platform != "cpu":
+    if settings.placement.remat is None and run.target.platform != "cpu":
         config = run.model.config
         windows = any(config.window_of(kind) for kind in config.layer_types)
         remats += ways_to_offload(run.seq, whole=not run.packed and not windows)
@@ -104,7 +105,7 @@ def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
     first = processes.most(next((i for i, choice in enumerate(choices) if fits_all(choice)), len(choices)))
     if first < len(choices):
         return choices[first]
-    return min(choices, key=lambda choice: estimate(choice).total) if settings.risk_memory else run
+    return min(choices, key=lambda choice: estimate(choice).total) if settings.placement.risk_memory else run
 
 
 def gib(size: int) -> str:

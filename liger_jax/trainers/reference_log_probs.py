@@ -19,7 +19,8 @@ from liger_jax.data.training_rows import TrainingRows
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import keyed_file
-from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.training.rows import ARGUMENTS
 from liger_jax.training.waiting import telling
 
@@ -28,19 +29,19 @@ NAME = "references"  # the column (rows, S), and the files
 _READ = ("model", "adapters", "length", "rope_scaling", "pack", "dtype", "param_dtype", "quantize", "ld_alpha")
 
 
-def add_columns(settings: PairSettings, data: TrainingRows) -> None:
+def add_columns(settings: Settings[PairOptions], data: TrainingRows) -> None:
     """Adds the column to a run's rows, if the run needs it. Its numbers are NaN until `fill`."""
-    if settings.needs_reference and not settings.switches_adapters_off:
+    if settings.method.needs_columns(settings):
         for laid in data.laid:
             laid.beside[NAME] = np.full((laid.num_rows, data.num_segments), np.nan, np.float32)
 
 
-def fill(settings: PairSettings, data: TrainingRows, model: Any, made_of: Mapping[str, str]) -> None:
+def fill(settings: Settings[PairOptions], data: TrainingRows, model: Any, made_of: Mapping[str, str]) -> None:
     """Fills the column, from the file of an earlier start if that is whole and of the same model and rows."""
     columns = [laid.beside[NAME] for laid in data.laid if NAME in laid.beside]
     if not columns:
         return
-    path = Path(settings.out) / f"{NAME}.f32"
+    path = Path(settings.folder.out) / f"{NAME}.f32"
     key = keyed_file.key(settings, _READ, made_of, data.laid, data.num_segments)
     if keyed_file.is_whole(path, key):
         numbers = np.fromfile(path, np.float32)
@@ -54,15 +55,15 @@ def fill(settings: PairSettings, data: TrainingRows, model: Any, made_of: Mappin
         numbers = numbers[column.size :]
 
 
-def _computed(settings: PairSettings, laid: Any, model: Any, num_segments: int) -> np.ndarray:
+def _computed(settings: Settings[PairOptions], laid: Any, model: Any, num_segments: int) -> np.ndarray:
     graph, state = nnx.split(model)
-    ld_alpha = settings.ld_alpha
+    ld_alpha = settings.method.ld_alpha
 
     @jax.jit
     def log_probs(state, rows):
         return responses(nnx.merge(graph, state), rows, num_segments, ld_alpha=ld_alpha).log_probs
 
-    size = settings.batch // settings.num_micro_batches
+    size = settings.recipe.rows_at_once
     batches = RowBatches(laid, size)
     results = [np.asarray(log_probs(state, {name: batch[name] for name in ARGUMENTS})) for batch in batches]
     return np.concatenate(results)[: laid.num_rows]

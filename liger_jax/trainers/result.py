@@ -39,8 +39,8 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safeten
 
 def check(settings: Settings, source: Path) -> None:
     """Looks before the run at what its result would replace: only what a run has left may be lost."""
-    out, target = Path(settings.out), folder(settings)
-    if "csv" in settings.log:
+    out, target = Path(settings.folder.out), folder(settings)
+    if "csv" in settings.folder.log:
         log.check_table(out / log.TABLE)
     written = out / SETTINGS
     if written.exists() and not _is_of_a_run(written):
@@ -63,8 +63,8 @@ def check(settings: Settings, source: Path) -> None:
 
 def _check_kinds(settings: Settings, out: Path, target: Path) -> None:
     """Looks for files where the run makes folders, and for folders where it makes files."""
-    folders = {CHECKPOINTS, *BESIDE["tokens"], *(log.PLACES[kind] for kind in settings.log if kind != "csv")}
-    files = {log.TABLE} if "csv" in settings.log else set()
+    folders = {CHECKPOINTS, *BESIDE["tokens"], *(log.PLACES[kind] for kind in settings.folder.log if kind != "csv")}
+    files = {log.TABLE} if "csv" in settings.folder.log else set()
     files |= {name for kind in settings.keeps for name in BESIDE[kind]} - folders
     if target.is_symlink() and not target.exists():
         folders.add(target.name)
@@ -78,7 +78,8 @@ def _check_kinds(settings: Settings, out: Path, target: Path) -> None:
 
 def write_settings(settings: Settings) -> None:
     """Writes the file of options in OUT by which the run can be repeated."""
-    options_file.write(Path(settings.out) / SETTINGS, settings.to_write(), options_file.heading(settings.command))
+    heading = options_file.heading(settings.method.command)
+    options_file.write(Path(settings.folder.out) / SETTINGS, settings.to_write(), heading)
 
 
 def _is_of_a_run(written: Path) -> bool:
@@ -105,7 +106,7 @@ def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
     Returns whether that result has all its files still. What is in them is the user's affair from then on.
     """
     entry = finished.get(folder(settings).name)
-    if entry is None or entry["save_dtype"] != settings.save_dtype:
+    if entry is None or entry["save_dtype"] != settings.folder.save_dtype:
         return False
     return all((folder(settings) / name).is_file() for name in entry["files"])
 
@@ -113,27 +114,27 @@ def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
 def ended_early(settings: Settings, finished: dict[str, Any]) -> bool:
     """Whether a run has ended before its last step by the patience that it is given now."""
     entry = finished.get(folder(settings).name, {})
-    return settings.patience is not None and entry.get("patience") == settings.patience
+    return settings.recipe.patience is not None and entry.get("patience") == settings.recipe.patience
 
 
 def record(settings: Settings, target: Path, early: bool) -> dict[str, Any]:
     """What `is_there` and `ended_early` need to know of a result."""
     files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
-    return {"save_dtype": settings.save_dtype, "files": files, "patience": settings.patience if early else None}
+    patience = settings.recipe.patience if early else None
+    return {"save_dtype": settings.folder.save_dtype, "files": files, "patience": patience}
 
 
 def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
     """The most room that the result takes while it is written."""
     own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trained))
-    if settings.lora is None or not settings.merge:
+    if settings.adapters.lora is None or not settings.folder.merge:
         return own
     dense = source.weight_bytes * (4 if source.is_nf4 else 1)
-    return dense * (2 if settings.save_dtype == "float32" else 1)
+    return dense * (2 if settings.folder.save_dtype == "float32" else 1)
 
 
-def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
+def of_earlier_runs(out: Path, source: Path) -> list[str]:
     """What runs have left in OUT beside their checkpoints, apart from the model that is tuned now."""
-    out = Path(settings.out)
     beside = [name for names in BESIDE.values() for name in names if (out / name).exists()]
     if not holds_a_run(out / CHECKPOINTS):  # it may have been killed before its first checkpoint
         return beside if _is_of_a_run(out / SETTINGS) else []
@@ -145,10 +146,10 @@ def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
 
 def clear(settings: Settings, earlier: Sequence[str]) -> None:
     """Removes what a run that was started over has left and this one has not replaced, and says so."""
-    own = {folder(settings).name} | {log.PLACES[kind] for kind in settings.log}
+    own = {folder(settings).name} | {log.PLACES[kind] for kind in settings.folder.log}
     own |= {name for kind in settings.keeps for name in BESIDE[kind]}
     for name in earlier:
-        path = Path(settings.out) / name
+        path = Path(settings.folder.out) / name
         if name in own or not path.exists():
             continue
         try:
@@ -163,12 +164,13 @@ def folder(settings: Settings) -> Path:
 
     Returns OUT/model or OUT/adapters; with the step after it for `--result-of`, which replaces no run's result.
     """
-    name = ADAPTERS if _only_adapters(settings) else MODEL
-    return Path(settings.out) / (name if settings.result_of is None else f"{name}-{settings.result_of}")
+    name, step = ADAPTERS if only_adapters(settings) else MODEL, settings.folder.result_of
+    return Path(settings.folder.out) / (name if step is None else f"{name}-{step}")
 
 
-def _only_adapters(settings: Settings) -> bool:
-    return settings.lora is not None and not settings.merge
+def only_adapters(settings: Settings) -> bool:
+    """Whether the result is adapters alone."""
+    return settings.adapters.lora is not None and not settings.folder.merge
 
 
 def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) -> Path:
@@ -176,14 +178,14 @@ def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) 
     target = folder(settings)
     generation = _generation(model.kept, stops)
     try:
-        if _only_adapters(settings):
-            base = str(source.folder.resolve()) if Path(settings.model).is_dir() else settings.model
+        if only_adapters(settings):
+            base = str(source.folder.resolve()) if Path(settings.placement.model).is_dir() else settings.placement.model
             model.kept = dataclasses.replace(model.kept, generation=generation)
             save_adapters(model, target, base_model=base, tokenizer_from=source)
             return target
-        if settings.lora is not None:
+        if settings.adapters.lora is not None:
             merge_lora(model)
-        _cast(model, settings.save_dtype, _dtype_of(source))
+        _cast(model, settings.folder.save_dtype, _dtype_of(source))
         model.kept = dataclasses.replace(model.kept, generation=generation)
         has_eos = json.loads(model.kept.config).get("eos_token_id") is not None
         fields = None if has_eos or not stops else {"eos_token_id": stops[0]}
@@ -191,7 +193,7 @@ def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) 
     except (OSError, SafetensorError) as error:
         if disk.is_full(error):
             needed = most_bytes(
-                settings, source, nnx.state(model, nnx.Param if settings.lora is None else nnx.LoRAParam)
+                settings, source, nnx.state(model, nnx.Param if settings.adapters.lora is None else nnx.LoRAParam)
             )
             raise disk.full("The result", target, needed) from error
         raise UserError(f"The result cannot be written to {target}: {error}. The checkpoint stays.") from error

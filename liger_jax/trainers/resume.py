@@ -32,10 +32,11 @@ def made_of(run: Run, inputs: TrainingInputs) -> dict[str, str]:
 def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
     """The checkpoints of a run, which no other run goes on from."""
     settings = run.settings
-    spared = [set(result.of_earlier_runs(settings, each)) for each in adapters.tuned(settings, run.source)]
+    out = Path(settings.folder.out)
+    spared = [set(result.of_earlier_runs(out, each)) for each in adapters.tuned(settings.adapters, run.source)]
     earlier = sorted(set.intersection(*spared))
-    folder = Path(settings.out) / result.CHECKPOINTS
-    options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep, growing=GROWING)
+    folder, of_folder = out / result.CHECKPOINTS, settings.folder
+    options: dict[str, Any] = dict(fresh=of_folder.fresh, earlier=earlier, keep=of_folder.keep, growing=GROWING)
     values = settings.of_the_run() | dict(made_of)
     checkpoints = Checkpoints(folder, values, **options)
     before = checkpoints.latest_settings
@@ -68,9 +69,9 @@ def _model_files(settings: Settings, source: Source) -> dict[str, str]:
     """Digests of the files of the model that is tuned: weights, tokenizer, chat template, configs and adapters."""
     small = {name: (source.folder / name) for name in (CONFIG, GENERATION)}
     contents = {name: path.read_bytes() for name, path in small.items() if path.is_file()}
-    contents |= adapters.files(settings)
+    contents |= adapters.files(settings.adapters)
     digests = identity.of_files(contents | source.tokenizer) | identity.of_weights(source.folder, source.weight_files)
-    if settings.verify:
+    if settings.placement.verify:
         with telling(f"reading {disk.size(source.weight_bytes)} of weights to verify them"):
             digests |= identity.of_whole_weights(source.folder, source.weight_files)
     return digests

@@ -16,7 +16,8 @@ from liger_jax.models.generation.checks import why_rows_stay
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import adapters
 from liger_jax.trainers.completions_file import CompletionsFile
-from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers.grpo_options import GrpoOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.trainers.rewards import Rewards, Scores, tell
 from liger_jax.training import pack_completions
 from liger_jax.training.errors import NotFiniteAtStartError, NotFiniteError
@@ -43,14 +44,16 @@ class Rollouts:
 
     def __init__(
         self,
-        settings: GrpoSettings,
+        settings: Settings[GrpoOptions],
         data: PromptRows,
         tokenizer: Tokenizer,
         place: Callable[[Any], Any] = lambda batch: batch,
     ):
-        self._settings, self._data, self._tokenizer, self._place = settings, data, tokenizer, place
-        self._rewards = Rewards(settings.reward, data.lines, settings.reward_timeout)
-        self._file = CompletionsFile(Path(settings.out)) if settings.samples else None
+        self._data, self._tokenizer, self._place = data, tokenizer, place
+        self._method, self._recipe, self._length = settings.method, settings.recipe, settings.rows.length
+        self._drops, self._noted = bool(settings.adapters.lora_dropout), settings.folder.samples
+        self._rewards = Rewards(self._method.reward, data.lines, self._method.reward_timeout)
+        self._file = CompletionsFile(Path(settings.folder.out)) if self._noted else None
         with telling("trying the rewards on two made-up completions"):
             tried = self._rewards.tried(data.lines)
         self._metrics = tuple(tried.metrics)
@@ -86,12 +89,12 @@ class Rollouts:
         return self._place(self._empty())
 
     def _empty(self) -> dict[str, Any]:
-        shape = self._settings.batch, self._settings.length
+        shape = self._recipe.batch, self._length
         batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INPUTS}
         batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
-        batch |= {OLD: np.zeros(shape, np.float32)} if self._settings.updates > 1 else {}
-        batch |= {SAMPLED: np.zeros(shape, np.float32)} if self._settings.importance_sampling else {}
-        batch = adapters.numbered(batch, np.zeros(shape), 0) if self._settings.lora_dropout else batch
+        batch |= {OLD: np.zeros(shape, np.float32)} if self._method.updates > 1 else {}
+        batch |= {SAMPLED: np.zeros(shape, np.float32)} if self._method.importance_sampling else {}
+        batch = adapters.numbered(batch, np.zeros(shape), 0) if self._drops else batch
         return batch | {"denominator": np.float32(1), "num_tokens": np.float32(1)}
 
     def step(self, graph: Any, update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
@@ -108,12 +111,12 @@ class Rollouts:
         if self._file is not None:
             self._file.add(number + 1, self._records(lines, completions, rewards, scores.extras))
         batch = self._packed(lines, completions, self._advantages(rewards))
-        if self._settings.updates > 1:
+        if self._method.updates > 1:
             batch[OLD] = self._old_log_probs(graph, state[0], frozen, batch)
         updates, seen, batch = [], np.count_nonzero(batch["segment_ids"]), self._place(batch)
-        for i in range(self._settings.updates):
-            if self._settings.lora_dropout:
-                step = np.uint32((number * self._settings.updates + i) % 2**32)
+        for i in range(self._method.updates):
+            if self._drops:
+                step = np.uint32((number * self._method.updates + i) % 2**32)
                 batch = {**batch, **self._place({adapters.STEP: step})}
             state, result = update(state, batch, frozen)
             updates.append(result)
@@ -126,7 +129,7 @@ class Rollouts:
 
     def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
         """Log-probabilities (batch, length) by the sampling policy, in as many micro-batches as the update has."""
-        micro_batches, temperature = self._settings.num_micro_batches, self._settings.temperature
+        micro_batches, temperature = self._recipe.num_micro_batches, self._method.temperature
         if self._score is None:
 
             def score(params, frozen, rows):
@@ -134,28 +137,28 @@ class Rollouts:
                 return jax.lax.map(lambda batch: of_batch(batch).log_probs, rows)
 
             self._score = jax.jit(score)
-        rows = {name: batch[name].reshape(micro_batches, -1, self._settings.length) for name in ARGUMENTS}
-        return self._score(params, frozen, rows).reshape(-1, self._settings.length)
+        rows = {name: batch[name].reshape(micro_batches, -1, self._length) for name in ARGUMENTS}
+        return self._score(params, frozen, rows).reshape(-1, self._length)
 
     def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
         """A group of completions for each prompt, one prompt after the other."""
-        settings, number = self._settings, int(rows["number"])
+        method, number = self._method, int(rows["number"])
         stops = tuple(stop for stop in self._tokenizer.stops if stop < model.config.vocab_size)
-        prompts = jnp.asarray(rows["input_ids"][:: settings.group])
+        prompts = jnp.asarray(rows["input_ids"][:: method.group])
         output = model.generate(
             prompts,
-            attention_mask=jnp.asarray(rows["attention_mask"][:: settings.group]),
-            max_new_tokens=settings.completion_length,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
+            attention_mask=jnp.asarray(rows["attention_mask"][:: method.group]),
+            max_new_tokens=method.completion_length,
+            temperature=method.temperature,
+            top_p=method.top_p,
+            top_k=method.top_k,
             eos_token_id=stops,
-            key=jax.random.fold_in(jax.random.key(settings.seed), number),
-            num_return_sequences=settings.group,
-            return_log_probs=settings.importance_sampling is not None,
-            compact=why_rows_stay(model, prompts, settings.completion_length) is None,
+            key=jax.random.fold_in(jax.random.key(self._recipe.seed), number),
+            num_return_sequences=method.group,
+            return_log_probs=method.importance_sampling is not None,
+            compact=why_rows_stay(model, prompts, method.completion_length) is None,
         )
-        tokens, log_probs = map(np.asarray, output) if settings.importance_sampling else (np.asarray(output), None)
+        tokens, log_probs = map(np.asarray, output) if method.importance_sampling else (np.asarray(output), None)
         new = tokens[:, prompts.shape[1] :]
         if (new < 0).any():
             error = NotFiniteError if number else NotFiniteAtStartError
@@ -172,7 +175,7 @@ class Rollouts:
 
     def _scores(self, number: int, lines: Sequence[Line], completions: Sequence[Completion]) -> Scores:
         """What the reward functions make of a step's completions."""
-        of_each = [line for line in lines for _ in range(self._settings.group)]
+        of_each = [line for line in lines for _ in range(self._method.group)]
         texts, ids = [each.text for each in completions], [each.tokens.tolist() for each in completions]
         return self._rewards.of(f"in step {number + 1}", of_each, texts, ids)
 
@@ -181,7 +184,7 @@ class Rollouts:
         names, numbers = [each.name for each in self._rewards.functions], scores.numbers
         total = np.nansum(self._rewards.weights[:, None] * numbers, axis=0)
         total[np.isnan(numbers).all(axis=0)] = np.nan
-        total, figures = total.reshape(-1, self._settings.group), dict[str, Any](scores.metrics)
+        total, figures = total.reshape(-1, self._method.group), dict[str, Any](scores.metrics)
         for name, own in zip(names, numbers, strict=True):
             figures |= {f"rewards/{name}/mean": _mean(own), f"rewards/{name}/std": _std(own)}
         spreads = np.array([_std(group) for group in total])
@@ -221,8 +224,8 @@ class Rollouts:
     ) -> list[dict[str, Any]]:
         """What is noted of a step's first completions, with the columns that rewards log."""
         records = []
-        for number, each in enumerate(completions[: self._settings.samples]):
-            line = lines[number // self._settings.group]
+        for number, each in enumerate(completions[: self._noted]):
+            line = lines[number // self._method.group]
             asked = dict(line=line.where, prompt=self._tokenizer.text(line.tokens.tolist()))
             reward = float(rewards.flat[number])
             given = dict(completion=each.text, is_cut=each.is_cut, reward=None if np.isnan(reward) else reward)
@@ -234,7 +237,7 @@ class Rollouts:
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:
         """(completions,), 0 where no reward applies."""
-        method, values, where = self._settings.advantages, jnp.asarray(rewards, jnp.float32), ~jnp.isnan(rewards)
+        method, values, where = self._method.advantages, jnp.asarray(rewards, jnp.float32), ~jnp.isnan(rewards)
         if method.startswith("reinforce"):
             advantages = losses.reinforce_advantages(values, group_baseline=method == "reinforce_baseline", where=where)
         else:
@@ -245,21 +248,21 @@ class Rollouts:
         self, lines: Sequence[Line], completions: Sequence[Completion], advantages: np.ndarray
     ) -> dict[str, Any]:
         """The batch of the update."""
-        settings = self._settings
+        method, recipe = self._method, self._recipe
         sequences, labels = self._sequences(lines, completions)
         packed, places = pack_completions(
-            [[each] for each in sequences], settings.length, labels=[[each] for each in labels]
+            [[each] for each in sequences], self._length, labels=[[each] for each in labels]
         )
         batch, own = self._empty(), dict(packed) | self._numbers(packed, places, completions, advantages)
         # The update takes row i for micro-batch i mod `micro_batches`, and passes over micro-batches without tokens.
-        rows, size = np.arange(len(packed["input_ids"])), settings.batch // settings.num_micro_batches
-        to = rows % size * settings.num_micro_batches + rows // size
+        rows, size = np.arange(len(packed["input_ids"])), recipe.rows_at_once
+        to = rows % size * recipe.num_micro_batches + rows // size
         for name, values in own.items():
             batch[name][to] = values
         if num_tokens := sum(int(np.count_nonzero(each != IGNORE_INDEX)) for each in labels):
             mask = jnp.asarray(losses.shifted_labels(batch["labels"], batch["segment_ids"]) != IGNORE_INDEX)
-            options = dict(segment_ids=batch["segment_ids"], num_segments=num_segments(settings))
-            types = settings.loss_type, settings.loss_options()["max_length"]
+            options = dict(segment_ids=batch["segment_ids"], num_segments=num_segments(recipe.batch, self._length))
+            types = method.loss_type, method.loss_options()["max_length"]
             batch["denominator"] = np.float32(losses.policy_weights(mask, *types, **options)[1])
             batch["num_tokens"] = np.float32(num_tokens)
         return batch
@@ -270,8 +273,8 @@ class Rollouts:
         """Each completion after its prompt, and its labels, which the prompt has none of."""
         sequences, labels = [], []
         for number, (tokens, _, is_cut, _) in enumerate(completions):
-            prompt = lines[number // self._settings.group].tokens
-            counted = np.full_like(tokens, IGNORE_INDEX) if is_cut and self._settings.mask_truncated else tokens
+            prompt = lines[number // self._method.group].tokens
+            counted = np.full_like(tokens, IGNORE_INDEX) if is_cut and self._method.mask_truncated else tokens
             sequences.append(np.concatenate([prompt, tokens]))
             labels.append(np.concatenate([np.full_like(prompt, IGNORE_INDEX), counted]))
         return sequences, labels
@@ -281,23 +284,23 @@ class Rollouts:
     ) -> dict[str, np.ndarray]:
         """What packed rows have beside tokens: advantages, and perhaps the sampler's log-probabilities and pieces."""
         dtypes: dict[str, Any] = {"advantages": np.float32}
-        dtypes |= {SAMPLED: np.float32} if self._settings.importance_sampling else {}
-        dtypes |= {adapters.PIECES: np.uint32} if self._settings.lora_dropout else {}
+        dtypes |= {SAMPLED: np.float32} if self._method.importance_sampling else {}
+        dtypes |= {adapters.PIECES: np.uint32} if self._drops else {}
         columns = {name: np.zeros(packed["input_ids"].shape, dtype) for name, dtype in dtypes.items()}
         of_each = zip(places, advantages, completions, strict=True)
         for number, ((row, segment), advantage, (tokens, _, _, log_probs)) in enumerate(of_each):
             at = np.flatnonzero(packed["segment_ids"][row] == segment + 1)
             columns["advantages"][row][at] = advantage
-            if self._settings.lora_dropout:
+            if self._drops:
                 columns[adapters.PIECES][row][at] = number
             if log_probs is not None:  # a token's stands where the one before it is, as the policy's does
                 columns[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
         return columns
 
 
-def num_segments(settings: GrpoSettings) -> int:
+def num_segments(batch: int, length: int) -> int:
     """The most completions in a row."""
-    return max(1, min(settings.batch, settings.length // 2))
+    return max(1, min(batch, length // 2))
 
 
 def _mean(numbers: np.ndarray) -> float:

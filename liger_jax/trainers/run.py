@@ -12,7 +12,7 @@ from liger_jax.data import token_cache
 from liger_jax.models.hugging_face.config_json import unapplied_dropout
 from liger_jax.trainers import decided_run, finish, initial_state, result, resume, run_loop, run_model, training_inputs
 from liger_jax.trainers.decided_run import Run, TaskOf
-from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.errors import training_errors, writable_folder
 from liger_jax.trainers.log import Log
 from liger_jax.trainers.options import Settings
@@ -27,7 +27,7 @@ from liger_jax.user_errors import UserError, need, user_errors
 def train(settings: Settings, task: Task | TaskOf) -> int:
     """Trains a model. Returns the exit code: 0, or 128 and a signal's number if one stopped it."""
     need("orbax.checkpoint", "tqdm")
-    out = Path(settings.out)
+    out = Path(settings.folder.out)
     writable_folder(out)
     with processes.only_first_speaks(), contextlib.ExitStack() as stack:
         if processes.is_first():
@@ -38,7 +38,7 @@ def train(settings: Settings, task: Task | TaskOf) -> int:
         try:
             return _train(settings, task, out)
         except NotFiniteAtStartError as error:
-            whose = "--model or --teacher" if isinstance(settings, DistillSettings) else "--model"
+            whose = "--model or --teacher" if isinstance(settings.method, DistillOptions) else "--model"
             raise UserError(
                 f"{error.problem} Weights of {whose} may not be finite, or results too large for --dtype."
             ) from error
@@ -49,13 +49,13 @@ def train(settings: Settings, task: Task | TaskOf) -> int:
 
 
 def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
-    if asked.samples and jax.process_count() > 1:
+    if asked.folder.samples and jax.process_count() > 1:
         raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
         run, like, shown = decided_run.decided(asked, task, out)
     with user_errors():
         processes.check_same("settings", run.settings.of_all_processes() | run.precision | _versions())
-    trained = run_model.trained_lines(run.settings, like, run.architecture)
+    trained = run_model.trained_lines(run.settings.adapters, like, run.architecture)
     for line in filter(None, (run.devices.line, unapplied_dropout(run.source.config), *trained)):
         print(line)
     with run.devices.context():
@@ -74,7 +74,7 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     checkpoints.check()
     if processes.is_first():
         data.keep()
-    if settings.result_of is not None:
+    if settings.folder.result_of is not None:
         return _write_result_of(run, inputs, checkpoints, made_of)
     if resume.is_finished(settings, checkpoints, steps):
         return 0
@@ -96,7 +96,7 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     with telling("compiling"), memory_errors("while the step was compiled."):
         compiled = [program.result() for program in programs]
     columns = task.columns if rollouts is None else (*task.columns, *rollouts.columns)
-    logs = settings.log if processes.is_first() else ()
+    logs = settings.folder.log if processes.is_first() else ()
     with Log(logs, run.out, columns, log["steps"], run.asked.to_write()) as files:
         models = graph, frozen, nnx.graphdef(shown)
         loop = run_loop.loop(run, inputs, checkpoints, rollouts, compiled, models, files.write)
@@ -127,7 +127,7 @@ def _write_result_of(
     run: Run, inputs: training_inputs.TrainingInputs, checkpoints: Checkpoints, made_of: dict[str, str]
 ) -> int:
     """Makes a model of a checkpoint that is kept, for `--result-of`."""
-    step = run.settings.result_of
+    step = run.settings.folder.result_of
     assert step is not None
     resume.check_kept(step, checkpoints)
     graph, state, frozen, keeps = initial_state.initial_state(

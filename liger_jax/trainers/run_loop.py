@@ -27,12 +27,12 @@ def programs(
     Returns both programs, each to be waited for; and the shapes of the state.
     """
     settings, task, devices, data, optimizer = run.settings, run.task, run.devices, inputs.data, inputs.optimizer
-    graph, params, frozen = nnx.split(like, run_model.trained(settings), ...)
-    loss = adapters.loss_of(settings, task.loss(settings, data))
-    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.num_micro_batches)
+    graph, params, frozen = nnx.split(like, run_model.trained(settings.adapters), ...)
+    loss = adapters.loss_of(settings.adapters, settings.recipe.seed, task.loss(settings, data))
+    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.recipe.num_micro_batches)
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
-    size, compiling = settings.batch // settings.num_micro_batches, Compiling()
+    size, compiling = settings.recipe.rows_at_once, Compiling()
     part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim > 1}
     started = (
         compiling.start(devices.jitted(step, state, optimizer), state, batches[0], frozen),
@@ -53,14 +53,14 @@ def loop(
     """The loop over a run's steps, with all that it does between them."""
     settings, task, devices, data = run.settings, run.task, run.devices, inputs.data
     (step, sums), (graph, frozen, shown) = compiled, models
-    size = settings.batch // settings.num_micro_batches
+    size = settings.recipe.rows_at_once
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
     held_out = RowBatches(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.batched(inputs.rows_of(max(0, step - 1)), size))]
     unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
     # A model that writes its own batches notes some of them itself.
-    held = data.held_out(settings.samples) if rollouts is None else []
+    held = data.held_out(settings.folder.samples) if rollouts is None else []
     samples = Samples(held, inputs.tokenizer, longest, unit)
     batch_of = inputs.batch_of
     return Loop(
@@ -70,9 +70,9 @@ def loop(
         batch_of=batch_of if rollouts is None else lambda step: {**batch_of(step), "number": np.int32(step)},
         steps=inputs.steps,
         checkpoints=checkpoints,
-        every=settings.every,
+        every=settings.folder.every,
         evaluate=(lambda params: score(params, held_out)) if held_out else None,
-        patience=settings.patience,
+        patience=settings.recipe.patience,
         show=lambda params, write: samples.show(nnx.merge(shown, params, frozen), write),
         check=lambda params, step: score(params, its_rows(step))["eval_loss"],
         rate=inputs.rate,

@@ -14,6 +14,7 @@ from liger_jax.models.quantized import quantize
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
 from liger_jax.trainers import adapters, teacher
+from liger_jax.trainers.adapters import AdapterOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.task import Task
 from liger_jax.user_errors import quantizing
@@ -28,39 +29,40 @@ def new(
     layout: Layout | None,
 ) -> Any:
     """A model of the run's structure with random weights, for its shapes."""
+    placement = settings.placement
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(
-        remat=settings.remat or defaults.REMAT, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout)
+        remat=placement.remat or defaults.REMAT, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout)
     )
     model = architecture.family(architecture.config, **options, rngs=nnx.Rngs(0))
     if source.is_nf4:
         quantized_as_in(source.folder, model)
-    elif settings.quantize is not None:
-        with quantizing("--quantize", settings.quantize, settings.model):
-            quantize(model, settings.quantize)
-    if settings.lora is not None:
-        adapters.add(model, settings)
+    elif placement.quantize is not None:
+        with quantizing("--quantize", placement.quantize, placement.model):
+            quantize(model, placement.quantize)
+    if settings.adapters.lora is not None:
+        adapters.add(model, settings.adapters, settings.recipe.seed)
     if task.teacher is not None and task.teacher.stays:
         model.teacher = task.teacher.new(precision["dtype"], layout)
     return model
 
 
-def trained(settings: Settings) -> Any:
+def trained(adapted: AdapterOptions) -> Any:
     """The variables that are trained, by their type; a teacher has none."""
-    kind = nnx.Param if settings.lora is None else nnx.LoRAParam
+    kind = nnx.Param if adapted.lora is None else nnx.LoRAParam
     return nnx.All(kind, nnx.Not(nnx.PathContains(teacher.NAME)))
 
 
-def trained_lines(settings: Settings, model: Any, architecture: Architecture) -> Iterator[str]:
+def trained_lines(adapted: AdapterOptions, model: Any, architecture: Architecture) -> Iterator[str]:
     """Says how much of a model is trained."""
-    number = sum(x.size for x in jax.tree.leaves(nnx.state(model, trained(settings))))
-    if settings.lora is None:
+    number = sum(x.size for x in jax.tree.leaves(nnx.state(model, trained(adapted))))
+    if adapted.lora is None:
         yield f"trained: all {number:,} parameters"
         return
     total = architecture.num_parameters + number
     yield f"trained: {number:,} of {total:,} parameters, {number / total:.2%}"
-    if settings.lora > (width := architecture.config.hidden_size):
-        yield f"--lora {settings.lora} is more than the model's width, and rank {width} can hold any change already"
+    if adapted.lora > (width := architecture.config.hidden_size):
+        yield f"--lora {adapted.lora} is more than the model's width, and rank {width} can hold any change already"
 
 
 def tuned(graph: Any, state: Any, frozen: Any, keeps: Any) -> Any:

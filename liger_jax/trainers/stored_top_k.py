@@ -20,7 +20,8 @@ from liger_jax.models.core.embedding import head_logits, logit_options_of
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import keyed_file
-from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.trainers.teacher import NAME, Teacher
 from liger_jax.training import disk
 from liger_jax.training.rows import INPUTS
@@ -55,31 +56,33 @@ class Stored:
         return column
 
 
-def add_columns(settings: DistillSettings, data: TrainingRows) -> list[Stored]:
+def add_columns(settings: Settings[DistillOptions], data: TrainingRows) -> list[Stored]:
     """Adds the columns to a run's rows."""
-    assert settings.top_k is not None
-    stores = [Stored(laid, settings.top_k) for laid in data.laid]
+    top_k = settings.method.top_k
+    assert top_k is not None
+    stores = [Stored(laid, top_k) for laid in data.laid]
     for stored in stores:
-        shape = stored.laid.num_rows, settings.length, settings.top_k
+        shape = stored.laid.num_rows, settings.rows.length, top_k
         for name, dtype in COLUMNS.items():
             stored.laid.beside[name] = Column(functools.partial(stored.made, name), shape, dtype)
     return stores
 
 
 def fill(
-    some: list[Stored], teacher: Teacher, settings: DistillSettings, model: Any, made_of: Mapping[str, str]
+    some: list[Stored], teacher: Teacher, settings: Settings[DistillOptions], model: Any, made_of: Mapping[str, str]
 ) -> None:
     """Fills the columns, from the file of an earlier start if that is whole and of the same teacher and rows."""
-    assert settings.top_k is not None
-    path = Path(settings.out) / f"{NAME}.bin"
+    top_k = settings.method.top_k
+    assert top_k is not None
+    path = Path(settings.folder.out) / f"{NAME}.bin"
     key = keyed_file.key(settings, _READ, made_of, (stored.laid for stored in some))
     counts = [_counts(stored.laid) for stored in some]
     if not keyed_file.is_whole(path, key):
         number = int(sum(each.sum() for each in counts))
-        size = number * _entry(settings.top_k).itemsize
+        size = number * _entry(top_k).itemsize
         disk.check_space(path.parent, size, "the teacher's tokens")
         print(f"the teacher reads {number:,} scored tokens, once: {disk.size(size)}")
-        contents = _contents(some, teacher, settings, model, settings.top_k)
+        contents = _contents(some, teacher, settings, model, top_k)
         keyed_file.write(path, key, contents, "The teacher's tokens", size)
     first = 0
     for stored, of_rows in zip(some, counts, strict=True):
@@ -120,7 +123,9 @@ def top_k(model: Any, rows: Mapping[str, Any], k: int, temperature: float, vocab
     return layout.run(local, (hidden,), (head,), spec=layout.in_loss)
 
 
-def _contents(some: list[Stored], teacher: Teacher, settings: DistillSettings, model: Any, k: int) -> Iterator[bytes]:
+def _contents(
+    some: list[Stored], teacher: Teacher, settings: Settings[DistillOptions], model: Any, k: int
+) -> Iterator[bytes]:
     """The file, in the order of the rows."""
     layout, mesh = model.kernels.layout, None if model.kernels.layout is None else jax.sharding.get_mesh()
     with telling("reading the teacher's weights"):
@@ -129,9 +134,9 @@ def _contents(some: list[Stored], teacher: Teacher, settings: DistillSettings, m
 
     @jax.jit
     def teach(state, rows):
-        return top_k(nnx.merge(graph, state), rows, k, settings.temperature, teacher.vocab_size)
+        return top_k(nnx.merge(graph, state), rows, k, settings.method.temperature, teacher.vocab_size)
 
-    size = settings.batch // settings.num_micro_batches
+    size = settings.recipe.rows_at_once
     for stored in some:
         for number, batch in enumerate(RowBatches(stored.laid, size)):
             rows = {name: batch[name] for name in INPUTS if name in batch}

@@ -17,9 +17,12 @@ class Task:
     """What a run trains for."""
 
     tokenizer: type[Tokenizer] = Tokenizer  # what encodes documents: `Tokenizer`, or a kind of it
-    prepared: Callable[..., Any] = prepared  # makes the rows of a run, as `training_rows.prepared` does
+    # Makes the rows of a run, from its tokenizer, the folder of tokens and what its data name.
+    prepared: Callable[..., Any] = lambda settings, *others: prepared(
+        settings.rows, settings.recipe.batch, settings.recipe.seed, *others
+    )
     # The loss function of a run and its rows, as `make_step` takes it with `has_aux=True`. The run is `Settings`, here
-    # and below, or the command's kind of them.
+    # and below.
     loss: Callable[[Any, TrainingRows], Callable[..., Any]]
     # What makes the loss's denominator, of a run and its rows, as `make_step` takes it.
     normalizer: Callable[[Any, TrainingRows], Callable[[Any], Any]]
@@ -44,7 +47,7 @@ class Task:
     # where the rows are the batch.
     rollouts: Callable[..., Any] | None = None
     # Of a run, the number that must be divided by as many devices as split its batch.
-    rows: Callable[[Any], int] = lambda settings: settings.batch // settings.num_micro_batches
+    rows: Callable[[Any], int] = lambda settings: settings.recipe.rows_at_once
     # How many updates a step of the run has, which share its learning rate.
     updates: Callable[[Any], int] = lambda settings: 1
     # A frozen model that the loss reads as the model's attribute `teacher`, where it stays; `None` for none.
@@ -58,10 +61,10 @@ class Task:
         return ("step", "loss", *self.figures, "learning_rate", "tokens_per_second", "memory_gib", *self.scored)
 
 
-# That each token is predicted from those before it, of `FinetuneSettings`. What is held out is scored by its
+# That each token is predicted from those before it, of `FinetuneOptions`. What is held out is scored by its
 # cross-entropy, whatever the loss: by "dft" a token of probability 0 would have none.
 TEXT = Task(
-    loss=lambda settings, data: functools.partial(loss_and_accuracy, token_scaling=settings.loss_type == "dft"),
+    loss=lambda settings, data: functools.partial(loss_and_accuracy, token_scaling=settings.method.loss_type == "dft"),
     normalizer=lambda settings, data: scored_tokens,
     sums=lambda graph, settings, data: score_sums(graph),
     scores=mean_scores,

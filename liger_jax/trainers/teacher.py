@@ -17,7 +17,8 @@ from liger_jax.models.hugging_face.weights import quantized_as_in
 from liger_jax.models.quantized import quantize
 from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.trainers import result, weights
-from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.training import identity, meshes
 from liger_jax.user_errors import UserError, of_option, quantizing
 
@@ -70,29 +71,30 @@ class Teacher:
         return {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(self.source.dtype)}
 
 
-def found(settings: DistillSettings, source: Source, student: Architecture) -> Teacher:
+def found(settings: Settings[DistillOptions], source: Source, student: Architecture) -> Teacher:
     """Looks for a run's teacher, before anything is read."""
-    name = f"--teacher={settings.teacher}"
+    options = settings.method
+    name = f"--teacher={options.teacher}"
     with of_option("--teacher"):
-        its = find(settings.teacher)
+        its = find(options.teacher)
     if is_adapted(its):
         raise UserError(f"{name} holds adapters. Pass a whole model, such as one that --merge has written.")
     weights.check("--teacher", its)
     target = result.folder(settings)
     if target.exists() and target.samefile(its.folder):
         raise UserError(f"The result would be written to {target}, which is --teacher itself. Pass another --out.")
-    if its.is_nf4 and settings.teacher_quantize is not None:
-        raise UserError(f"--teacher-quantize={settings.teacher_quantize}, but {name} is nf4 already. Leave it out.")
+    if its.is_nf4 and options.teacher_quantize is not None:
+        raise UserError(f"--teacher-quantize={options.teacher_quantize}, but {name} is nf4 already. Leave it out.")
     architecture = architecture_of(its)
-    if settings.length > (longest := architecture.config.longest_sequence):
+    if settings.rows.length > (longest := architecture.config.longest_sequence):
         raise UserError(
-            f"--length={settings.length} is more than the {longest} positions of {name}. Pass --length {longest}."
+            f"--length={settings.rows.length} is more than the {longest} positions of {name}. Pass --length {longest}."
         )
     vocab_size = min(student.config.vocab_size, architecture.config.vocab_size)
     _check_vocabularies(name, (source, student), (its, architecture), vocab_size)
-    if settings.top_k is not None and settings.top_k > vocab_size:
-        raise UserError(f"--top-k={settings.top_k} is more than the {vocab_size} entries of the vocabulary.")
-    return Teacher(its, architecture, settings.teacher_quantize, vocab_size, stays=settings.top_k is None)
+    if options.top_k is not None and options.top_k > vocab_size:
+        raise UserError(f"--top-k={options.top_k} is more than the {vocab_size} entries of the vocabulary.")
+    return Teacher(its, architecture, options.teacher_quantize, vocab_size, stays=options.top_k is None)
 
 
 def _check_vocabularies(

@@ -15,6 +15,7 @@ import numpy as np
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import digests
 
+LENGTH = 2048  # tokens in a row, where nobody says otherwise
 INPUTS = ("input_ids", "segment_ids", "positions")  # the arguments by which a model reads packed rows
 ARGUMENTS = (*INPUTS, "labels")  # and those by which it is scored, too
 MASKS = ("segment_ids", "token_mask", "attention_mask")  # those that are 0 at padding

@@ -22,10 +22,10 @@ from flax import nnx
 from liger_jax import commands
 from liger_jax.models import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from liger_jax.models.lora import add_lora, save_adapters
-from liger_jax.trainers.distill_options import DistillSettings
-from liger_jax.trainers.dpo_options import PairSettings
-from liger_jax.trainers.finetune_options import FinetuneSettings
-from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -134,7 +134,7 @@ FACTORS = {
         "dtype": ["", "--dtype bfloat16"],
         "size": ["--max-new-tokens 3"],
         "temperature": ["", "--temperature 0.7"],
-        "draw": ["", "--top-p 0.9", "--top-k 5"],
+        "draw": ["", "--temperature 0.7 --top-p 0.9", "--temperature 0.7 --top-k 5"],
         "seed": ["", "--seed 3"],
         "prompt": [
             "--prompt one", "--prompt one --chat", "--prompt one --chat --system three", "--file {prompts}",
@@ -179,7 +179,7 @@ FACTORS = {
         "dtype": ["", "--dtype bfloat16"],
         "size": ["--max-new-tokens 3"],
         "temperature": ["", "--temperature 0.7"],
-        "draw": ["", "--top-p 0.9", "--top-k 5"],
+        "draw": ["", "--temperature 0.7 --top-p 0.9", "--temperature 0.7 --top-k 5"],
         "seed": ["", "--seed 3"],
         "system": ["", "--system three"],
         "config": ["", "--config {config}"],
@@ -200,7 +200,7 @@ APART = [
     ("cispo|sapo|vespo|gmpo", "--delta"),
     ("} --loss", "--format|--column"),
 ]
-SETTINGS = {"finetune": FinetuneSettings, "dpo": PairSettings, "grpo": GrpoSettings, "distill": DistillSettings}
+METHODS = {"finetune": FinetuneOptions, "dpo": PairOptions, "grpo": GrpoOptions, "distill": DistillOptions}
 QUICK = {"plan": (0, 1), "data": (0, 1), "grpo": (1,)}  # rows by default, of which training is traced alone
 
 
@@ -304,7 +304,7 @@ def problem(command, row, place, out):
     if "--result-of" in given:
         at = given.index("--result-of")
         result_of, given[at : at + 2] = given[at : at + 2], []
-    is_training = command in SETTINGS
+    is_training = command in METHODS
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         try:
             code = commands.main([*given, *(["--out", str(out)] if is_training else [])])
@@ -337,7 +337,7 @@ def test_some_options_go_together(command, number, place, tmp_path, monkeypatch)
 
     monkeypatch.setattr(Compiling, "start", traced)
     found = problem(command, rows_of(command)[number], place, tmp_path / "out")
-    assert found.endswith("it is traced\n") if command in SETTINGS else not found, found
+    assert found.endswith("it is traced\n") if command in METHODS else not found, found
 
 
 PARTS = 8

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from liger_jax.commands._arguments import ALTERNATIVES
 from liger_jax.commands._arguments import settings_of as parsed_settings
 from liger_jax.commands.finetune import add_arguments
 from liger_jax.trainers import options_file
+from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from tests import _tiny
 
@@ -138,7 +140,8 @@ def settings_of(capsys, *arguments):
     parser = _parser.Parser(prog="liger-jax finetune", alternatives=ALTERNATIVES, known=option_names)
     add_arguments(parser)
     parser.add_argument("--config")
-    return parsed_settings(parser.parse_args([str(argument) for argument in arguments]))
+    settings = parsed_settings(parser.parse_args([str(argument) for argument in arguments]), FinetuneOptions)
+    return types.SimpleNamespace(**settings.flat())
 
 
 @pytest.fixture
@@ -164,13 +167,13 @@ def test_options_of_the_command_line_overrule_those_of_the_file(capsys, options)
 
 def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
     path = tmp_path / "settings.toml"
-    told = Settings(
+    told = Settings.of(FinetuneOptions,
         model='a "quoted"\\ name\x7f\t☃', data="y", pack=True, lora=4, learning_rate=1e-5, log=("csv", "wandb"), seed=7,
         schedule="linear", warmup=20.0, clip=0.0, weight_decay=0.0, samples=2, patience=3, out=str(tmp_path),
     )  # fmt: skip
     options_file.write(path, told.to_write(), options_file.heading("finetune"))
-    assert settings_of(capsys, "--config", path) == told
-    of_the_run = Settings(model="x", data="y", lora=4).of_the_run()
+    assert vars(settings_of(capsys, "--config", path)) == told.flat()
+    of_the_run = Settings.of(FinetuneOptions, model="x", data="y", lora=4).of_the_run()
     assert of_the_run["learning_rate"] == 2e-4  # another rate is told beside the default's value, and not beside None
 
 

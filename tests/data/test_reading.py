@@ -18,6 +18,7 @@ from liger_jax.chat.template import ChatTemplate
 from liger_jax.commands import main
 from liger_jax.data import reading, training_rows
 from liger_jax.data.files import found as found_files
+from liger_jax.data.options import RowOptions
 from liger_jax.data.reading import Document
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
@@ -25,6 +26,7 @@ from liger_jax.planner import devices
 from liger_jax.planner.architectures import architecture_of
 from liger_jax.planner.estimate import estimate
 from liger_jax.trainers import memory
+from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -338,10 +340,10 @@ def test_a_refusal_by_a_little_says_how_to_begin_nevertheless(source, tmp_path, 
 
 def test_a_run_that_risks_it_takes_what_needs_least_of_what_is_left_to_it(source, monkeypatch, capsys):
     monkeypatch.setattr(devices, "here", lambda: _device(1e-6))
-    settings = Settings(str(source), "a.txt", length=512, batch=4, risk_memory=True)
+    settings = Settings.of(FinetuneOptions, model=str(source), data="a.txt", length=512, batch=4, risk_memory=True)
     model, mesh = architecture_of(Source(source)), {"data": 1, "fsdp": 1}
     chosen = memory.fitted(settings, model, "float32", "float32", "float32", mesh)
-    assert chosen.micro_batches == 4  # a run that is refused has one
+    assert chosen.recipe.micro_batches == 4  # a run that is refused has one
     assert "--risk-memory begins nevertheless\n" in capsys.readouterr().out
 
 
@@ -359,8 +361,8 @@ def test_a_text_ends_with_the_end_of_text_and_its_parts_fill_rows(source, plain)
 
 def test_rows_hold_documents_each_by_itself(source, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": _tiny.text(3 + i)}) for i in range(9)))
-    settings = Settings(model="m", data=str(tmp_path / "a.jsonl"), length=32, eval_share=0.2)
-    data = training_rows.prepared(settings, Tokenizer(Source(source), 320, []), tmp_path / "tokens")
+    options = RowOptions(str(tmp_path / "a.jsonl"), length=32, eval_share=0.2)
+    data = training_rows.prepared(options, 8, 0, Tokenizer(Source(source), 320, []), tmp_path / "tokens")
     assert data.held_out_rows and (data.rows.num_rows, data.held_out_rows.num_rows) == (7, 2)
     scored = data.rows["labels"][:] >= 0
     assert scored.sum(1).tolist() == data.rows.tokens.sizes()[data.rows.pieces].tolist()
@@ -368,10 +370,10 @@ def test_rows_hold_documents_each_by_itself(source, tmp_path):
 
 def test_a_configuration_is_for_datasets_of_the_hub(tmp_path):
     (tmp_path / "a.txt").write_text("one two")
-    files = Settings(model="m", data=str(tmp_path / "a.txt"), subset="small")
+    files = RowOptions(str(tmp_path / "a.txt"), subset="small")
     with pytest.raises(UserError, match="--subset=small is a dataset's configuration, and the data are files"):
         training_rows.sources_of(files)
-    mixed = Settings(model="m", data=("org/words", str(tmp_path / "a.txt")), subset="small")
+    mixed = RowOptions(("org/words", str(tmp_path / "a.txt")), subset="small")
     assert [bool(each.paths) for each in training_rows.sources_of(mixed)["--data"]] == [False, True]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from liger_jax.data import file_rows, reading, sources
+from liger_jax.data.options import RowOptions
 from liger_jax.data.training_rows import sources_of
-from liger_jax.trainers.options import Settings
 from liger_jax.training import rows
 from liger_jax.user_errors import UserError
 
@@ -111,15 +111,15 @@ def test_what_is_trained_on_is_not_scored_by_whatever_name(here):
     write(d__a_jsonl=LINE, d__b_jsonl=LINE)
     (here / "link.jsonl").symlink_to("d/b.jsonl")
     (here / "hard.jsonl").hardlink_to("d/b.jsonl")
-    settings = lambda *data, **options: Settings(model="m", data=data, **options)
+    options = lambda *data, **others: RowOptions(data, **others)
     for data, scored in [(["d/b.jsonl"], "./d/b.jsonl"), (["d"], "link.jsonl"), (["d/a.jsonl", "hard.jsonl"], "d/*b*")]:
         with pytest.raises(UserError, match=r"^--eval-data: .*(b|link|hard)\.jsonl is in --data, too"):
-            sources_of(settings(*data, eval_data=scored))
+            sources_of(options(*data, eval_data=scored))
     with pytest.raises(UserError, match="^--eval-data: org/words is in --data, too"):
-        sources_of(settings("org/words", eval_data="org/words", stream=True, steps=1))
+        sources_of(options("org/words", eval_data="org/words", stream=True))
     with pytest.raises(UserError, match="--data names link.jsonl more than once, also as d/b.jsonl. Leave"):
-        sources_of(settings("d", "link.jsonl"))
-    assert sources_of(settings("d/a.jsonl", eval_data="link.jsonl"))["--eval-data"][0].name == "link.jsonl"
+        sources_of(options("d", "link.jsonl"))
+    assert sources_of(options("d/a.jsonl", eval_data="link.jsonl"))["--eval-data"][0].name == "link.jsonl"
 
 
 def test_a_mixture_has_each_file_s_rows_as_often_as_its_weight_says():

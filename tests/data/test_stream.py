@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from liger_jax.commands import main
+from liger_jax.data.options import RowOptions
 from liger_jax.data.reading import Document
 from liger_jax.data.stream import Stream
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
+from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -53,9 +55,8 @@ def dataset(monkeypatch):
 
 
 def stream(source, folder, **options):
-    options = {"batch": 3, "length": 16, "steps": 50, "eval_data": ("e",), "stream": True, **options}
-    settings = Settings(model="m", data="org/words", **options)
-    return Stream(settings, Tokenizer(Source(source), 320, []), folder)
+    rows = RowOptions("org/words", **{"length": 16, "eval_data": ("e",), "stream": True, **options})
+    return Stream(rows, 3, Tokenizer(Source(source), 320, []), folder)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -103,10 +104,9 @@ def test_a_run_that_goes_on_reads_from_its_place_and_has_the_same_rows(source, d
 
 
 def test_what_a_stream_needs_is_said(source, dataset, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="--stream reads data of unknown length, .* pass --steps and --eval-data."):
-        stream(source, tmp_path, steps=None)
-    with pytest.raises(UserError, match="pass --steps and --eval-data."):
-        stream(source, tmp_path, eval_data=())
+    for given in (dict(steps=4), dict(eval_data="e")):
+        with pytest.raises(UserError, match="--stream reads data of unknown length, .* pass --steps and --eval-data."):
+            Settings.of(FinetuneOptions, model="m", data="org/words", stream=True, **given)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "words").write_text("one")

@@ -10,9 +10,9 @@ import pytest
 import liger_jax
 from liger_jax.data import long_text, reading, token_cache, training_rows
 from liger_jax.data.laid_rows import LaidRows, RowBatches
+from liger_jax.data.options import RowOptions
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
-from liger_jax.trainers.options import Settings
 from liger_jax.training import pack, pad, rows
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -33,17 +33,21 @@ def tokenizer(source):
     return Tokenizer(Source(source), 320, [])
 
 
-def settings_of(source, *data, **options):
+def options_of(source, *data, **options):
     paths = tuple(str(source.parent / each) for each in data)
-    return Settings(model="m", data=paths, **{"length": 32, "eval_share": 0.0, **options})
+    return RowOptions(paths, **{"length": 32, "eval_share": 0.0, **options})
+
+
+def rows_of(options, encoder, place, seed=0):
+    return training_rows.prepared(options, 8, seed, encoder, place)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_rows_from_files_are_those_of_all_documents_at_once(source, tmp_path, packed, monkeypatch):
     monkeypatch.setattr("liger_jax.data.token_files._BATCH", 7)
-    settings = settings_of(source, "mixed.jsonl", pack=packed)
-    laid = training_rows.prepared(settings, tokenizer(source), tmp_path / "tokens").rows
-    pieces = tokenizer(source).pieces(reading.read(settings.data), 32)
+    options = options_of(source, "mixed.jsonl", pack=packed)
+    laid = rows_of(options, tokenizer(source), tmp_path / "tokens").rows
+    pieces = tokenizer(source).pieces(reading.read(options.data), 32)
     expected = (pack if packed else pad)([p.tokens for p in pieces], 32, labels=[p.labels for p in pieces])
     assert list(laid) == list(expected)
     for name, array in expected.items():
@@ -61,10 +65,10 @@ def test_rows_from_files_are_those_of_all_documents_at_once(source, tmp_path, pa
     assert laid.tokens.num_scored(np.arange(len(pieces))) == sum((p.labels[1:] >= 0).sum() for p in pieces)
 
 
-def prepared(source, place, capsys, *data, **options):
+def prepared(source, place, capsys, *data, seed=0, **options):
     """The rows of a start that keeps its tokens, and whether it made them."""
     capsys.readouterr()
-    found = training_rows.prepared(settings_of(source, *data, **options), tokenizer(source), place)
+    found = rows_of(options_of(source, *data, **options), tokenizer(source), place, seed)
     found.keep()
     return found, "tokenising" in capsys.readouterr().out
 
@@ -117,7 +121,7 @@ def test_damaged_tokens_are_made_anew(source, tmp_path, capsys, name):
 
 def test_what_is_said_of_conversations_is_said_at_each_start(source, tmp_path, capsys):
     for _ in range(2):
-        found = training_rows.prepared(settings_of(source, "chats.jsonl", length=40), tokenizer(source), tmp_path)
+        found = rows_of(options_of(source, "chats.jsonl", length=40), tokenizer(source), tmp_path)
         found.keep()
         assert "7 of 7 conversations are cut off, as longer than --length=40\n" in capsys.readouterr().out
 
@@ -126,28 +130,28 @@ def test_the_mark_that_ends_answers_is_known_from_files_too(source, tmp_path):
     stops = []
     for _ in range(2):
         one = tokenizer(source)
-        training_rows.prepared(settings_of(source, "chats.jsonl"), one, tmp_path).keep()
+        rows_of(options_of(source, "chats.jsonl"), one, tmp_path).keep()
         stops.append(one.stops)
     assert stops[0] == stops[1] and len(stops[0]) == 2
 
 
 def test_tokens_that_no_run_has_kept_are_removed(source, tmp_path):
     with token_cache.leftovers_removed(tmp_path):
-        training_rows.prepared(settings_of(source, "chats.jsonl"), tokenizer(source), tmp_path / "tokens")
+        rows_of(options_of(source, "chats.jsonl"), tokenizer(source), tmp_path / "tokens")
         assert list((tmp_path / "tokens").iterdir())
     assert not (tmp_path / "tokens").exists()
     (tmp_path / "tokens" / "mine").mkdir(parents=True)
     with token_cache.leftovers_removed(tmp_path):
-        training_rows.prepared(settings_of(source, "chats.jsonl"), tokenizer(source), tmp_path / "tokens").keep()
+        rows_of(options_of(source, "chats.jsonl"), tokenizer(source), tmp_path / "tokens").keep()
     assert len(list((tmp_path / "tokens").iterdir())) == 2  # and what no run has left stays
 
 
 def test_weights_mix_files_by_rows(source, tmp_path):
-    settings = settings_of(source, "mixed.jsonl=.5", "chats.jsonl=3")
-    data = training_rows.prepared(settings, tokenizer(source), tmp_path)
+    options = options_of(source, "mixed.jsonl=.5", "chats.jsonl=3")
+    data = rows_of(options, tokenizer(source), tmp_path)
     (mixed, half), (chats, thrice) = data.mixture or []
     assert (half, thrice, chats) == (0.5, 3.0, 7) and data.num_in_epoch == round(mixed / 2) + 21
-    batch_of, of_chats = data.batches(settings), {row.tobytes() for row in data.rows["input_ids"][mixed:]}
+    batch_of, of_chats = data.batches(8, 0, 1.0), {row.tobytes() for row in data.rows["input_ids"][mixed:]}
     seen = [row.tobytes() for i in range(-(-data.num_in_epoch // 8)) for row in batch_of(i)["input_ids"]]
     assert len(seen) == data.num_in_epoch
     assert sum(row in of_chats for row in seen) >= 21  # some rows of the other file are the same
@@ -156,23 +160,23 @@ def test_weights_mix_files_by_rows(source, tmp_path):
 def test_other_data_is_scored_and_not_trained_on(source, tmp_path):
     (source.parent / "other.jsonl").write_text("\n".join(_tiny.chats(12).split("\n")[9:]))
     scored = (str(source.parent / "other.jsonl"),)
-    settings = settings_of(source, "chats.jsonl", eval_data=scored, eval_share=None)
-    data = training_rows.prepared(settings, tokenizer(source), tmp_path)
+    options = options_of(source, "chats.jsonl", eval_data=scored, eval_share=None)
+    data = rows_of(options, tokenizer(source), tmp_path)
     assert (data.rows.num_rows, data.held_out_rows.num_rows) == (7, 3)
     data.keep()
     assert len(list(tmp_path.iterdir())) == 2
-    same = settings_of(source, "chats.jsonl", eval_data=settings_of(source, "chats.jsonl").data, eval_share=None)
+    same = options_of(source, "chats.jsonl", eval_data=options_of(source, "chats.jsonl").data, eval_share=None)
     with pytest.raises(UserError, match="chats.jsonl is in --data, too"):
-        training_rows.prepared(same, tokenizer(source), tmp_path)
+        rows_of(same, tokenizer(source), tmp_path)
     (source.parent / "copy.jsonl").write_bytes((source.parent / "chats.jsonl").read_bytes())
-    copied = settings_of(source, "chats.jsonl", eval_data=(str(source.parent / "copy.jsonl"),), eval_share=None)
+    copied = options_of(source, "chats.jsonl", eval_data=(str(source.parent / "copy.jsonl"),), eval_share=None)
     with pytest.raises(UserError, match="--eval-data has the content of --data"):
-        training_rows.prepared(copied, tokenizer(source), tmp_path)
-    weighed = settings_of(source, "mixed.jsonl", eval_data=(scored[0] + "=2",), eval_share=None)
+        rows_of(copied, tokenizer(source), tmp_path)
+    weighed = options_of(source, "mixed.jsonl", eval_data=(scored[0] + "=2",), eval_share=None)
     with pytest.raises(UserError, match="has a weight, and all that is scored counts alike"):
-        training_rows.prepared(weighed, tokenizer(source), tmp_path)
+        rows_of(weighed, tokenizer(source), tmp_path)
     with pytest.raises(UserError, match="--eval-share=0.1 and --eval-data both say what is scored"):
-        settings_of(source, "chats.jsonl", eval_data=scored, eval_share=0.1)
+        options_of(source, "chats.jsonl", eval_data=scored, eval_share=0.1)
 
 
 def test_a_long_text_has_the_tokens_of_the_whole(source, tmp_path, monkeypatch):
@@ -206,7 +210,7 @@ def test_windows_that_nowhere_agree_are_refused(monkeypatch):
 
 
 def test_laid_rows_of_several_groups_share_no_row(source, tmp_path):
-    data = training_rows.prepared(settings_of(source, "mixed.jsonl"), tokenizer(source), tmp_path)
+    data = rows_of(options_of(source, "mixed.jsonl"), tokenizer(source), tmp_path)
     groups = [np.arange(0, 9), np.arange(9, 9), np.arange(9, 20)]
     laid = LaidRows(data.rows.tokens, groups, 32, True)
     assert laid.counts[1] == 0 and sum(laid.counts) == laid.num_rows
@@ -215,12 +219,12 @@ def test_laid_rows_of_several_groups_share_no_row(source, tmp_path):
 
 
 def test_pieces_have_one_number_in_packed_and_padded_rows_and_another_where_they_come_twice(source, tmp_path):
-    settings = settings_of(source, "mixed.jsonl", batch=50, seed=3)
-    tokens = training_rows.prepared(settings, tokenizer(source), tmp_path).rows.tokens
+    options = options_of(source, "mixed.jsonl")
+    tokens = rows_of(options, tokenizer(source), tmp_path).rows.tokens
     for packed in (True, False):
         laid = LaidRows(tokens, [np.arange(2, 12)], 32, packed)
         data = training_rows.TrainingRows(laid, None, [(laid.num_rows, 2.0)], "")
-        ids, numbers = data.batches(settings)(0)["input_ids"], data.pieces(settings)(0)
+        ids, numbers = data.batches(50, 3, 1.0)(0)["input_ids"], data.pieces(50, 3, 1.0)(0)
         for number in range(2, 12):
             expected = tokens.arrays(number)[0]
             for turn in (0, len(tokens)):  # places without a token have any number

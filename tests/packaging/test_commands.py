@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from liger_jax import commands
+from liger_jax import _options, commands
 from liger_jax.commands import _parser
 from liger_jax.commands._arguments import settings_of
-from liger_jax.trainers.distill_options import DistillSettings
-from liger_jax.trainers.dpo_options import PairSettings
-from liger_jax.trainers.finetune_options import FinetuneSettings
-from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers import options
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.user_errors import UserError
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [*CHECKOUT.glob("*.md"), *sorted(CHECKOUT.glob("docs/*.md")), *sorted(CHECKOUT.glob("models/*/README.md"))]
 PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
 TEXTS = {str(page.relative_to(CHECKOUT)): page.read_text(encoding="utf-8") for page in PAGES}
-SETTINGS = {"finetune": FinetuneSettings, "dpo": PairSettings, "grpo": GrpoSettings, "distill": DistillSettings}
+METHODS = {"finetune": FinetuneOptions, "dpo": PairOptions, "grpo": GrpoOptions, "distill": DistillOptions}
 FENCE = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:[^`\n]|\n(?!\n))+)`")
 OURS = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*liger-jax (?P<rest>[a-z]+(?: .*)?)$")
@@ -81,8 +82,8 @@ def test_a_command_of_a_page_is_taken_by_its_parser(page, parsers, capsys):
         name = line.split()[0]
         try:
             args = parsers[name].parse_args(words(line, named, parsers[name]))
-            if name in SETTINGS and "--config" not in line:  # what goes together may be in the file
-                settings_of(args, SETTINGS[name])
+            if name in METHODS and "--config" not in line:  # what goes together may be in the file
+                settings_of(args, METHODS[name])
         except (SystemExit, UserError) as error:
             assert line == REFUSED or str(error) == "0", f"{page}: liger-jax {line}: {error} {capsys.readouterr().err}"
         else:
@@ -137,5 +138,19 @@ def test_the_tables_of_options_are_whole_and_have_no_others(name, parsers):
     ours -= {option for option in ours if f"--{option.removeprefix('--no-')}" in ours - {option}}
     assert not (others := explained(name) - ours - {"--no-cache"}), f"no options: {sorted(others)}"
     told = set(re.findall(r"--[a-z-]+[a-z]", TEXTS[f"docs/{name}.md"])) | {"--help", "--config", "--cache"}
-    lost = ours - told - (explained("finetune") if name in SETTINGS else set())
+    lost = ours - told - (explained("finetune") if name in METHODS else set())
     assert not lost, f"without a word: {sorted(lost)}"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_tables_of_options_have_their_defaults(name):
+    own = TEXTS[f"docs/{name}.md"].partition("\n## Options")[2] or TEXTS[f"docs/{name}.md"]
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in own.splitlines() if line.startswith("| `--")]
+    told = {option: cells[-1] for cells in rows for option in re.findall(r"--[a-z-]+[a-z]", cells[0])}
+    for field in options.options_of(METHODS[name]).values():
+        default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        if default and not isinstance(default, bool) and isinstance(default, str | int | float):
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
+            cell = told.get(_options.flag(field), shown).replace(",", "")
+            is_told = re.search(rf"(?<![\w.]){re.escape(shown)}(?!\w)", cell) or cell == "half an hour"
+            assert is_told, f"{field.name}: {shown}, and not {cell}"

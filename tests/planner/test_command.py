@@ -11,8 +11,9 @@ from liger_jax.commands import main
 from liger_jax.planner import defaults, plan, planning, searching
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.compilers import Compiled
-from liger_jax.trainers import decided_run
+from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.placement import Placement
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
@@ -217,14 +218,14 @@ def test_what_is_not_said_is_as_in_finetune(capsys):
     ):
         main(f"plan --model qwen2.5-7b --device h200 {options}".split())
         printed = capsys.readouterr().out
-        settings = Settings("qwen2.5-7b", "text")
+        settings = Settings.of(FinetuneOptions, model="qwen2.5-7b", data="text")
         assert (
-            f"{settings.batch} × {settings.length} tokens" in printed
-            and f"remat {settings.remat or defaults.REMAT}" in printed
+            f"{settings.recipe.batch} × {settings.rows.length} tokens" in printed
+            and f"remat {settings.placement.remat or defaults.REMAT}" in printed
         )
         assert expected in printed
     run = planning.make_run("qwen2.5-7b", device="h200", lora=16)
-    chosen = decided_run.precision(Settings("qwen2.5-7b", "text", lora=16, dtype=run.dtype), run.model.dtype)
+    chosen = Placement("qwen2.5-7b", dtype=run.dtype).precision(16, run.model.dtype)
     assert chosen == dict(dtype=run.dtype, param_dtype=run.param_dtype)
 
 

@@ -16,14 +16,15 @@ from safetensors.numpy import load_file, save_file
 
 from liger_jax import losses
 from liger_jax.commands import main
-from liger_jax.data import training_rows
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models import AutoModelForCausalLM, KernelOptions
 from liger_jax.models.hugging_face.source import find
 from liger_jax.planner.architectures import architecture_of
 from liger_jax.planner.devices import GIB
 from liger_jax.trainers import decided_run, distillation, memory, stored_top_k
-from liger_jax.trainers.distill_options import DistillSettings
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.options import Settings
+from liger_jax.trainers.task import TEXT
 from liger_jax.trainers.teacher import NAME
 from liger_jax.trainers.teacher import found as find_teacher
 from liger_jax.training.rows import INPUTS
@@ -134,8 +135,8 @@ def test_the_loss_is_the_mean_divergence_of_scored_tokens(name, models, batch):
     temperature = 1.0 if name == "cosine" else 2.0
     options = dict(divergence=name, temperature=temperature, hard_weight=0.25)
     options |= {"beta": 0.3} if name == "jsd" else {}
-    settings = DistillSettings(model="m", data="d", teacher="t", **options)
-    loss, _ = distillation.loss_of(settings, VOCAB)(models, batch)
+    settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", **options)
+    loss, _ = distillation.loss_of(settings.method, VOCAB)(models, batch)
     student, teacher, of_labels = exact(models, batch, temperature)
     expected = 0.75 * ORACLES[name](student, teacher) - 0.25 * of_labels
     np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
@@ -143,7 +144,7 @@ def test_the_loss_is_the_mean_divergence_of_scored_tokens(name, models, batch):
 
 @pytest.mark.parametrize("tail", ["bucket", "ignore"])
 def test_stored_tokens_give_the_divergence_of_what_is_stored(tail, models, batch):
-    settings = DistillSettings(model="m", data="d", teacher="t", temperature=2.0, top_k=K, tail=tail)
+    settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", temperature=2.0, top_k=K, tail=tail)
     rows = {name: batch[name] for name in INPUTS}
     stored = dict(zip(stored_top_k.COLUMNS, stored_top_k.top_k(models.teacher, rows, K, 2.0, VOCAB), strict=True))
     student, teacher = map(log_softmax, exact(models, batch, 2.0)[:2])
@@ -157,7 +158,7 @@ def test_stored_tokens_give_the_divergence_of_what_is_stored(tail, models, batch
         rest = [np.log(1 - np.exp(x).sum(-1)) for x in (t, s)]
         expected += np.exp(rest[0]) * (rest[0] - rest[1])
     del models.teacher  # it is not needed
-    loss, _ = distillation.loss_of(settings, VOCAB)(models, {**batch, **stored})
+    loss, _ = distillation.loss_of(settings.method, VOCAB)(models, {**batch, **stored})
     np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
 
 
@@ -167,12 +168,12 @@ def test_stored_tokens_give_the_divergence_of_what_is_stored(tail, models, batch
 @pytest.mark.parametrize("packed", [True, False])
 def test_columns_have_at_each_scored_place_what_was_written_for_it(packed, source, tmp_path, monkeypatch):
     """The "teacher" here says of a token its number, its position and its row's sum."""
-    settings = DistillSettings(
+    settings = Settings.of(DistillOptions,
         model=str(source), data=str(source.parent / "chats.jsonl"), teacher=str(source.parent / "teacher"), length=64,
         pack=packed, eval_share=0.2, top_k=2, out=str(tmp_path), batch=4,
     )  # fmt: skip
     teacher = find_teacher(settings, find(source), architecture_of(find(source)))
-    data = training_rows.prepared(settings, Tokenizer(source, 320, []), tmp_path / "tokens")
+    data = TEXT.prepared(settings, Tokenizer(source, 320, []), tmp_path / "tokens")
     some = stored_top_k.add_columns(settings, data)
     assert not data.rows["token_ids"][[0, 1]].any()  # before they are filled
 
@@ -359,7 +360,7 @@ def test_a_model_without_weights_is_refused_before_it_is_traced(whose, source, t
 
 
 def test_the_planner_counts_the_teacher(source, monkeypatch, capsys):
-    settings = DistillSettings(model="m", data="d", teacher="t", length=64, batch=4)
+    settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", length=64, batch=4)
     found, sizes = architecture_of(find(source)), dict(data=1, fsdp=1, tensor=1, sequence=1)
     check = lambda **of_teacher: memory.fitted(settings, found, "float32", "float32", "float32", sizes, **of_teacher)
     capacity = memory.devices.here().capacity_bytes
@@ -375,7 +376,7 @@ def test_the_planner_counts_the_teacher(source, monkeypatch, capsys):
     assert "teacher" not in capsys.readouterr().out
     for stays in (True, False):  # a teacher needs less beside a micro-batch
         parted = check(teacher=lambda parts: capacity // parts + GIB, teacher_stays=stays)
-        assert parted.micro_batches == 2
+        assert parted.recipe.micro_batches == 2
 
 
 def test_a_device_s_part_of_the_teacher_s_tokens_is_counted(source, monkeypatch):
@@ -383,7 +384,7 @@ def test_a_device_s_part_of_the_teacher_s_tokens_is_counted(source, monkeypatch)
     seen, sizes = [], dict(data=2, fsdp=1, expert=4, tensor=8, sequence=1)
     teacher = types.SimpleNamespace(num_bytes=lambda dtype, devices, tokens: seen.append(tokens), stays=True)
     monkeypatch.setattr(memory, "fitted", lambda settings, found, teacher, **others: teacher(2))
-    settings = DistillSettings(model="m", data="d", teacher="t", length=64, batch=32)
+    settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", length=64, batch=32)
     task, devices = types.SimpleNamespace(teacher=teacher), types.SimpleNamespace(sizes=sizes)
     inspect.unwrap(decided_run._fitted)(
         settings, task, architecture_of(find(source)), dict(dtype="float32"), "float32", devices
@@ -425,7 +426,7 @@ def test_transformers_gives_the_same_divergence_from_what_a_run_leaves(source, t
     student, teacher = map(AutoModelForCausalLM.from_pretrained, (tmp_path / "model", source.parent / "teacher"))
     setattr(student, NAME, teacher)
     batch = {"input_ids": ids, "labels": jnp.pad(ids, ((0, 0), (1, 0)))[:, :-1]}
-    settings = DistillSettings(model="m", data="d", teacher="t")
+    settings = Settings.of(DistillOptions, model="m", data="d", teacher="t")
     whole = {name: jnp.pad(x, ((0, 0), (0, 1))) for name, x in batch.items()}  # so that each token has a next one
-    found, _ = distillation.loss_of(settings, 320)(student, whole)
+    found, _ = distillation.loss_of(settings.method, 320)(student, whole)
     np.testing.assert_allclose(found, expected.item(), rtol=1e-3)

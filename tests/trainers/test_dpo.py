@@ -13,12 +13,13 @@ from safetensors.numpy import load_file
 
 from liger_jax import losses
 from liger_jax.commands import main
-from liger_jax.data import training_rows
 from liger_jax.data.answers import PairTokenizer
 from liger_jax.data.preferences import pair
 from liger_jax.trainers import dpo, reference_log_probs, samples
-from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Preference
+from liger_jax.trainers.task import TEXT
 from liger_jax.training import pack_pairs, rows
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -141,11 +142,11 @@ def test_the_losses_of_micro_batches_add_up(batch, name):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_both_answers_of_a_pair_share_a_row_and_only_they_are_scored(source, tmp_path, packed):
-    settings = PairSettings(
-        model="m", data=str(source.parent / "pairs.jsonl"), length=128, pack=packed, eval_share=0.25
+    settings = Settings.of(
+        PairOptions, model="m", data=str(source.parent / "pairs.jsonl"), length=128, pack=packed, eval_share=0.25
     )
     tokenizer = PairTokenizer(source, 320, [])
-    data = training_rows.prepared(settings, tokenizer, tmp_path)
+    data = TEXT.prepared(settings, tokenizer, tmp_path)
     assert data.num_segments == (4 if packed else 2) and data.rows.num_rows == (9 if packed else 18)
     seen = []
     for laid in data.laid:
@@ -222,8 +223,8 @@ def test_pairs_that_are_too_long_are_cut_and_those_alike_left_out(source, tmp_pa
         {"prompt": "one", "chosen": _tiny.text(40), "rejected": _tiny.text(41)},
     ]
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, [*long, *others])))
-    settings = PairSettings(model="m", data=str(tmp_path / "long.jsonl"), length=32, eval_share=0.0)
-    data = training_rows.prepared(settings, PairTokenizer(source, 320, []), tmp_path / "tokens")
+    settings = Settings.of(PairOptions, model="m", data=str(tmp_path / "long.jsonl"), length=32, eval_share=0.0)
+    data = TEXT.prepared(settings, PairTokenizer(source, 320, []), tmp_path / "tokens")
     sizes = data.rows.tokens.sizes().reshape(-1, 2)
     assert sizes[0].sum() == 32 and sizes[0, 1] < 16 and sizes[1].tolist() == [16, 16]
     assert "4 of 4 pairs are cut off, as longer than --length=32" in capsys.readouterr().out
@@ -360,7 +361,7 @@ def test_options_that_do_not_go_together_are_one_sentence(options, message, sour
 
 def test_a_loss_that_cannot_change_the_model_is_refused():
     """0 changes nothing, and neither does what float32 cannot square: clipping divides by infinity."""
-    run = lambda **options: dpo.of_run(PairSettings(model="m", data=("a.jsonl",), **options))
+    run = lambda **options: dpo.of_run(Settings.of(PairOptions, model="m", data=("a.jsonl",), **options))
     for options in (
         dict(loss_type="sigmoid,sft", loss_weights=(0.0, 0.0)),
         dict(beta=1e38),

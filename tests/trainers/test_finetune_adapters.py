@@ -14,9 +14,8 @@ from safetensors.numpy import load_file
 from liger_jax.commands import main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import add_lora
+from liger_jax.trainers.adapters import AdapterOptions, loss_of, numbered
 from liger_jax.trainers.adapters import found as found_adapters
-from liger_jax.trainers.adapters import loss_of, numbered
-from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError
 from tests import _tiny
 
@@ -85,15 +84,15 @@ def test_dropout_is_the_same_in_micro_batches_in_packed_rows_and_on_two_devices(
 
 
 def test_dropout_is_another_in_each_step_and_without_it_rows_bring_nothing(source):
-    settings = Settings(model="m", data="d", lora=2, lora_dropout=0.5)
+    options = AdapterOptions(lora=2, lora_dropout=0.5)
     drawn = lambda model, batch, normalizer: model.model.layers.self_attn.q_proj.dropout_key[...]
     model = add_lora(
         AutoModelForCausalLM.from_pretrained(source), 2, alpha=4, targets=["q_proj"], dropout=0.5, rngs=nnx.Rngs(0)
     )
-    loss, batch = loss_of(settings, drawn), {"input_ids": np.zeros((2, 4), np.int32)}
+    loss, batch = loss_of(options, 0, drawn), {"input_ids": np.zeros((2, 4), np.int32)}
     keys = [loss(model, jax.tree.map(jnp.asarray, numbered(batch, np.zeros((1, 4)), i))) for i in (0, 0, 1)]
     assert keys[0] == keys[1] != keys[2]
-    assert loss_of(Settings(model="m", data="d", lora=2), drawn) is drawn
+    assert loss_of(AdapterOptions(lora=2), 0, drawn) is drawn
 
 
 @pytest.mark.parametrize(
@@ -120,4 +119,4 @@ def test_options_of_new_adapters_are_refused_with_a_folder_of_them(tuned):
     for name, value in (("lora", 4), ("rslora", True), ("lora_targets", "q_proj")):
         options = {name: value}
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is for new adapters, and .* holds adapters"):
-            found_adapters(Settings(model=str(tuned / "adapters"), data="d", **options))
+            found_adapters(str(tuned / "adapters"), AdapterOptions(**options))

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from liger_jax.commands import main
+from liger_jax.data.options import RowOptions
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.ops import LinearRope, Llama3Rope
 from liger_jax.planner import architectures, devices
@@ -15,7 +16,8 @@ from liger_jax.planner.devices import GIB, PINNED_LIMIT
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.step import Run
 from liger_jax.trainers import adapters, long_rows, memory
-from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.training import processes
 from liger_jax.user_errors import UserError
@@ -33,19 +35,19 @@ def fitted(monkeypatch, settings, gib, host_gib=1000, model=MODEL):
     device = devices.Target("gpu", "gpu", "A card", 1, size, "", size, size)
     monkeypatch.setattr(devices, "here", lambda: device)
     monkeypatch.setattr(devices, "machine_memory", lambda: int(host_gib * GIB))
-    model = dataclasses.replace(model, config=long_rows.stretched(model.config, settings.length, "llama3"))
+    model = dataclasses.replace(model, config=long_rows.stretched(model.config, settings.rows.length, "llama3"))
     return memory.fitted(settings, model, "bfloat16", "bfloat16", "bfloat16", ONE)
 
 
 def test_a_long_row_takes_all_that_it_needs_without_options(monkeypatch, capsys):
-    found = fitted(monkeypatch, Settings(**QLORA, length=262_144, pack=True), 75, host_gib=128)
-    assert (found.remat, found.micro_batches) == ("offload", 4)
+    found = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=262_144, pack=True), 75, host_gib=128)
+    assert (found.placement.remat, found.recipe.micro_batches) == ("offload", 4)
     said = capsys.readouterr().out
     assert "batch: 8 rows in 4 micro-batches\n" in said
     assert "wide arrays are made for 4,096 tokens at a time\n" in said
     assert "host: the inputs of 32 layers, 128.0 of 128.0 GiB\n" in said
-    smaller = fitted(monkeypatch, Settings(**QLORA, length=262_144, pack=True), 75, host_gib=127)
-    assert smaller.micro_batches == 8
+    smaller = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=262_144, pack=True), 75, host_gib=127)
+    assert smaller.recipe.micro_batches == 8
 
 
 @pytest.mark.parametrize(
@@ -60,8 +62,10 @@ def test_a_long_row_takes_all_that_it_needs_without_options(monkeypatch, capsys)
 def test_attention_s_results_go_to_the_host_where_rows_are_long_and_it_has_room(
     length, pack, gib, host_gib, expected, monkeypatch
 ):
-    found = fitted(monkeypatch, Settings(**QLORA, length=length, pack=pack, batch=1), gib, host_gib=host_gib)
-    assert found.remat == expected
+    found = fitted(
+        monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=length, pack=pack, batch=1), gib, host_gib=host_gib
+    )
+    assert found.placement.remat == expected
 
 
 @pytest.mark.parametrize("has_windows, expected", [(True, "offload"), (False, "offload_attention")])
@@ -71,58 +75,68 @@ def test_attention_s_results_are_made_again_where_layers_have_windows(has_window
         use_sliding_window=has_windows, max_window_layers=14, layer_types=None, max_position_embeddings=262_144
     )
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, **windows))
-    assert fitted(monkeypatch, Settings(**QLORA, length=262_144, batch=1), 60, model=model).remat == expected
+    assert (
+        fitted(
+            monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=262_144, batch=1), 60, model=model
+        ).placement.remat
+        == expected
+    )
 
 
 def test_what_fits_is_left_as_it_is(monkeypatch, capsys):
-    found = fitted(monkeypatch, Settings(**QLORA, length=2048), 75)
-    assert (found.remat, found.micro_batches) == ("full", 1)
+    found = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=2048), 75)
+    assert (found.placement.remat, found.recipe.micro_batches) == ("full", 1)
     assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_micro_batches_come_before_the_host(monkeypatch):
-    found = fitted(monkeypatch, Settings(**QLORA, length=8192), 16)
-    assert found.remat == "full" and found.micro_batches > 1
+    found = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=8192), 16)
+    assert found.placement.remat == "full" and found.recipe.micro_batches > 1
 
 
 def test_options_that_are_given_stay(monkeypatch):
     with pytest.raises(UserError, match="It fits with --remat offload --micro-batches 4"):
-        fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="full", micro_batches=1), 75)
-    found = fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="full", batch=1), 100)
-    assert (found.remat, found.micro_batches) == ("full", 1)
+        fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=262_144, remat="full", micro_batches=1), 75)
+    found = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=262_144, remat="full", batch=1), 100)
+    assert (found.placement.remat, found.recipe.micro_batches) == ("full", 1)
 
 
 @pytest.mark.parametrize("loss", ["aot", "kto"])
 def test_a_loss_of_whole_batches_is_never_parted(loss, monkeypatch):
     with pytest.raises(UserError, match="It fits with --remat offload: "):
-        fitted(monkeypatch, PairSettings(**QLORA, length=8192, remat="full", loss_type=loss), 16)
+        fitted(monkeypatch, Settings.of(PairOptions, **QLORA, length=8192, remat="full", loss_type=loss), 16)
 
 
 def test_processes_whose_hosts_differ_take_the_same_choice(monkeypatch):
     """Another process has less memory, and takes the fourth choice: 8 micro-batches of one row."""
     monkeypatch.setattr(memory.processes, "most", lambda number: max(number, 3))
-    assert fitted(monkeypatch, Settings(**QLORA, length=2048), 75).micro_batches == 8
+    assert fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=2048), 75).recipe.micro_batches == 8
 
 
 def test_a_host_that_is_too_small_is_named(monkeypatch, capsys):
     with pytest.raises(UserError, match=r"inputs need 64\.0 GiB of the host's memory, which has 32\.0 GiB"):
-        fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="offload", batch=1), 75, host_gib=32)
-    found = Settings(**QLORA, length=262_144, remat="offload_attention", batch=1)
-    assert fitted(monkeypatch, found, 75, host_gib=150).remat == "offload_attention"
+        fitted(
+            monkeypatch,
+            Settings.of(FinetuneOptions, **QLORA, length=262_144, remat="offload", batch=1),
+            75,
+            host_gib=32,
+        )
+    found = Settings.of(FinetuneOptions, **QLORA, length=262_144, remat="offload_attention", batch=1)
+    assert fitted(monkeypatch, found, 75, host_gib=150).placement.remat == "offload_attention"
     assert "host: the inputs and attention's results of 32 layers, 129.0 of 150.0 GiB\n" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"inputs and attention's results need 129\.0 GiB .* Pass --remat offload, a"):
         fitted(monkeypatch, found, 75, host_gib=128)
 
 
 def test_longer_rows_are_refused_or_reached_by_the_option():
-    told = dict(model="m", data="d", length=200_000)
+    told = dict(data="d", length=200_000)
     with pytest.raises(UserError, match="200000 is more than the 131072 positions of .* --rope-scaling llama3"):
-        long_rows.stretched_for(Settings(**told), MODEL)
+        long_rows.stretched_for(RowOptions(**told), MODEL)
     with pytest.raises(UserError, match="--rope-scaling=yarn: .* does not go with the model's own Llama3Rope"):
-        long_rows.stretched_for(Settings(**told, rope_scaling="yarn"), MODEL)
-    found = long_rows.stretched_for(Settings(**told, rope_scaling="llama3"), MODEL)
+        long_rows.stretched_for(RowOptions(**told, rope_scaling="yarn"), MODEL)
+    found = long_rows.stretched_for(RowOptions(**told, rope_scaling="llama3"), MODEL)
     assert found.config.longest_sequence == 262_144
-    assert long_rows.stretched_for(Settings(model="m", data="d"), MODEL) is MODEL
+    assert long_rows.stretched_for(RowOptions("d"), MODEL) is MODEL
 
 
 def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
@@ -134,7 +148,10 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
     def limit(**options):
         monkeypatch.setenv(PINNED_LIMIT, "")  # so that it is gone after the test
         monkeypatch.delenv(PINNED_LIMIT)
-        line, limit = long_rows.let_pool_grow(Settings(**told | options)), long_rows.os.environ.get(PINNED_LIMIT)
+        line, limit = (
+            long_rows.let_pool_grow(Settings.of(FinetuneOptions, **told | options)),
+            long_rows.os.environ.get(PINNED_LIMIT),
+        )
         assert f"may pin {limit} GiB" in line if limit else line == ""
         return limit
 
@@ -147,17 +164,17 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "machine_memory", lambda: 100 * GIB)
     assert limit(length=524_288) == "100"
     monkeypatch.setenv(PINNED_LIMIT, "7")
-    long_rows.let_pool_grow(Settings(**told, length=524_288))
+    long_rows.let_pool_grow(Settings.of(FinetuneOptions, **told, length=524_288))
     assert long_rows.os.environ[PINNED_LIMIT] == "7"
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_first_process_alone_says_what_the_pool_may_hold(is_first, monkeypatch, capsys):
+    monkeypatch.setattr("liger_jax.trainers.run.train", lambda settings, task: 0)  # first, with its own imports
     monkeypatch.setattr(long_rows, "let_pool_grow", lambda settings: "a line")
     monkeypatch.setattr(long_rows, "within", lambda settings, model: (settings, ""))
-    monkeypatch.setattr(adapters, "found", lambda settings: (None, None))
+    monkeypatch.setattr(adapters, "found", lambda model, options: (model, options, None))
     monkeypatch.setattr(architectures, "architecture_of", lambda source: None)
-    monkeypatch.setattr("liger_jax.trainers.run.train", lambda settings, task: 0)
     monkeypatch.setattr(processes, "is_first", lambda: is_first)
     assert main(["finetune", "--model=m", "--data=d", "--out=o"]) == 0
     assert capsys.readouterr().out == ("a line\n" if is_first else "")

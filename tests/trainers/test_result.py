@@ -1,6 +1,5 @@
 """What a run of `liger-jax finetune` leaves, and what it never replaces."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,11 @@ from safetensors.numpy import load_file
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.trainers import options_file, result
-from liger_jax.trainers.distill_options import DistillSettings
-from liger_jax.trainers.dpo_options import PairSettings
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.errors import training_errors
-from liger_jax.trainers.grpo_options import GrpoSettings
+from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.log import TABLE, Log
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.result import CHECKPOINTS
@@ -37,13 +37,13 @@ def sources(tmp_path_factory):
 
 
 def settings(out, **options):
-    return Settings(model="m", data="d", out=str(out), **options)
+    return Settings.of(FinetuneOptions, model="m", data="d", out=str(out), **options)
 
 
 @training_errors()
 def run_in(out, *names, fresh=False, **options):
     """A run's checkpoint and what it leaves beside it; returns the checkpoints."""
-    earlier = result.of_earlier_runs(settings(out, **options), out.parent)
+    earlier = result.of_earlier_runs(out, out.parent)
     checkpoints = Checkpoints(out / CHECKPOINTS, {}, fresh=fresh, earlier=earlier)
     checkpoints.save(1, STATE, {})
     for name in names:
@@ -161,16 +161,16 @@ def test_each_command_keeps_its_own_files_when_it_starts_over(tmp_path):
     names = [name for names in result.BESIDE.values() for name in names]
     common = dict(model="m", data="d", out=str(tmp_path))
     runs = {
-        ("tokens",): Settings(**common),
-        ("tokens", "teacher"): DistillSettings(**common, teacher="t", top_k=4),
-        ("tokens", "references"): PairSettings(**common),
-        ("completions",): GrpoSettings(**common, reward="r:f", samples=2),
-        (): GrpoSettings(**common, reward="r:f"),
+        ("tokens",): Settings.of(FinetuneOptions, **common),
+        ("tokens", "teacher"): Settings.of(DistillOptions, **common, teacher="t", top_k=4),
+        ("tokens", "references"): Settings.of(PairOptions, **common),
+        ("completions",): Settings.of(GrpoOptions, **common, reward="r:f", samples=2),
+        (): Settings.of(GrpoOptions, **common, reward="r:f"),
     }
     for own, run in runs.items():
         for name in names:
             (tmp_path / name).write_text("")
-        earlier = result.of_earlier_runs(run, tmp_path)
+        earlier = result.of_earlier_runs(Path(run.folder.out), tmp_path)
         result.clear(run, earlier)
         kept = {name for name in names if (tmp_path / name).exists()}
         assert kept == {name for kind in own for name in result.BESIDE[kind]}
@@ -181,7 +181,7 @@ def test_what_is_tuned_stays_beside_its_adapters(tmp_path):
     run_in(out, "model")
     for source in (out / "model", out / "model" / "part"):
         source.mkdir(exist_ok=True)
-        assert result.of_earlier_runs(settings(out, lora=4), source) == []
+        assert result.of_earlier_runs(out, source) == []
 
 
 def test_nothing_of_an_earlier_result_is_left_in_the_adapters(sources, tmp_path):
@@ -227,7 +227,7 @@ def test_a_weight_that_float16_does_not_hold_is_told(sources, tmp_path):
 
 def test_a_dtype_of_weights_is_refused_for_adapters(tmp_path):
     with pytest.raises(UserError, match="--save-dtype=float32 is for weights, not adapters: pass --merge as well"):
-        dataclasses.replace(settings(tmp_path, lora=4), save_dtype="float32")
+        settings(tmp_path, lora=4, save_dtype="float32")
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------

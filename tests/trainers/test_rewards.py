@@ -1,7 +1,6 @@
 """Reward functions: TRL's call, what they may return, and what ends a run with a sentence that names the function."""
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import os
@@ -20,8 +19,9 @@ from liger_jax.data.prompt_rows import Line, PromptRows
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.trainers import resume
 from liger_jax.trainers.completions_file import CompletionsFile
-from liger_jax.trainers.grpo_options import REWARD_CALL, GrpoSettings
+from liger_jax.trainers.grpo_options import REWARD_CALL, GrpoOptions
 from liger_jax.trainers.log import Log
+from liger_jax.trainers.options import Settings
 from liger_jax.trainers.rewards import Reward, Rewards
 from liger_jax.trainers.rollouts import Completion, Rollouts
 from liger_jax.training import Checkpoints
@@ -426,7 +426,7 @@ class OneText(Tokenizer):
 
 def rollouts(folder, *functions, samples=0, advantages="grpo", weights=(1.0, 1.0)):
     """The steps of a run with two groups of two completions."""
-    settings = GrpoSettings(
+    settings = Settings.of(GrpoOptions,
         model="m", data="d", reward=[f"{__name__}:{each}={w:g}" for each, w in zip(functions, weights, strict=False)],
         group=2, batch=4, micro_batches=1, prompt_length=4, completion_length=4, samples=samples, out=str(folder),
         advantages=advantages,
@@ -535,11 +535,13 @@ def test_the_table_gets_a_column_for_a_figure_that_comes_later(tmp_path):
 
 
 def test_a_folder_that_was_begun_with_the_old_call_is_refused(tmp_path, unchecked_types):
-    settings = GrpoSettings(model="m", data="d", reward="r:f", group=2, batch=4, micro_batches=1, out=str(tmp_path))
+    settings = Settings.of(
+        GrpoOptions, model="m", data="d", reward="r:f", group=2, batch=4, micro_batches=1, out=str(tmp_path)
+    )
     run = types.SimpleNamespace(settings=settings, source=types.SimpleNamespace(folder=tmp_path))
     old = {name: value for name, value in settings.of_the_run().items() if name != REWARD_CALL}
     Checkpoints(tmp_path / "checkpoints", old | {"steps": 3}).save(2, [jnp.ones(2)], {"steps": [{}, {}]})
     with pytest.raises(UserError, match="rewards were called once for each prompt, .* pass --fresh to"):
         resume.checkpoints_of(run, {"steps": 3})
-    run.settings = dataclasses.replace(settings, fresh=True)
+    run.settings = settings.changed(fresh=True)
     assert resume.checkpoints_of(run, {"steps": 3}).latest_step is None

@@ -3,13 +3,14 @@
 import jax.numpy as jnp
 import pytest
 
-from liger_jax.trainers import training_inputs
+from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.recipe import Recipe
 from liger_jax.user_errors import UserError
 
 
 def rates(steps, **options):
-    rate = training_inputs.schedule_of(Settings("model", "data", learning_rate=2.0, **options), steps)
+    rate = Settings.of(FinetuneOptions, model="model", data="data", **options).recipe.rate(2.0, steps)
     return [round(float(rate(step)), 4) for step in range(steps)]
 
 
@@ -30,7 +31,7 @@ def test_warmup_is_a_share_of_the_steps_or_their_number(steps):
 
 def test_weight_decay_and_clip_reach_the_optimizer():
     def update(scale, **options):
-        optimizer = training_inputs.optimizer_of(Settings("model", "data", **options), 1.0)
+        optimizer = Recipe(**options).optimizer_of(1.0)
         params = {"kernel": jnp.ones((2, 2))}
         grads = {"kernel": jnp.full((2, 2), scale)}
         state = optimizer.init(params)

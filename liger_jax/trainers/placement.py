@@ -1,0 +1,58 @@
+"""Where a run's model is, and in which types and memory it is computed."""
+
+import dataclasses
+
+from liger_jax import _options
+from liger_jax._options import option
+from liger_jax.ops.block_quantized import KINDS
+from liger_jax.planner import defaults
+from liger_jax.planner.step import REMATS
+from liger_jax.training.meshes import parse_mesh
+from liger_jax.user_errors import user_errors
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which model it is, in which types it is computed, and how a step is laid into memory and over devices."""
+
+    model: str = option(help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters")
+    quantize: str | None = option(None, "quantize the frozen weights of the layers to 4 or 8 bits", choices=KINDS)
+    mesh: str | None = option(
+        None, "devices along each mesh axis: fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
+        of_run=False,
+    )  # fmt: skip
+    distributed: str | None = option(
+        None,
+        "join the run's other processes: HOST:PORT,INDEX/NUMBER, or no value under SLURM, Open MPI and on cloud TPUs",
+        of_run=False, in_file=False, of_all=False, nargs="?", const="", metavar="PLACE",
+    )  # fmt: skip
+    # `None` for "full"; where that does not fit for "offload_attention", if rows are long and the host has room for it,
+    # else for "offload".
+    remat: str | None = option(
+        None, "what layers keep for the backward (default: full, or an offload where full does not fit)",
+        choices=REMATS, of_run=False,
+    )  # fmt: skip
+    dtype: str | None = option(None, "dtype of the computation (default: bfloat16, on a CPU float32)", choices=DTYPES)
+    param_dtype: str | None = option(
+        None, "dtype of the weights (default: float32, with --lora the checkpoint's)", choices=DTYPES
+    )
+    verify: bool = option(
+        False, "read all weights of the model to check that they have not changed since the run began", of_run=False,
+        in_file=False,
+    )  # fmt: skip
+    risk_memory: bool = option(False, "start even if the planner estimates that the run does not fit", of_run=False)
+
+    def __post_init__(self):
+        _options.check(self)
+        if self.mesh is not None:
+            with user_errors():
+                parse_mesh(self.mesh)
+
+    def precision(self, lora: int | None, stored: str) -> dict[str, str]:
+        """The dtypes that a run computes in."""
+        return dict(
+            dtype=self.dtype or defaults.dtype(),
+            param_dtype=self.param_dtype or defaults.param_dtype(lora, stored),
+        )
