@@ -44,6 +44,12 @@ def option(
     return dataclasses.field(default=default, metadata=own | stored)
 
 
+def in_memory() -> Any:
+    """A field with what a program has given by itself, by the name that an option has for it."""
+    kinds = dict(of_run=False, in_file=False, of_all=False)
+    return dataclasses.field(default_factory=dict, metadata=kinds, compare=False, repr=False)
+
+
 def changed(field: dataclasses.Field[Any], changes: Mapping[str, Any]) -> dataclasses.Field[Any]:
     """An option with another `default` or other `help`."""
     field = copy.copy(field)

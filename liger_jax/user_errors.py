@@ -1,9 +1,10 @@
 """Errors that the user of a command can mend: one sentence each, which says how. A bug stays a traceback."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from liger_jax._install import install_command
 
@@ -39,6 +40,52 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
     for name, option in options.items():
         text = re.sub(rf"(?<![\w'\"./,-]){name}(?==[^=]| is given\b)", option, text)
     return text
+
+
+def in_python(text: str, arguments: Mapping[str, "Spelling"]) -> str:
+    """A sentence about a run in the words of Python, where it has those of the command line.
+
+    `arguments`: how Python spells each flag.
+
+    >>> arguments = {"--lora": Spelling("adapters", "LoRA({})"), "--fresh": Spelling("fresh", "{}", True)}
+    >>> arguments |= {"--micro-batches": Spelling("micro_batches"), "--remat": Spelling("remat", choices=("offload",))}
+    >>> in_python("Pass --lora 16, --fresh, --remat offload or more --micro-batches.", arguments)
+    "Pass adapters=LoRA(16), fresh=True, remat='offload' or more micro_batches."
+    >>> in_python("--micro-batches=3 must divide --batch=4; the same command with --no-fresh goes on.", arguments)
+    'micro_batches=3 must divide --batch=4; the same call with fresh=False goes on.'
+    """
+
+    def spelled(match: re.Match[str]) -> str:
+        flag, sign, value = match[1], match[2] or "", match[3] or ""
+        is_off = flag not in arguments and flag.startswith("--no-")
+        said = arguments.get(f"--{flag[5:]}" if is_off else flag)
+        if said is None:
+            return match[0]
+        if sign == "=":
+            return said.name if value == said.name else f"{said.name}={said.value.format(value)}"
+        if said.is_switch:
+            return f"{said.name}={not is_off}{sign}{value}"
+        if re.fullmatch(r"[\d.e+-]*\d", value):
+            return f"{said.name}={said.value.format(value)}"
+        if value and value == value.upper():  # such as STEP
+            return f"{said.name}={value}"
+        if value and all(each in said.choices for each in value.split("|")):
+            return f"{said.name}={'|'.join(map(repr, value.split('|')))}"
+        return f"{said.name}{sign}{value}"
+
+    text = re.sub(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9]|--[a-z])(?:(=| )(\S*?)(?=[.,:;)]*(?:\s|$)))?", spelled, text)
+    text = re.sub(r"\bliger-jax (finetune|dpo|grpo|distill)\b", r"trainers.\1", text)
+    return re.sub(r"\b(the same|The same|[Tt]his|The run's) command\b", r"\1 call", text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """How Python spells an option of the command line."""
+
+    name: str  # the argument's name
+    value: str = "{}"  # its value, by that of the flag
+    is_switch: bool = False  # whether the flag stands without a value
+    choices: Sequence[str] = ()  # texts that may be its value
 
 
 def counted(number: int, noun: str) -> str:

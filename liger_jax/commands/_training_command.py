@@ -2,9 +2,7 @@
 
 import argparse
 import contextlib
-import dataclasses
 import functools
-import importlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,10 +10,10 @@ from collections.abc import Callable
 from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._arguments import add_options, settings_of
 from liger_jax.trainers.method import Method
-from liger_jax.trainers.options import options_of
+from liger_jax.trainers.start import started
 from liger_jax.training import processes, signals
 from liger_jax.training.listening import listened_or_not
-from liger_jax.user_errors import UserError, in_one_line, needed_packages, user_errors
+from liger_jax.user_errors import UserError, in_one_line
 
 
 def of_method(method: type[Method], task: str) -> tuple[Callable[..., None], Callable[[argparse.Namespace], int]]:
@@ -48,30 +46,7 @@ def _run(method: type[Method], task: str, args: argparse.Namespace) -> int:
 
 def _trained(name, args, task, method) -> int:
     try:
-        settings = settings_of(args, method)
-        with needed_packages():
-            from liger_jax.planner.architectures import architecture_of
-            from liger_jax.trainers import adapters, log, long_rows, run
-        if "wandb" in settings.folder.log:
-            log.check_wandb()
-        with user_errors():
-            cut = ""
-            if args.length is None and options_of(method)["length"].default != 0:
-                source = adapters.found(settings.placement.model, settings.adapters)[-1]
-                rows, cut = long_rows.within(settings.rows, architecture_of(source))
-                settings = dataclasses.replace(settings, rows=rows)
-            lines = [line for line in (cut, long_rows.let_pool_grow(settings)) if line]
-        if settings.placement.distributed is not None:
-            with user_errors():
-                processes.begin(settings.placement.distributed)
-                processes.check_same("options", settings.of_all_processes())
-        if processes.is_first():
-            print("".join(f"{line}\n" for line in lines), end="")
-        module, name_there = task.split(".")
-        return run.train(settings, getattr(importlib.import_module(f"liger_jax.trainers.{module}"), name_there))
+        return started(settings_of(args, method), task, length_is_given=args.length is not None).code
     except UserError as error:
         print(f"liger-jax {name}:", in_one_line(error, args.options), file=sys.stderr)
-        return 2
-    except MemoryError:
-        print(f"liger-jax {name}: This machine has too little memory. Pass a smaller --batch.", file=sys.stderr)
         return 2

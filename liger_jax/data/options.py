@@ -1,7 +1,8 @@
 """The options that rows are made of, whichever run reads them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from liger_jax import _options
 from liger_jax._options import option, share, within
@@ -37,6 +38,7 @@ class RowOptions:
     eval_share: float | None = option(
         None, "fraction of the data that is held out for evaluation (default: 0.02)", check=share("0 holds nothing out")
     )
+    rows: Mapping[str, Any] = _options.in_memory()  # iterables of rows, by their names in `data` and `eval_data`
 
     def __post_init__(self):
         for name in ("data", "eval_data"):

@@ -147,8 +147,7 @@ def prepared(
 def _rows(source: DataSource, subset: str | None) -> Iterator[tuple[str, Any]]:
     """The rows of files, or of a dataset of the hub, each with where it stands."""
     if not source.paths:
-        for number, row in enumerate(reading.dataset(source.name, subset), 1):
-            yield f"{source.name}, row {number}", dict(row)
+        yield from reading.numbered(reading.rows_of(source, subset), source.name)
     for path in source.paths:
         for item in file_rows.of_file(path):
             if isinstance(item, Document):

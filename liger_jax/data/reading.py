@@ -1,7 +1,7 @@
 """Documents to train on, one after the other: from files of text or rows, and from datasets of the hub."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,11 @@ def dataset(name: str, subset: str | None, **options: Any) -> Any:
         ) from error
 
 
+def rows_of(source: DataSource, subset: str | None) -> Any:
+    """The rows of what is no file: those that a program has, or a dataset of the hub."""
+    return dataset(source.name, subset) if source.rows is None else source.rows
+
+
 def rows_to_documents(
     rows: Any, name: str, column: str | None, form: str | None, refused: Refused = None, first: int = 1
 ) -> Iterator[Document]:
@@ -73,7 +78,20 @@ def rows_to_documents(
     for number, row in enumerate(rows, first):
         where = f"{name}, row {number}"
         with refusals_kept(refused, where):
-            yield _reader(form)(where, dict(row), column, form)
+            yield _reader(form)(where, _fields(where, row), column, form)
+
+
+def numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a dataset, each with where it stands."""
+    for number, row in enumerate(rows, 1):
+        where = f"{name}, row {number}"
+        yield where, _fields(where, row)
+
+
+def _fields(where: str, row: Any) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}, holds {kind_of(row)}, and must hold an object, with text or messages.")
+    return dict(row)
 
 
 def no_text(data: Sequence[str], flag: str = "--data") -> UserError:

@@ -27,6 +27,7 @@ class DataSource:
     name: str  # as it was typed, without its weight
     weight: float = 1.0  # how often its rows are in an epoch
     paths: tuple[Path, ...] = ()  # its files; none for a dataset of the hub
+    rows: Any = None  # an iterable of rows that a program has; `None` for files and datasets
 
 
 def data_sources(given: Sequence[str], flag: str = "--data") -> list[DataSource]:

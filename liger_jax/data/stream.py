@@ -30,7 +30,8 @@ class Stream:
 
     def __init__(self, options: RowOptions, batch: int, encoder: Tokenizer, folder: Path):
         self._options, self._rows_in_step, self._encoder, self._name = options, batch, encoder, options.data[0]
-        if files.found(self._name) or not sources.may_be_id(self._name):
+        self._own = options.rows.get(self._name)  # rows that a program has: noted places may be of others
+        if self._own is None and (files.found(self._name) or not sources.may_be_id(self._name)):
             raise UserError(
                 f"--stream reads a dataset of the hub, and --data={self._name} is none. Leave out --stream."
             )
@@ -38,8 +39,10 @@ class Stream:
         made_of += [options.length, batch, options.pack]
         key = digests.of_json(made_of)
         self._path = folder / f"stream-{key}"
-        self._rows = reading.dataset(self._name, options.subset, streaming=True)
-        noted = np.fromfile(self._path, np.int64) if self._path.is_file() else np.zeros(0, np.int64)
+        self._rows = reading.dataset(self._name, options.subset, streaming=True) if self._own is None else self._own
+        is_noted = self._own is None and self._path.is_file()
+        noted = np.fromfile(self._path, np.int64) if is_noted else np.zeros(0, np.int64)
+        self._is_read = False
         self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
         self._done: dict[int, tuple[Rows, np.ndarray]] = {}
         self._pieces: Iterator[tuple[Place, Piece]] = iter(())
@@ -118,6 +121,9 @@ class Stream:
                 row += 1
 
     def _read(self, row: int) -> Iterator[Any]:
+        if self._own is not None:
+            yield from self._read_own(row)
+            return
         try:
             yield from self._rows.skip(row) if row else self._rows
         except Exception as error:  # whatever the hub and the network may raise
@@ -126,11 +132,23 @@ class Stream:
                 "last checkpoint."
             ) from error
 
+    def _read_own(self, row: int) -> Iterator[Any]:
+        """The rows of a program from a number on. An iterator gives them once."""
+        if self._is_read and isinstance(self._own, Iterator):
+            raise UserError(
+                f"--data={self._name} is an iterator that is at its end, or was read further, and it cannot begin "
+                "again. Pass fewer --steps, or rows that can be read again, such as a list."
+            )
+        self._is_read = True
+        yield from itertools.islice(self._rows, row, None)
+
     def _note(self, step: int, place: Place) -> None:
         """Notes where a step begins."""
         if step < len(self._places):
             return
         self._places.append(place)
+        if self._own is not None:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:
             file.write(np.array(place, np.int64).tobytes())

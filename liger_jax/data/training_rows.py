@@ -130,7 +130,11 @@ def sources_of(options: RowOptions) -> dict[str, list[DataSource]]:
     """
     given = {} if options.stream else {"--data": options.data}
     given |= {"--eval-data": options.eval_data} if options.eval_data else {}
-    sources = {flag: data_sources(data, flag) for flag, data in given.items()}
+    sources = {
+        flag: [DataSource(name, rows=options.rows[name]) for name in data if name in options.rows]
+        or data_sources(data, flag)
+        for flag, data in given.items()
+    }
     for source in sources.get("--eval-data", []):
         if source.weight != 1:
             raise UserError(
@@ -145,7 +149,7 @@ def sources_of(options: RowOptions) -> dict[str, list[DataSource]]:
     if (
         options.subset
         and not options.stream
-        and all(source.paths for of_flag in sources.values() for source in of_flag)
+        and all(source.paths or source.rows is not None for of_flag in sources.values() for source in of_flag)
     ):
         raise UserError(
             f"--subset={options.subset} is a dataset's configuration, and the data are files. Leave it out."
@@ -191,7 +195,7 @@ def tokens_of(
 ) -> Tokens:
     """The tokens of what a flag names. Prints what is to be known of them."""
     tell([path for source in sources for path in source.paths])
-    loaded = {source.name: reading.dataset(source.name, options.subset) for source in sources if not source.paths}
+    loaded = {source.name: reading.rows_of(source, options.subset) for source in sources if not source.paths}
     key = _key(options, encoder, sources, loaded) if is_kept else flag.strip("-")
     if not is_kept or (tokens := token_cache.find(place, key)) is None:
         read = lambda source: reading.documents_of(

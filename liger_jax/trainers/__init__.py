@@ -6,3 +6,7 @@ repeats (`run_loop`), resumes (`resume`) and leaves (`finish`, `result`). `task`
 method; a function is given the owner that it reads, and all of them only if it reads several. The room knows options by
 their flags, and no parser.
 """
+
+from liger_jax.trainers.arguments import LoRA as LoRA
+from liger_jax.trainers.calls import Result as Result
+from liger_jax.trainers.calls import finetune as finetune

@@ -1,14 +1,17 @@
 """A training run from its settings to the folder that it leaves."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax._install import version
 from liger_jax.data import token_cache
+from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.config_json import unapplied_dropout
 from liger_jax.trainers import decided_run, finish, initial_state, result, resume, run_loop, run_model, training_inputs
 from liger_jax.trainers.decided_run import Run, TaskOf
@@ -16,6 +19,7 @@ from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.errors import training_errors, writable_folder
 from liger_jax.trainers.log import Log
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.task import Task
 from liger_jax.training import Checkpoints, lock, processes
 from liger_jax.training.errors import NotFiniteAtStartError, memory_errors
@@ -24,8 +28,8 @@ from liger_jax.user_errors import UserError, need, user_errors
 
 
 @training_errors()
-def train(settings: Settings, task: Task | TaskOf) -> int:
-    """Trains a model. Returns the exit code: 0, or 128 and a signal's number if one stopped it."""
+def train(settings: Settings, task: Task | TaskOf, after: After | None = None) -> Outcome:
+    """Trains a model, and leaves it in the run's folder. `after`: is called after each step."""
     need("orbax.checkpoint", "tqdm")
     out = Path(settings.folder.out)
     writable_folder(out)
@@ -36,7 +40,7 @@ def train(settings: Settings, task: Task | TaskOf) -> int:
         with user_errors():
             processes.check_shared(out)
         try:
-            return _train(settings, task, out)
+            return _train(settings, task, out, after)
         except NotFiniteAtStartError as error:
             whose = "--model or --teacher" if isinstance(settings.method, DistillOptions) else "--model"
             raise UserError(
@@ -48,7 +52,7 @@ def train(settings: Settings, task: Task | TaskOf) -> int:
             raise UserError(why) from error
 
 
-def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
+def _train(asked: Settings, task: Task | TaskOf, out: Path, after: After | None) -> Outcome:
     if asked.folder.samples and jax.process_count() > 1:
         raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
@@ -59,10 +63,10 @@ def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
     for line in filter(None, (run.devices.line, unapplied_dropout(run.source.config), *trained)):
         print(line)
     with run.devices.context():
-        return _train_on(run, like, shown)
+        return _train_on(run, like, shown, after)
 
 
-def _train_on(run: Run, like: Any, shown: Any) -> int:
+def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     """Trains. `like` has the types of the model that is trained, and `shown` those of the one that writes samples."""
     settings, task, devices = run.settings, run.task, run.devices
     inputs = training_inputs.training_inputs(run)
@@ -77,7 +81,7 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     if settings.folder.result_of is not None:
         return _write_result_of(run, inputs, checkpoints, made_of)
     if resume.is_finished(settings, checkpoints, steps):
-        return 0
+        return _finished(run, checkpoints)
     with user_errors():
         processes.by_first(lambda: result.write_settings(run.asked))
     rollouts = None if task.rollouts is None else task.rollouts(settings, data, inputs.tokenizer, devices.place)
@@ -100,13 +104,18 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     with Log(logs, run.out, columns, log["steps"], run.asked.to_write()) as files:
         models = graph, frozen, nnx.graphdef(shown)
         loop = run_loop.loop(run, inputs, checkpoints, rollouts, compiled, models, files.write)
+        if after is not None:
+            whole = lambda params: run_model.tuned(nnx.graphdef(shown), (params,), frozen, keeps)
+            loop = dataclasses.replace(loop, after=lambda params, figures: after(figures, whole(params)))
         state, stopped_by = run_loop.run(loop, state, log)
+    done = len(log["steps"])
+    best = None if checkpoints.best is None else checkpoints.best[0]
     if stopped_by:
-        print(f"stopped after step {len(log['steps'])} of {steps}, which is saved; the same command goes on from there")
-        return 128 + stopped_by
+        print(f"stopped after step {done} of {steps}, which is saved; the same command goes on from there")
+        tuned = run_model.tuned(graph, state, frozen, keeps)
+        return Outcome(128 + stopped_by, log["steps"], done, best, model=lambda: tuned)
     finish.check_learned(run, log["steps"])
-    done, early = steps, len(log["steps"]) < steps
-    if early:
+    if early := done < steps and loop.is_over(log["steps"]):
         state = resume.shapes(state)
         state, done = finish.best_state(state, steps, checkpoints)
     tuned = run_model.tuned(graph, state, frozen, keeps)
@@ -114,7 +123,19 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     target = result.write(tuned, settings, run.source, inputs.tokenizer.stops)
     processes.by_first(lambda: finish.record_result(settings, checkpoints, target, early))
     finish.print_result(run, log["steps"], done, target, checkpoints)
-    return 0
+    return Outcome(0, log["steps"], done, best, target, lambda: tuned)
+
+
+def _finished(run: Run, checkpoints: Checkpoints) -> Outcome:
+    """What a run came to that had ended before."""
+    settings, steps = run.settings, checkpoints.latest_log.get("steps", [])
+    best, target = None if checkpoints.best is None else checkpoints.best[0], result.folder(settings)
+    early = result.ended_early(settings, checkpoints.finished) and best is not None
+    dtypes: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
+    return Outcome(
+        0, steps, best if early else len(steps), best, target,
+        lambda: AutoModelForCausalLM.from_pretrained(target, **dtypes),
+    )  # fmt: skip
 
 
 def _versions() -> dict[str, Any]:
@@ -125,7 +146,7 @@ def _versions() -> dict[str, Any]:
 
 def _write_result_of(
     run: Run, inputs: training_inputs.TrainingInputs, checkpoints: Checkpoints, made_of: dict[str, str]
-) -> int:
+) -> Outcome:
     """Makes a model of a checkpoint that is kept, for `--result-of`."""
     step = run.settings.folder.result_of
     assert step is not None
@@ -137,4 +158,4 @@ def _write_result_of(
     tuned = run_model.tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
     target = result.write(tuned, run.settings, run.source, inputs.tokenizer.stops)
     print(f"the result of step {step} is in {target}")
-    return 0
+    return Outcome(0, step=step, target=target, model=lambda: tuned)

@@ -103,6 +103,12 @@ class Checkpoints:
         except Exception:  # `restore` says what is damaged, and which step is whole
             return {}
 
+    @property
+    def latest_log(self) -> dict[str, Any]:
+        """The log that was saved with the newest checkpoint; empty where there is none."""
+        saved = self._steps()
+        return self._read_json(saved[max(saved)], LOG)[LOG] if saved else {}
+
     def check_space(self, like: Any, beside_bytes: int) -> None:
         """Checks that the disk has room for the checkpoints of a run.
 

@@ -6,6 +6,7 @@ import math
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class Loop:
             save. The loss that a step returns is that before its update.
         rate: the learning rate of a step, from 0.
         write: called with each step's figures.
+        after: called after each step with the parameters and its figures; the loop saves and ends if it returns True.
         shown: names of the figures that the progress bar shows.
         progress: whether there is a progress bar, which needs the package tqdm.
 
@@ -89,6 +91,7 @@ class Loop:
     check: Callable[[Any, int], float] | None = None
     rate: Schedule | None = None
     write: Callable[[dict[str, Any]], Any] | None = None
+    after: Callable[[Any, Mapping[str, Any]], bool] | None = None
     shown: Sequence[str] = ("loss", "tokens_per_second")
     progress: bool = True
 
@@ -117,9 +120,9 @@ class Loop:
                 with telling("scoring what is held out"):
                     scores = self.evaluate(state[0])
                 self._tell(print, 0, scores, state[0])
-            saved_at = time.monotonic()
+            saved_at, is_ended = time.monotonic(), False
             with self._bar(len(figures)) as bar:
-                while not self.is_over(figures) and not processes.agreed(received):
+                while not (is_ended or self.is_over(figures) or processes.agreed(received)):
                     with self._saved_if_it_fails(state, log):
                         state, row = self._one(state, len(figures) + 1)
                     if is_due := self._is_due(row["step"], saved_at):
@@ -130,12 +133,15 @@ class Loop:
                         self.write(row)
                     bar.set_postfix_str(self._shown(figures), refresh=False)
                     bar.update()
-                    if is_due:
+                    if self.after is not None:
+                        with self._saved_if_it_fails(state, log):
+                            is_ended = self.after(state[0], dict(row))
+                    if is_due or is_ended:
                         self._save(state, log)
                         saved_at = time.monotonic()
             if processes.agreed(received):
                 self._save(state, log)
-        return state, 0 if self.is_over(figures) else received[0]
+        return state, 0 if is_ended or self.is_over(figures) else received[0]
 
     def is_over(self, figures: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a run with these figures has done all its steps, or has not improved for `patience` evaluations.
@@ -224,7 +230,8 @@ class Loop:
         if not self.progress:
             return _NoBar()
         try:
-            from tqdm import tqdm
+            with warnings.catch_warnings(action="ignore"):  # in a notebook without widgets it is a line of text
+                from tqdm.auto import tqdm
         except ModuleNotFoundError as error:
             raise ImportError(
                 f"A progress bar needs tqdm: {install_command('finetune')}. Or pass progress=False."

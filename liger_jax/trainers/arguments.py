@@ -1,0 +1,202 @@
+"""What a program gives a run: a model, rows and values, as the options that the command line would have."""
+
+import contextlib
+import dataclasses
+import difflib
+import numbers
+import os
+import shutil
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from liger_jax import _options
+from liger_jax.models.hugging_face import source
+from liger_jax.models.hugging_face.pretrained import Pretrained
+from liger_jax.models.quantized import QuantizedParam
+from liger_jax.trainers.method import Method
+from liger_jax.trainers.options import options_of
+from liger_jax.training import digests, identity
+from liger_jax.user_errors import Spelling, UserError, in_python
+
+GIVEN = ("model", "data", "out")  # arguments of their own
+OF_COMMANDS = ("distributed",)  # what only a command can do
+_DTYPES = ("dtype", "param_dtype", "save_dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Adapters that are trained in the place of the weights, by the names of `models.lora.add_lora`.
+
+    Attributes:
+        rank: their rank.
+        alpha: they are scaled by alpha/rank; `None` for twice the rank.
+        targets: the modules with adapters: names such as `["q_proj", "v_proj"]`, "all-linear" or a regular expression;
+            `None` for the seven projections of a layer.
+        experts: whether the experts of a mixture get adapters, too.
+        dropout: the probability with which an input of the adapters is dropped.
+        rslora: whether they are scaled by alpha/√rank.
+        dora: whether they are weight-decomposed, so that the norms of the weights' columns are trained, too.
+
+    Example:
+        >>> LoRA(16, targets=["q_proj", "v_proj"]).options()["lora_targets"]
+        'q_proj,v_proj'
+    """
+
+    rank: int = 16
+    _: dataclasses.KW_ONLY
+    alpha: float | None = None
+    targets: str | Sequence[str] | None = None
+    experts: bool = False
+    dropout: float = 0.0
+    rslora: bool = False
+    dora: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """The options of these adapters, by the names of a run's options."""
+        targets = self.targets if self.targets is None or isinstance(self.targets, str) else ",".join(self.targets)
+        return dict(
+            lora=self.rank, lora_alpha=self.alpha, lora_targets=targets, lora_experts=self.experts,
+            lora_dropout=self.dropout, rslora=self.rslora, dora=self.dora,
+        )  # fmt: skip
+
+
+_OF_LORA = tuple(LoRA().options())
+
+
+def values_of(method: type[Method], adapters: LoRA | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run from the fields of a call, by name.
+
+    Raises a `TypeError` for a name that is no option, and for a value of another type.
+    """
+    known = options_of(method)
+    names = [name for name in known if name not in (*GIVEN, *OF_COMMANDS, *_OF_LORA)]
+    for name in fields:
+        if name in OF_COMMANDS:
+            raise TypeError(f"{method.command}: {name} is an option of the command alone: liger-jax {method.command}.")
+        if name in _OF_LORA:
+            raise TypeError(f"{method.command}: {name} belongs to the adapters: pass adapters=trainers.LoRA(…).")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise TypeError(f"{method.command}: {name} is no option.{f' Did you mean {near[0]}?' if near else ''}")
+    if adapters is not None and not isinstance(adapters, LoRA):
+        raise TypeError(f"{method.command}: adapters={adapters!r} must be a trainers.LoRA, as in adapters=LoRA(16).")
+    values = dict(fields)
+    if adapters is not None:
+        values |= {name: value for name, value in adapters.options().items() if name == "lora" or value}
+    return {name: _typed(known[name], value) for name, value in values.items() if value is not None}
+
+
+def spellings(method: type[Method]) -> dict[str, Spelling]:
+    """How a call spells the flags of a command."""
+    own = {"lora": "adapters", "data": "rows"}
+    own |= {name: name.removeprefix("lora_") for name in _OF_LORA if name.startswith("lora_")}
+    found = {}
+    for name, field in options_of(method).items():
+        switch, choices = bool in _kinds(field), field.metadata["choices"] or field.metadata["argument"].get("choices")
+        value = "LoRA({})" if name == "lora" else "{}"
+        found[_options.flag(field)] = Spelling(own.get(name, name), value, switch, tuple(choices or ()))
+    return found
+
+
+@contextlib.contextmanager
+def in_words_of_python(method: type[Method]) -> Iterator[None]:
+    """A context whose errors name arguments and not flags, as do lines that are printed."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error) if error.in_python else in_python(str(error), spellings(method))
+        raise UserError(text, in_python=True) from error.__cause__
+
+
+def rows_of(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Rows that are files, a dataset's id, or an iterable of dicts.
+
+    Returns the names of files and datasets, or else the name that is given to the rows; and the rows by it.
+    """
+    if isinstance(given, str | os.PathLike):
+        return (_path(given),), {}
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} is {type(given).__name__}, and must be files, or an iterable of dicts.")
+    if isinstance(given, list | tuple) and any(isinstance(each, str | os.PathLike) for each in given):
+        if wrong := [each for each in given if not isinstance(each, str | os.PathLike)]:
+            raise TypeError(f"{name} holds files and {type(wrong[0]).__name__}. Pass files, or an iterable of dicts.")
+        return tuple(map(_path, given)), {}
+    return (name,), {name: given}
+
+
+def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str:
+    """The path or id of a model. One in memory is written into a folder, where a later start finds it by its content.
+
+    `name`: the argument's, in messages.
+    """
+    if isinstance(model, str | os.PathLike):
+        if tokenizer is not None and name == "model":
+            raise TypeError("tokenizer is for a model in memory, and a checkpoint has its own. Leave it out.")
+        return _path(model)
+    if not isinstance(model, Pretrained):
+        raise TypeError(
+            f"{name} is {type(model).__name__}, and must be a folder, an id, or a model of liger_jax.models."
+        )
+    if tokenizer is None:
+        raise TypeError(f"{name} is in memory, and has no tokenizer: pass tokenizer, a checkpoint's folder or id.")
+    leaves = [variable for _, variable in nnx.iter_graph(model) if isinstance(variable, nnx.Variable)]
+    if any(isinstance(variable, nnx.LoRAParam) for variable in leaves):
+        raise ValueError(
+            f"{name} has adapters already. Call models.lora.merge_lora({name}), or save them by save_adapters, and "
+            "pass their folder to go on from them."
+        )
+    if any(isinstance(variable, QuantizedParam) for variable in leaves):
+        raise ValueError(f"{name} is quantised in memory. Pass its folder or id, and quantize.")
+    new = folder / f".{name}.new"
+    found = source.find(_path(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer, weights=False)
+    model.save_pretrained(new, tokenizer_from=found)
+    written = source.Source(new)
+    content = identity.of_whole_weights(new, written.weight_files) | identity.of_files(written.tokenizer)
+    content["config"] = written.path.read_text()
+    kept = folder / f"given-{name}-{digests.of_json(content)[:12]}"
+    if kept.exists():
+        shutil.rmtree(new, ignore_errors=True)
+    else:
+        new.rename(kept)
+    return str(kept)
+
+
+def _path(given: str | os.PathLike[str]) -> str:
+    return os.path.expanduser(os.fspath(given))
+
+
+def _kinds(field: dataclasses.Field[Any]) -> list[Any]:
+    return [*typing.get_args(field.type)] if isinstance(field.type, types.UnionType) else [field.type]
+
+
+def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value as an option holds it, whichever type of the same meaning it has."""
+    is_text, is_flag = isinstance(value, str), isinstance(value, bool | np.bool_)
+    if field.name in _DTYPES and not is_text:
+        with contextlib.suppress(TypeError):
+            return jnp.dtype(value).name
+    wanted: list[tuple[Any, str, bool, Callable[[Any], Any]]] = [
+        (bool, "a bool", is_flag, bool),
+        (int, "an int", isinstance(value, numbers.Integral) and not is_flag, int),
+        (float, "a number", isinstance(value, numbers.Real) and not is_flag, float),
+        (str, "a text", is_text, str),
+    ]
+    kinds = _kinds(field)
+    of_kind = [each for each in wanted if each[0] in kinds]
+    for _, _, is_right, made in of_kind:
+        if is_right:
+            return made(value)
+    if not of_kind or any(typing.get_origin(kind) is not None for kind in kinds):  # several texts
+        several = [value] if is_text else list(value) if isinstance(value, Iterable) else [None]
+        if all(isinstance(each, str) for each in several):
+            return tuple(several)
+        of_kind = [(tuple, "a text or several", False, tuple)]
+    name = "rank" if field.name == "lora" else field.name.removeprefix("lora_")
+    raise TypeError(f"{name}={value!r} must be {' or '.join(each[1] for each in of_kind)}.")

@@ -1,0 +1,21 @@
+"""What a run has come to, for whoever started it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Is called after each step with its figures and the model. The run ends if it returns True.
+After = Callable[[Mapping[str, Any], Any], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run has ended."""
+
+    code: int  # 0, or 128 and a signal's number if one stopped the run
+    steps: Sequence[Mapping[str, Any]] = ()  # the figures of each step
+    step: int = 0  # the step that the model is of
+    best: int | None = None  # the step with the least held-out loss, of the checkpoints that are kept
+    target: Path | None = None  # where the result was written; `None` if it was not
+    model: Callable[[], Any] = lambda: None  # returns the model

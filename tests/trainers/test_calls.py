@@ -1,0 +1,178 @@
+"""Runs that a program starts: with its own rows, models and callbacks, and the numbers of the commands."""
+
+import contextlib
+import io
+import itertools
+import json
+import signal
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from liger_jax import trainers
+from liger_jax.commands import _cache, main
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.lora import load_adapters
+from tests import _tiny
+from tests.trainers._runs import figures_of
+
+pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
+CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
+OPTIONS = dict(
+    adapters=trainers.LoRA(4), pack=True, length=64, batch=4, micro_batches=2, steps=6, every=4, learning_rate=0.05
+)
+TIMES = ("tokens_per_second", "memory_gib")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint's folder, with conversations beside it."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+    (folder.parent / "chats.jsonl").write_text(_tiny.chats(30))
+    return folder
+
+
+@pytest.fixture
+def rows():
+    """The conversations as a program has them."""
+    return [json.loads(line) for line in _tiny.chats(30).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def command(source, tmp_path_factory):
+    """The folder of the command's run."""
+    out = tmp_path_factory.mktemp("runs") / "command"
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert main(["finetune", f"--model={source}", f"--data={source}/../chats.jsonl", f"--out={out}", *CHAT]) == 0
+    return out
+
+
+def finetune(*args, **options):
+    """A run with the programs that the command has compiled."""
+    with _cache.compiled_programs_kept(True):
+        return trainers.finetune(*args, **OPTIONS | options)
+
+
+def arrays(model):
+    """All of a model's parameters."""
+    return [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+def assert_equal(model, other):
+    for one, another in zip(arrays(model), arrays(other), strict=True):
+        np.testing.assert_array_equal(one, another)
+
+
+def assert_is_of(result, out):
+    """The result is that of the command's run, to the last bit."""
+    for figures in figures_of(out):
+        i = int(figures["step"]) - 1
+        assert {name: result.metrics[name][i] for name in figures if name not in TIMES} == {
+            name: value for name, value in figures.items() if name not in TIMES
+        }
+    written = AutoModelForCausalLM.from_pretrained(out / "adapters")
+    assert_equal(result.model, written)
+
+
+def test_a_call_trains_as_the_command_does_and_leaves_nothing(source, rows, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model, seen = AutoModelForCausalLM.from_pretrained(source), []
+    before = nnx.clone(model)
+
+    def callback(step, metrics, trained):
+        print("--steps are mine")
+        ids = jnp.ones((1, 8), jnp.int32)
+        seen.append((step, metrics["loss"], float(trained(ids, labels=ids).loss)))
+
+    first = finetune(model, iter(rows), tokenizer=source, callbacks=[callback])
+    assert_is_of(first, command)
+    assert_equal(model, before)
+    assert [(step, loss) for step, loss, _ in seen] == list(enumerate(first.metrics["loss"], 1))
+    assert len({loss for *_, loss in seen}) == 6 and np.isnan(first.metrics["eval_loss"]).tolist() == [True] * 3 + [
+        False, True, False,
+    ]  # fmt: skip
+    assert (first.step, first.folder, first.interrupted) == (6, None, False)
+    assert [*tmp_path.iterdir()] == []
+    printed = capsys.readouterr().out
+    assert printed.count("--steps are mine\n") == 6 and "--" not in printed.replace("--steps are mine", "")
+    again = finetune(str(source), rows)  # a run before it changes nothing
+    assert_is_of(again, command)
+
+
+def test_a_callback_or_ctrl_c_ends_a_run_which_the_same_call_resumes(source, rows, command, tmp_path):
+    with pytest.raises(TypeError, match=r"A callback returned 'no', and must return True to end the run"):
+        finetune(source, rows, out=tmp_path, callbacks=[lambda *_: "no"])
+    assert (tmp_path / "checkpoints" / "1").is_dir()
+    ended = finetune(source, rows, out=tmp_path, callbacks=[lambda step, metrics, model: step == 2])
+    assert (ended.step, ended.interrupted, ended.folder) == (2, False, tmp_path / "adapters")
+    assert_equal(ended.model, AutoModelForCausalLM.from_pretrained(ended.folder))
+
+    def stop(step, metrics, model):
+        if step == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    stopped = finetune(source, rows, out=tmp_path, callbacks=[stop])
+    assert (stopped.step, stopped.interrupted, stopped.folder) == (4, True, None)
+    assert len(arrays(stopped.model)) == len(arrays(ended.model)) and len(stopped.metrics["loss"]) == 4
+    whole = finetune(source, rows, out=tmp_path)
+    assert_is_of(whole, command)
+    assert whole.best_step in (4, 6) and whole.folder == tmp_path / "adapters"
+    finished = finetune(source, rows, out=tmp_path)  # nothing is left to train
+    assert_is_of(finished, command)
+
+
+def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
+    endless = ({"text": _tiny.text(20, i)} for i in itertools.count())
+    result = finetune(source, endless, stream=True, eval_data=rows[:4])
+    assert len(result.metrics["loss"]) == 6
+    with pytest.raises(ValueError, match=r"^rows is an iterator that .* Pass fewer steps, or rows that can be read"):
+        finetune(source, iter([{"text": _tiny.text(20)}]), stream=True, eval_data=rows[:4])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (dict(batch=5), ValueError, "micro_batches=2 must divide batch=5."),
+        (dict(bacth=4), TypeError, "finetune: bacth is no option. Did you mean batch?"),
+        (dict(batch="4"), TypeError, "batch='4' must be an int."),
+        (dict(lora=4), TypeError, "finetune: lora belongs to the adapters: pass adapters=trainers.LoRA(…)."),
+        (dict(adapters=trainers.LoRA(0)), ValueError, "adapters=LoRA(0) must be at least 1."),
+        (dict(adapters=None, merge=True), ValueError,
+         "merge=True is for adapters: pass adapters, such as adapters=LoRA(16), as well."),
+        (dict(length=1000), ValueError, "length=1000 is more than the 512 positions of {model}. Pass length=512, or "
+         "ask for positions that it has not seen: rope_scaling='linear'|'dynamic'|'yarn'|'llama3'."),
+        (dict(eval_data=[{"text": "one"}], eval_share=0.1), ValueError,
+         "eval_share=0.1 and eval_data both say what is scored. Pass one of them."),
+        (dict(rows=[{"text": "one"}, "two"]), TypeError,
+         "rows holds files and dict. Pass files, or an iterable of dicts."),
+        (dict(rows=iter([{"text": "one"}, "two"])), ValueError,
+         "rows, row 2, holds a text, and must hold an object, with text or messages."),
+        (dict(rows=iter([])), ValueError, "rows has no text."),
+        (dict(rows={"text": "one"}), TypeError, "rows is dict, and must be files, or an iterable of dicts."),
+        (dict(rows=[{"chosen": "a", "rejected": "b", "text": "c"}]), ValueError,
+         "rows, row 1: the row is a pair of answers, chosen and rejected, and finetune would take neither; "
+         "trainers.dpo trains on both. Say what is trained on: format='text', or column chosen."),
+        (dict(tokenizer="x"), TypeError,
+         "tokenizer is for a model in memory, and a checkpoint has its own. Leave it out."),
+        (dict(model=3), TypeError, "model is int, and must be a folder, an id, or a model of liger_jax.models."),
+        (dict(distributed=""), TypeError,
+         "finetune: distributed is an option of the command alone: liger-jax finetune."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_the_words_of_python(options, error, words, source, rows):
+    options = dict(model=source, rows=rows) | options
+    with pytest.raises(error) as raised:
+        finetune(options.pop("model"), options.pop("rows"), **options)
+    assert str(raised.value) == words.format(model=source)
+
+
+def test_a_model_in_memory_needs_a_tokenizer_and_no_adapters(source, rows, command):
+    with pytest.raises(TypeError, match="model is in memory, and has no tokenizer: pass tokenizer"):
+        finetune(AutoModelForCausalLM.from_pretrained(source), rows)
+    adapted = load_adapters(AutoModelForCausalLM.from_pretrained(source), command / "adapters")
+    with pytest.raises(ValueError, match="model has adapters already"):
+        finetune(adapted, rows, tokenizer=source)
