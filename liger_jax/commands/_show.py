@@ -18,7 +18,7 @@ from liger_jax.losses import shifted_labels
 from liger_jax.models.hugging_face import source
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.planner.architectures import architecture_of
-from liger_jax.trainers import dpo, long_rows
+from liger_jax.trainers import long_rows, pairs
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.errors import training_errors
 from liger_jax.trainers.options import Settings
@@ -128,7 +128,7 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
         with of_option("--model"):
             checkpoint = source.find(settings.placement.model, weights=False)
         model = architecture_of(checkpoint)
-    kind = dpo.of_run(settings).tokenizer if isinstance(settings.method, PairOptions) else Tokenizer
+    kind = pairs.of_run(settings).tokenizer if isinstance(settings.method, PairOptions) else Tokenizer
     if shorten:
         rows, line = long_rows.within(settings.rows, model)
         settings = dataclasses.replace(settings, rows=rows)

@@ -18,7 +18,7 @@ from liger_jax.user_errors import UserError, in_one_line
 
 def of_method(method: type[Method], task: str) -> tuple[Callable[..., None], Callable[[argparse.Namespace], int]]:
     """What a command that trains consists of: a function that adds its arguments, and one that trains for its task,
-    such as "dpo.of_run", and prints a user's error as one sentence.
+    such as "pairs.of_run", and prints a user's error as one sentence.
 
     The second returns the exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the
     run.

@@ -16,4 +16,4 @@ from liger_jax.commands._training_command import of_method
 from liger_jax.trainers.dpo_options import PairOptions
 
 SUMMARY = "train a model on pairs of answers, of which one is preferred"
-add_arguments, run = of_method(PairOptions, "dpo.of_run")
+add_arguments, run = of_method(PairOptions, "pairs.of_run")

@@ -15,4 +15,4 @@ from liger_jax.trainers.grpo_options import GrpoOptions
 
 SUMS = {"length": ("prompt_length", "completion_length")}
 SUMMARY = "train a model by rewarding its completions"
-add_arguments, run = of_method(GrpoOptions, "grpo.TASK")
+add_arguments, run = of_method(GrpoOptions, "policy.TASK")

@@ -2,11 +2,15 @@
 
 `run` is the way of every run: what it is (`decided_run`), trains on (`training_inputs`), begins with (`initial_state`),
 repeats (`run_loop`), resumes (`resume`) and leaves (`finish`, `result`). `task` is what differs between methods, and
-`dpo`, `kto`, `grpo` and `distillation` are their tasks. A run's `options.Settings` are those of five owners and of its
+`pairs`, `kto`, `policy` and `distillation` are their tasks. `calls` starts runs from Python, and `liger_jax.commands`
+from the command line, both through `start`. A run's `options.Settings` are those of five owners and of its
 method; a function is given the owner that it reads, and all of them only if it reads several. The room knows options by
-their flags, and no parser.
+their flags, which `arguments` turns into the words of Python, and no parser.
 """
 
 from liger_jax.trainers.arguments import LoRA as LoRA
 from liger_jax.trainers.calls import Result as Result
+from liger_jax.trainers.calls import distill as distill
+from liger_jax.trainers.calls import dpo as dpo
 from liger_jax.trainers.calls import finetune as finetune
+from liger_jax.trainers.calls import grpo as grpo

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import numbers
 import os
 import shutil
@@ -25,7 +26,7 @@ from liger_jax.trainers.options import options_of
 from liger_jax.training import digests, identity
 from liger_jax.user_errors import Spelling, UserError, in_python
 
-GIVEN = ("model", "data", "out")  # arguments of their own
+GIVEN = ("model", "data", "eval_data", "out", "teacher", "reward")  # arguments of their own
 OF_COMMANDS = ("distributed",)  # what only a command can do
 _DTYPES = ("dtype", "param_dtype", "save_dtype")
 
@@ -75,8 +76,8 @@ def values_of(method: type[Method], adapters: LoRA | None, fields: Mapping[str, 
 
     Raises a `TypeError` for a name that is no option, and for a value of another type.
     """
-    known = options_of(method)
-    names = [name for name in known if name not in (*GIVEN, *OF_COMMANDS, *_OF_LORA)]
+    known = {_name(field): field for field in options_of(method).values()}
+    names = [name for name, field in known.items() if field.name not in (*GIVEN, *OF_COMMANDS, *_OF_LORA)]
     for name in fields:
         if name in OF_COMMANDS:
             raise TypeError(f"{method.command}: {name} is an option of the command alone: liger-jax {method.command}.")
@@ -90,18 +91,18 @@ def values_of(method: type[Method], adapters: LoRA | None, fields: Mapping[str, 
     values = dict(fields)
     if adapters is not None:
         values |= {name: value for name, value in adapters.options().items() if name == "lora" or value}
-    return {name: _typed(known[name], value) for name, value in values.items() if value is not None}
+    return {known[name].name: _typed(known[name], value) for name, value in values.items() if value is not None}
 
 
 def spellings(method: type[Method]) -> dict[str, Spelling]:
     """How a call spells the flags of a command."""
-    own = {"lora": "adapters", "data": "rows"}
+    own = {"lora": "adapters", "data": "rows", "reward": "rewards"}
     own |= {name: name.removeprefix("lora_") for name in _OF_LORA if name.startswith("lora_")}
     found = {}
     for name, field in options_of(method).items():
         switch, choices = bool in _kinds(field), field.metadata["choices"] or field.metadata["argument"].get("choices")
         value = "LoRA({})" if name == "lora" else "{}"
-        found[_options.flag(field)] = Spelling(own.get(name, name), value, switch, tuple(choices or ()))
+        found[_options.flag(field)] = Spelling(own.get(name, _name(field)), value, switch, tuple(choices or ()))
     return found
 
 
@@ -137,8 +138,6 @@ def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str
     `name`: the argument's, in messages.
     """
     if isinstance(model, str | os.PathLike):
-        if tokenizer is not None and name == "model":
-            raise TypeError("tokenizer is for a model in memory, and a checkpoint has its own. Leave it out.")
         return _path(model)
     if not isinstance(model, Pretrained):
         raise TypeError(
@@ -168,8 +167,39 @@ def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str
     return str(kept)
 
 
+def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Functions that score completions, or their names as the command takes them, with weights.
+
+    Returns texts, as the command takes them; and the functions by their names in these.
+    """
+    given = [given] if callable(given) or isinstance(given, str) else list(given)
+    if weights is not None and len(weights) != len(given):
+        raise ValueError(f"reward_weights has {len(weights)} numbers for {len(given)} rewards. Pass one for each.")
+    texts, functions = [], {}
+    for i, reward in enumerate(given):
+        if isinstance(reward, str):
+            text = reward
+        elif not callable(reward) or isinstance(reward, type):
+            raise TypeError(f"rewards holds {reward!r}, and must hold functions, or objects that are called.")
+        else:
+            inner = reward.func if isinstance(reward, functools.partial) else reward
+            owner = inner if hasattr(inner, "__qualname__") else type(inner)
+            text = f"{owner.__module__}:{owner.__qualname__.rpartition('.')[2]}"
+            if text in functions:
+                name = owner.__qualname__.rpartition(".")[2]
+                raise ValueError(f"rewards has two functions {name!r}, whose figures would have the same name.")
+            functions[text] = reward
+        texts.append(text if weights is None else f"{text}={float(weights[i])!r}")
+    return tuple(texts), functions
+
+
 def _path(given: str | os.PathLike[str]) -> str:
     return os.path.expanduser(os.fspath(given))
+
+
+def _name(field: dataclasses.Field[Any]) -> str:
+    """An option's name in a call, which is that of its flag."""
+    return _options.flag(field).removeprefix("--").replace("-", "_")
 
 
 def _kinds(field: dataclasses.Field[Any]) -> list[Any]:
@@ -194,9 +224,10 @@ def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
         if is_right:
             return made(value)
     if not of_kind or any(typing.get_origin(kind) is not None for kind in kinds):  # several texts
-        several = [value] if is_text else list(value) if isinstance(value, Iterable) else [None]
-        if all(isinstance(each, str) for each in several):
-            return tuple(several)
-        of_kind = [(tuple, "a text or several", False, tuple)]
-    name = "rank" if field.name == "lora" else field.name.removeprefix("lora_")
+        several = [value] if is_text or not isinstance(value, Iterable) else list(value)
+        holds_numbers = any(float in typing.get_args(kind) for kind in kinds)
+        if all(isinstance(each, numbers.Real if holds_numbers else str) for each in several):
+            return tuple(map(float if holds_numbers else str, several))
+        of_kind = [(tuple, "numbers" if holds_numbers else "a text or several", False, tuple)]
+    name = "rank" if field.name == "lora" else _name(field).removeprefix("lora_")
     raise TypeError(f"{name}={value!r} must be {' or '.join(each[1] for each in of_kind)}.")

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import numpy as np
 
 from liger_jax.trainers import arguments
 from liger_jax.trainers.arguments import LoRA
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
@@ -94,6 +98,128 @@ def finetune(
     return _run(FinetuneOptions, "task.TEXT", model, rows, adapters, out, callbacks, tokenizer, fields)
 
 
+def dpo(
+    model: Any,
+    rows: Any,
+    *,
+    adapters: LoRA | None = None,
+    out: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    tokenizer: Any = None,
+    **fields: Any,
+) -> Result:
+    """Trains a model on pairs of answers, of which one is preferred, as `liger-jax dpo` does.
+
+    Args:
+        model: as in `finetune`. It is the reference, too: with its adapters off where these are new, else as it begins.
+        rows: as in `finetune`, with `chosen` and `rejected`, and perhaps `prompt`: texts or lists of messages. With
+            `loss="kto"` a row has `completion` and `label`.
+        adapters: as in `finetune`.
+        out: as in `finetune`.
+        callbacks: as in `finetune`.
+        tokenizer: as in `finetune`.
+        **fields: the options of `liger-jax dpo` by their names with underscores, such as `loss="ipo"`, `beta=0.2`,
+            `epochs=2`, and `eval_data`.
+
+    Returns:
+        The trained model and the run's figures.
+
+    Raises:
+        TypeError: as in `finetune`.
+        ValueError: as in `finetune`.
+
+    Example:
+        >>> result = dpo("./llama", pairs, loss="sigmoid", beta=0.1, adapters=LoRA(16))  # doctest: +SKIP
+        >>> result.metrics["rewards/margins"][-1]  # doctest: +SKIP
+    """
+    return _run(PairOptions, "pairs.of_run", model, rows, adapters, out, callbacks, tokenizer, fields)
+
+
+def grpo(
+    model: Any,
+    rows: Any,
+    *,
+    rewards: Any,
+    reward_weights: Sequence[float] | None = None,
+    adapters: LoRA | None = None,
+    out: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    tokenizer: Any = None,
+    **fields: Any,
+) -> Result:
+    """Trains a model by rewarding its completions, as `liger-jax grpo` does.
+
+    Args:
+        model: as in `finetune`.
+        rows: as in `finetune`, each with a `prompt`, a text or messages; rewards are given its other fields.
+        rewards: functions that score completions, with TRL's signature: one takes `completions`, `prompts` and the
+            rows' fields by name, each a list over the whole batch, and returns a number for each completion, or `None`
+            where it does not apply. Or names such as "module:function".
+        reward_weights: a factor for the numbers of each function; `None` for 1.
+        adapters: as in `finetune`.
+        out: as in `finetune`. A run is resumed with functions of the same names.
+        callbacks: as in `finetune`.
+        tokenizer: as in `finetune`.
+        **fields: the options of `liger-jax grpo` by their names with underscores, such as `group=8`, `batch=64` and
+            `completion_length=256`.
+
+    Returns:
+        The trained model and the run's figures.
+
+    Raises:
+        TypeError: as in `finetune`.
+        ValueError: as in `finetune`; or a reward has failed, or answers with what is no number.
+
+    Example:
+        >>> short = lambda completions, **_: [-len(text) for text in completions]
+        >>> result = grpo("./llama", prompts, rewards=[short], group=8)  # doctest: +SKIP
+        >>> result.metrics["reward"]  # doctest: +SKIP
+    """
+    texts, functions = arguments.rewards_of(rewards, reward_weights)
+    given = dict(reward=texts), dict(functions=functions)
+    return _run(GrpoOptions, "policy.TASK", model, rows, adapters, out, callbacks, tokenizer, fields, *given)
+
+
+def distill(
+    model: Any,
+    rows: Any,
+    *,
+    teacher: Any,
+    adapters: LoRA | None = None,
+    out: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    tokenizer: Any = None,
+    **fields: Any,
+) -> Result:
+    """Trains a model to match the probabilities of a larger one, as `liger-jax distill` does.
+
+    Args:
+        model: the student, as in `finetune`.
+        rows: as in `finetune`.
+        teacher: a checkpoint's folder or id, or a model of `liger_jax.models` in memory, which stays as it is. Its
+            tokenizer is the student's.
+        adapters: as in `finetune`.
+        out: as in `finetune`.
+        callbacks: as in `finetune`.
+        tokenizer: as in `finetune`; without it, a teacher in memory takes that of a student's checkpoint.
+        **fields: the options of `liger-jax distill` by their names with underscores, such as
+            `divergence="reverse_kl"`, `top_k=64` and `hard_weight=0.2`.
+
+    Returns:
+        The trained model and the run's figures.
+
+    Raises:
+        TypeError: as in `finetune`.
+        ValueError: as in `finetune`.
+
+    Example:
+        >>> result = distill("./small", rows, teacher="./large", top_k=64)  # doctest: +SKIP
+        >>> result.metrics["eval_divergence"]  # doctest: +SKIP
+    """
+    given = dict(teacher=teacher)
+    return _run(DistillOptions, "distillation.of_run", model, rows, adapters, out, callbacks, tokenizer, fields, given)
+
+
 def _run(
     method: type[Method],
     task: str,
@@ -104,14 +230,20 @@ def _run(
     callbacks: Sequence[Callback],
     tokenizer: Any,
     fields: Mapping[str, Any],
+    own: Mapping[str, Any] = types.MappingProxyType({}),
+    in_memory: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Result:
-    values, given = dict(fields), {}
-    data = {"rows": rows, "eval_data": values.pop("eval_data", None)}
-    values = arguments.values_of(method, adapters, values)
+    """Runs a method. `own`: options that are arguments of its own. `in_memory`: what a program has by itself."""
+    is_named = isinstance(model, str | os.PathLike)
+    if tokenizer is not None and is_named and isinstance(own.get("teacher", ""), str | os.PathLike):
+        raise TypeError("tokenizer is for a model in memory, and a checkpoint has its own. Leave it out.")
+    fields, given = dict(fields), {}
+    data = {"rows": rows, "eval_data": fields.pop("eval_data", None)}
+    values = arguments.values_of(method, adapters, fields) | dict(own)
     for name, each in data.items():
         if each is not None:
-            values["data" if name == "rows" else name], own = arguments.rows_of(each, name)
-            given |= own
+            values["data" if name == "rows" else name], of_name = arguments.rows_of(each, name)
+            given |= of_name
     after = _after(callbacks, sys.stdout)
     with contextlib.ExitStack() as stack:
         if out is None:
@@ -121,8 +253,11 @@ def _run(
         stack.enter_context(arguments.in_words_of_python(method))
         stack.enter_context(contextlib.redirect_stdout(_Spoken(sys.stdout, arguments.spellings(method))))
         values["model"] = arguments.stored(model, tokenizer, Path(folder))
+        if "teacher" in values:
+            itself = values["model"] if tokenizer is None else tokenizer
+            values["teacher"] = arguments.stored(values["teacher"], itself, Path(folder), "teacher")
         settings = Settings.of(method, out=folder, **values)
-        settings = settings.changed(rows=given) if given else settings
+        settings = settings.changed(rows=given, **in_memory)
         outcome = started(settings, task, length_is_given="length" in values, after=after)
         result = _result(outcome, keeps=out is not None)
     if outcome.code and (number := outcome.code - 128) != signal.SIGINT:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax._options import above_0, at_least_0, of_float32, option, texts, up_to_1, within
+from liger_jax._options import above_0, at_least_0, in_memory, of_float32, option, texts, up_to_1, within
 from liger_jax.losses import policy_loss
 from liger_jax.trainers.method import Method
 from liger_jax.user_errors import UserError
@@ -68,6 +68,7 @@ class GrpoOptions(Method):
     importance_max: float = option(3.0, "the correction's largest ratio (default: {default})", check=above_0)
     updates: int = option(1, "updates of the policy for each step's completions (default: {default})", check=within(1))
     mask_truncated: bool = option(False, "exclude truncated completions from the loss")
+    functions: Mapping[str, Any] = in_memory()  # rewards that a program has, by their names in `reward`
 
     command = "grpo"
     is_alone = True

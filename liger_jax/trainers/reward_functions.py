@@ -11,7 +11,8 @@ import operator
 import os.path
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,14 @@ class Reward:
         )
 
 
-def found(text: str, home: str | None, seconds: float, tell: Callable[[str], None]) -> Reward:
-    """The function that `--reward` names."""
+def found(
+    text: str,
+    home: str | None,
+    seconds: float,
+    tell: Callable[[str], None],
+    given: Mapping[str, Callable[..., Any]] = types.MappingProxyType({}),
+) -> Reward:
+    """The function that `--reward` names, which a program may have given by that name."""
     path, equals, number = text.partition("=")
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -99,6 +106,8 @@ def found(text: str, home: str | None, seconds: float, tell: Callable[[str], Non
         weight = math.nan
     if not math.isfinite(weight):
         raise UserError(f"--reward={text}: what comes after {path}= must be a number, such as {path}=0.5.")
+    if path in given:
+        return Reward(name.rpartition(".")[2], given[path], weight, module)
     if module.endswith(".py") or "/" in module:
         dotted = module.removesuffix(".py").strip("./").replace("/", ".")
         raise UserError(f"--reward={text} must name a module, and {module} is a file. Pass --reward {dotted}:{name}.")

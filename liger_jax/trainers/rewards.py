@@ -5,6 +5,7 @@ import contextlib
 import copy
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,11 +39,17 @@ class Rewards:
     where a prompt is one; `completion_ids`; and each field of the lines. A function gets copies of those that it names.
     """
 
-    def __init__(self, given: Sequence[str], lines: Sequence[Line], seconds: float = 1800.0):
+    def __init__(
+        self,
+        given: Sequence[str],
+        lines: Sequence[Line],
+        seconds: float = 1800.0,
+        functions: Mapping[str, Callable[..., Any]] = types.MappingProxyType({}),
+    ):
         self._home, self._seconds, self._printed = current_folder(), seconds, set[str]()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._modules_before = set(sys.modules)
-        self.functions = [found(text, self._home, seconds, self._tell) for text in given]
+        self.functions = [found(text, self._home, seconds, self._tell, functions) for text in given]
         names = [reward.name for reward in self.functions]
         for name in names:
             if names.count(name) > 1:

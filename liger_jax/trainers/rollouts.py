@@ -52,7 +52,8 @@ class Rollouts:
         self._data, self._tokenizer, self._place = data, tokenizer, place
         self._method, self._recipe, self._length = settings.method, settings.recipe, settings.rows.length
         self._drops, self._noted = bool(settings.adapters.lora_dropout), settings.folder.samples
-        self._rewards = Rewards(self._method.reward, data.lines, self._method.reward_timeout)
+        method = self._method
+        self._rewards = Rewards(method.reward, data.lines, method.reward_timeout, method.functions)
         self._file = CompletionsFile(Path(settings.folder.out)) if self._noted else None
         with telling("trying the rewards on two made-up completions"):
             tried = self._rewards.tried(data.lines)

@@ -131,10 +131,11 @@ def _finished(run: Run, checkpoints: Checkpoints) -> Outcome:
     settings, steps = run.settings, checkpoints.latest_log.get("steps", [])
     best, target = None if checkpoints.best is None else checkpoints.best[0], result.folder(settings)
     early = result.ended_early(settings, checkpoints.finished) and best is not None
-    dtypes: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
+    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
+    options |= dict(scan_layers=run.task.scan_layers)
     return Outcome(
         0, steps, best if early else len(steps), best, target,
-        lambda: AutoModelForCausalLM.from_pretrained(target, **dtypes),
+        lambda: AutoModelForCausalLM.from_pretrained(target, **options),
     )  # fmt: skip
 
 

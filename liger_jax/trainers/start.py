@@ -11,7 +11,7 @@ from liger_jax.user_errors import UserError, needed_packages, user_errors
 
 
 def started(settings: Settings[Any], task: str, *, length_is_given: bool, after: After | None = None) -> Outcome:
-    """Trains for a task, such as "dpo.of_run". What the user can mend is a `UserError` in the words of flags.
+    """Trains for a task, such as "pairs.of_run". What the user can mend is a `UserError` in the words of flags.
 
     `length_is_given`: whether somebody said how long rows are. `after`: is called after each step.
     """

@@ -57,6 +57,27 @@ def finetune(*args, **options):
         return trainers.finetune(*args, **OPTIONS | options)
 
 
+def short(completions, **_):
+    """Rewards short completions."""
+    return [-len(text) / 10 for text in completions]
+
+
+PAIRS = "--pack --length 64 --batch 4 --steps 2 --learning-rate 0.01".split()
+SAMPLED = "--group 2 --batch 4 --micro-batches 1 --prompt-length 8 --completion-length 4 --steps 2".split()
+OF_PAIRS = dict(pack=True, length=64, batch=4, steps=2, learning_rate=0.01)
+METHODS = {
+    "dpo": (_tiny.pairs(8), [*PAIRS, "--loss=ipo", "--beta=0.2"], dict(OF_PAIRS, loss="ipo", beta=0.2)),
+    "kto": (_tiny.answers(8), [*PAIRS, "--loss=kto"], dict(OF_PAIRS, loss="kto")),
+    "grpo": (
+        "\n".join(json.dumps({"prompt": _tiny.text(2, i)}) for i in range(4)),
+        [*SAMPLED, f"--reward={__name__}:short=0.5"],
+        dict(group=2, batch=4, micro_batches=1, prompt_length=8, completion_length=4, steps=2, rewards=[short],
+             reward_weights=[0.5]),
+    ),
+    "distill": (_tiny.chats(8), [*PAIRS, "--divergence=reverse_kl"], dict(OF_PAIRS, divergence="reverse_kl")),
+}  # fmt: skip
+
+
 def arrays(model):
     """All of a model's parameters."""
     return [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
@@ -67,15 +88,15 @@ def assert_equal(model, other):
         np.testing.assert_array_equal(one, another)
 
 
-def assert_is_of(result, out):
+def assert_is_of(result, out, **options):
     """The result is that of the command's run, to the last bit."""
     for figures in figures_of(out):
         i = int(figures["step"]) - 1
         assert {name: result.metrics[name][i] for name in figures if name not in TIMES} == {
             name: value for name, value in figures.items() if name not in TIMES
         }
-    written = AutoModelForCausalLM.from_pretrained(out / "adapters")
-    assert_equal(result.model, written)
+    written = out / "adapters" if (out / "adapters").is_dir() else out / "model"
+    assert_equal(result.model, AutoModelForCausalLM.from_pretrained(written, **options))
 
 
 def test_a_call_trains_as_the_command_does_and_leaves_nothing(source, rows, command, tmp_path, monkeypatch, capsys):
@@ -123,6 +144,22 @@ def test_a_callback_or_ctrl_c_ends_a_run_which_the_same_call_resumes(source, row
     assert whole.best_step in (4, 6) and whole.folder == tmp_path / "adapters"
     finished = finetune(source, rows, out=tmp_path)  # nothing is left to train
     assert_is_of(finished, command)
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.full), "grpo", "distill"])
+def test_each_method_is_that_of_its_command(name, source, tmp_path):
+    method = {"kto": "dpo"}.get(name, name)
+    text, options, fields = METHODS[name]
+    (data := tmp_path / "rows.jsonl").write_text(text)
+    if name == "distill":
+        options = [*options, f"--teacher={source}"]
+        fields = fields | dict(teacher=AutoModelForCausalLM.from_pretrained(source))
+    assert main([method, f"--model={source}", f"--data={data}", f"--out={tmp_path / 'run'}", *options]) == 0
+    with _cache.compiled_programs_kept(True):
+        rows = [json.loads(line) for line in text.splitlines()]
+        result = getattr(trainers, method)(source, rows, **fields)
+    assert_is_of(result, tmp_path / "run", scan_layers=method != "grpo")
+    assert len(result.metrics["loss"]) == 2
 
 
 def test_a_generator_without_end_is_streamed(source, rows, tmp_path):

@@ -15,7 +15,7 @@ from liger_jax import losses
 from liger_jax.commands import main
 from liger_jax.data.answers import PairTokenizer
 from liger_jax.data.preferences import pair
-from liger_jax.trainers import dpo, reference_log_probs, samples
+from liger_jax.trainers import pairs, reference_log_probs, samples
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Preference
@@ -98,12 +98,12 @@ def named_loss(name, policy, reference, counts, whole):
 
 @jax.jit
 def responses_of(log_probs, batch):
-    return dpo.responses(Model(log_probs), batch, 8).log_probs
+    return pairs.responses(Model(log_probs), batch, 8).log_probs
 
 
 def loss_of(preference):
     """The function of log probabilities, a batch and a normalizer, as one program."""
-    loss = dpo.loss_of(preference, 8)
+    loss = pairs.loss_of(preference, 8)
     return jax.jit(lambda log_probs, batch, *normalizer: loss(Model(log_probs), batch, *normalizer))
 
 
@@ -131,7 +131,7 @@ def test_the_losses_of_micro_batches_add_up(batch, name):
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
     preference = Preference(loss_type=name)
     batch = {**batch, reference_log_probs.NAME: np.asarray(responses_of(reference, batch))}
-    loss, normalizer = loss_of(preference), jax.jit(dpo.normalizer_of(preference))(batch)
+    loss, normalizer = loss_of(preference), jax.jit(pairs.normalizer_of(preference))(batch)
     halves = [slice(0, None, 2), slice(1, None, 2)]
     parts = [loss(policy[half], {key: x[half] for key, x in batch.items()}, normalizer)[0] for half in halves]
     np.testing.assert_allclose(sum(parts), loss(policy, batch)[0], rtol=1e-6)
@@ -361,7 +361,7 @@ def test_options_that_do_not_go_together_are_one_sentence(options, message, sour
 
 def test_a_loss_that_cannot_change_the_model_is_refused():
     """0 changes nothing, and neither does what float32 cannot square: clipping divides by infinity."""
-    run = lambda **options: dpo.of_run(Settings.of(PairOptions, model="m", data=("a.jsonl",), **options))
+    run = lambda **options: pairs.of_run(Settings.of(PairOptions, model="m", data=("a.jsonl",), **options))
     for options in (
         dict(loss_type="sigmoid,sft", loss_weights=(0.0, 0.0)),
         dict(beta=1e38),

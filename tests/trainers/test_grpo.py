@@ -25,9 +25,9 @@ from liger_jax.models import LlamaConfig, LlamaForCausalLM
 from liger_jax.trainers import finish
 from liger_jax.trainers.adapters import PIECES, STEP
 from liger_jax.trainers.completions_file import CompletionsFile
-from liger_jax.trainers.grpo import DIFFERENCE, TASK
 from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.policy import DIFFERENCE, TASK
 from liger_jax.trainers.rollouts import OLD, Completion, Rollouts
 from liger_jax.training import Checkpoints, make_step
 from liger_jax.user_errors import UserError

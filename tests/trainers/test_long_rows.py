@@ -19,6 +19,7 @@ from liger_jax.trainers import adapters, long_rows, memory
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.outcome import Outcome
 from liger_jax.training import processes
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -170,7 +171,9 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_first_process_alone_says_what_the_pool_may_hold(is_first, monkeypatch, capsys):
-    monkeypatch.setattr("liger_jax.trainers.run.train", lambda settings, task: 0)  # first, with its own imports
+    monkeypatch.setattr(
+        "liger_jax.trainers.run.train", lambda settings, task, after: Outcome(0)
+    )  # first, with its own imports
     monkeypatch.setattr(long_rows, "let_pool_grow", lambda settings: "a line")
     monkeypatch.setattr(long_rows, "within", lambda settings, model: (settings, ""))
     monkeypatch.setattr(adapters, "found", lambda model, options: (model, options, None))
