@@ -7,10 +7,10 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from liger_jax.user_errors import UserError
+from liger_jax.user_errors import Spelling, UserError
 
 LEAST_FLOAT, MOST_FLOAT = 1.1754944e-38, 3.4e38  # of float32: devices take a smaller number for 0
 MOST = 2**31 - 1
@@ -107,6 +107,26 @@ def flag(field: dataclasses.Field[Any]) -> str:
     return field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
 
 
+def python_name(field: dataclasses.Field[Any]) -> str:
+    """An option's name in Python, which is that of its flag."""
+    return flag(field).removeprefix("--").replace("-", "_")
+
+
+def spellings(fields: Iterable[dataclasses.Field[Any]], names: Mapping[str, str]) -> dict[str, Spelling]:
+    """How Python spells flags. `names`: those of options that have another name there."""
+    found = {}
+    for field in fields:
+        choices = field.metadata["choices"] or field.metadata["argument"].get("choices") or ()
+        name = names.get(field.name, python_name(field))
+        found[flag(field)] = Spelling(name, is_switch=bool in kinds(field), choices=tuple(choices))
+    return found
+
+
+def kinds(field: dataclasses.Field[Any]) -> list[Any]:
+    """The types of which a value is one."""
+    return [*typing.get_args(field.type)] if isinstance(field.type, types.UnionType) else [field.type]
+
+
 def check(owner: Any) -> None:
     """Refuses a value that an option cannot have, whatever the others are."""
     for field in options_of(owner):
@@ -133,13 +153,13 @@ def argument(field: dataclasses.Field[Any], **words: Any) -> dict[str, Any]:
 
     `words`: what stands in its help in braces.
     """
-    kinds = [*typing.get_args(field.type)] if isinstance(field.type, types.UnionType) else [field.type]
+    of_types = kinds(field)
     found: dict[str, Any] = dict(dest=field.name, help=field.metadata["help"].format(default=field.default, **words))
-    if bool in kinds:
+    if bool in of_types:
         found |= dict(action="store_true")
-    elif any(typing.get_origin(kind) is Sequence for kind in kinds):
+    elif any(typing.get_origin(kind) is Sequence for kind in of_types):
         found |= dict(nargs="+")
-    elif numbers := [kind for kind in kinds if kind in (int, float)]:
+    elif numbers := [kind for kind in of_types if kind in (int, float)]:
         found |= dict(type=numbers[0])
     if field.default is dataclasses.MISSING:
         found |= dict(required=True)

@@ -3,8 +3,11 @@
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from liger_jax._install import install_command
 
@@ -86,6 +89,34 @@ class Spelling:
     value: str = "{}"  # its value, by that of the flag
     is_switch: bool = False  # whether the flag stands without a value
     choices: Sequence[str] = ()  # texts that may be its value
+
+
+@contextlib.contextmanager
+def python_words(arguments: Mapping[str, Spelling]) -> Iterator[None]:
+    """A context in which errors and printed lines have the words of Python, as `in_python` says them."""
+    try:
+        with contextlib.redirect_stdout(_Spoken(sys.stdout, arguments)):
+            yield
+    except UserError as error:
+        text = str(error) if error.in_python else in_python(str(error), arguments)
+        raise UserError(text, in_python=True) from error.__cause__
+
+
+class _Spoken(io.TextIOBase):
+    """A stream to which a run says the names of arguments, and not of flags."""
+
+    def __init__(self, stream: Any, spelled: Mapping[str, Spelling]):
+        self._stream, self._spelled = stream, spelled
+
+    def write(self, text: str) -> int:
+        self._stream.write(in_python(text, self._spelled))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def counted(number: int, noun: str) -> str:

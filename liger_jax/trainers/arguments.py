@@ -7,9 +7,8 @@ import functools
 import numbers
 import os
 import shutil
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from liger_jax.models.quantized import QuantizedParam
 from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import options_of
 from liger_jax.training import digests, identity
-from liger_jax.user_errors import Spelling, UserError, in_python
+from liger_jax.user_errors import Spelling
 
 GIVEN = ("model", "data", "eval_data", "out", "teacher", "reward")  # arguments of their own
 OF_COMMANDS = ("distributed",)  # what only a command can do
@@ -76,7 +75,7 @@ def values_of(method: type[Method], adapters: LoRA | None, fields: Mapping[str, 
 
     Raises a `TypeError` for a name that is no option, and for a value of another type.
     """
-    known = {_name(field): field for field in options_of(method).values()}
+    known = {_options.python_name(field): field for field in options_of(method).values()}
     names = [name for name, field in known.items() if field.name not in (*GIVEN, *OF_COMMANDS, *_OF_LORA)]
     for name in fields:
         if name in OF_COMMANDS:
@@ -98,38 +97,8 @@ def spellings(method: type[Method]) -> dict[str, Spelling]:
     """How a call spells the flags of a command."""
     own = {"lora": "adapters", "data": "rows", "reward": "rewards"}
     own |= {name: name.removeprefix("lora_") for name in _OF_LORA if name.startswith("lora_")}
-    found = {}
-    for name, field in options_of(method).items():
-        switch, choices = bool in _kinds(field), field.metadata["choices"] or field.metadata["argument"].get("choices")
-        value = "LoRA({})" if name == "lora" else "{}"
-        found[_options.flag(field)] = Spelling(own.get(name, _name(field)), value, switch, tuple(choices or ()))
-    return found
-
-
-@contextlib.contextmanager
-def in_words_of_python(method: type[Method]) -> Iterator[None]:
-    """A context whose errors name arguments and not flags, as do lines that are printed."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error) if error.in_python else in_python(str(error), spellings(method))
-        raise UserError(text, in_python=True) from error.__cause__
-
-
-def rows_of(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Rows that are files, a dataset's id, or an iterable of dicts.
-
-    Returns the names of files and datasets, or else the name that is given to the rows; and the rows by it.
-    """
-    if isinstance(given, str | os.PathLike):
-        return (_path(given),), {}
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} is {type(given).__name__}, and must be files, or an iterable of dicts.")
-    if isinstance(given, list | tuple) and any(isinstance(each, str | os.PathLike) for each in given):
-        if wrong := [each for each in given if not isinstance(each, str | os.PathLike)]:
-            raise TypeError(f"{name} holds files and {type(wrong[0]).__name__}. Pass files, or an iterable of dicts.")
-        return tuple(map(_path, given)), {}
-    return (name,), {name: given}
+    found = _options.spellings(options_of(method).values(), own)
+    return found | {"--lora": Spelling("adapters", "LoRA({})")}
 
 
 def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str:
@@ -197,15 +166,6 @@ def _path(given: str | os.PathLike[str]) -> str:
     return os.path.expanduser(os.fspath(given))
 
 
-def _name(field: dataclasses.Field[Any]) -> str:
-    """An option's name in a call, which is that of its flag."""
-    return _options.flag(field).removeprefix("--").replace("-", "_")
-
-
-def _kinds(field: dataclasses.Field[Any]) -> list[Any]:
-    return [*typing.get_args(field.type)] if isinstance(field.type, types.UnionType) else [field.type]
-
-
 def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
     """A value as an option holds it, whichever type of the same meaning it has."""
     is_text, is_flag = isinstance(value, str), isinstance(value, bool | np.bool_)
@@ -218,7 +178,7 @@ def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
         (float, "a number", isinstance(value, numbers.Real) and not is_flag, float),
         (str, "a text", is_text, str),
     ]
-    kinds = _kinds(field)
+    kinds = _options.kinds(field)
     of_kind = [each for each in wanted if each[0] in kinds]
     for _, _, is_right, made in of_kind:
         if is_right:
@@ -229,5 +189,5 @@ def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
         if all(isinstance(each, numbers.Real if holds_numbers else str) for each in several):
             return tuple(map(float if holds_numbers else str, several))
         of_kind = [(tuple, "numbers" if holds_numbers else "a text or several", False, tuple)]
-    name = "rank" if field.name == "lora" else _name(field).removeprefix("lora_")
+    name = "rank" if field.name == "lora" else _options.python_name(field).removeprefix("lora_")
     raise TypeError(f"{name}={value!r} must be {' or '.join(each[1] for each in of_kind)}.")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from liger_jax.data.public import given_rows
 from liger_jax.trainers import arguments
 from liger_jax.trainers.arguments import LoRA
 from liger_jax.trainers.distill_options import DistillOptions
@@ -24,7 +24,7 @@ from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.start import started
-from liger_jax.user_errors import Spelling, in_python
+from liger_jax.user_errors import python_words
 
 Callback = Callable[[int, Mapping[str, float], Any], bool | None]
 
@@ -242,7 +242,7 @@ def _run(
     values = arguments.values_of(method, adapters, fields) | dict(own)
     for name, each in data.items():
         if each is not None:
-            values["data" if name == "rows" else name], of_name = arguments.rows_of(each, name)
+            values["data" if name == "rows" else name], of_name = given_rows(each, name)
             given |= of_name
     after = _after(callbacks, sys.stdout)
     with contextlib.ExitStack() as stack:
@@ -250,8 +250,7 @@ def _run(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="liger-jax-", ignore_cleanup_errors=True))
         else:
             folder = os.path.expanduser(os.fspath(out))
-        stack.enter_context(arguments.in_words_of_python(method))
-        stack.enter_context(contextlib.redirect_stdout(_Spoken(sys.stdout, arguments.spellings(method))))
+        stack.enter_context(python_words(arguments.spellings(method)))
         values["model"] = arguments.stored(model, tokenizer, Path(folder))
         if "teacher" in values:
             itself = values["model"] if tokenizer is None else tokenizer
@@ -263,23 +262,6 @@ def _run(
     if outcome.code and (number := outcome.code - 128) != signal.SIGINT:
         signal.raise_signal(number)  # what was to end the process, now that the run is saved
     return result
-
-
-class _Spoken(io.TextIOBase):
-    """A stream to which a run says the names of arguments, and not of flags."""
-
-    def __init__(self, stream: Any, spelled: Mapping[str, Spelling]):
-        self._stream, self._spelled = stream, spelled
-
-    def write(self, text: str) -> int:
-        self._stream.write(in_python(text, self._spelled))
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _after(callbacks: Sequence[Callback], stdout: Any) -> After | None:

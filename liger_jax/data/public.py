@@ -1,0 +1,167 @@
+"""Data for a loop of one's own: documents, their tokens and labels, and rows."""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from liger_jax import _options
+from liger_jax.data.documents import Document as Document
+from liger_jax.data.options import RowOptions
+from liger_jax.models.core.config_fields import MOST
+from liger_jax.models.hugging_face import source
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import pack, pad
+from liger_jax.user_errors import needed_packages, python_words, user_errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The tokens of a document, or of a part of it that fills a row.
+
+    Attributes:
+        input_ids: int32 (tokens,).
+        labels: int32 (tokens,), unshifted: a token's own id where it is trained on, and -100 elsewhere.
+        where: where its document was found, in words.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    where: str = ""
+
+
+def read(
+    data: Any,
+    *,
+    column: str | None = None,
+    format: str | None = None,
+    subset: str | None = None,
+) -> list[Document]:
+    """Reads texts, completions and conversations, as `liger-jax finetune` does.
+
+    Args:
+        data: files, globs, folders or datasets' ids; or an iterable of dicts, such as a list or a `datasets.Dataset`.
+        column: the field that is trained on; `None` for what the fields' names say.
+        format: the format of the rows, if they have the fields of several.
+        subset: the configuration of a dataset of the hub.
+
+    Returns:
+        Documents with a `text`, or with `messages`, or with a `prompt` before the text; each says `where` it was.
+
+    Raises:
+        TypeError: `data` is neither.
+        ValueError: a file or a row cannot be used, or there is no text; the sentence names the place and the cure.
+
+    Example:
+        >>> [document.text for document in read([{"text": "one"}, {"text": "two"}])]
+        ['one', 'two']
+    """
+    with _words():
+        reading = importlib.import_module("liger_jax.data.reading")
+        names, own = given_rows(data, "data")
+        if not own:
+            return reading.read(names, column, subset, form=format)
+        documents = reading.rows_to_documents(own["data"], "data", column, format)
+        if not (found := [document for document in documents if not document.is_empty]):
+            raise reading.no_text(names)
+        return found
+
+
+def tokens(
+    checkpoint: str | os.PathLike[str], documents: Iterable[Document], *, length: int | None = None
+) -> list[Tokens]:
+    """Encodes documents by a checkpoint's tokenizer and chat template, with a label for each token that is trained on.
+
+    Of a text all tokens are trained on, of a prompt with its completion the completion's, and of a conversation those
+    that the assistant wrote, with the mark that ends each answer. What is to be known of the documents is printed.
+
+    Args:
+        checkpoint: the folder or id of a checkpoint, whose weights are not read.
+        documents: what `read` returns.
+        length: the most tokens of one: a longer text is cut into several, and of a longer conversation or completion
+            the rest is dropped. `None` cuts nothing.
+
+    Returns:
+        The tokens of each document that has one to train on, in their order.
+
+    Raises:
+        ImportError: the package tokenizers is missing.
+        ValueError: the tokenizer, its chat template or a document cannot be used.
+
+    Example:
+        >>> documents = read("chats.jsonl")  # doctest: +SKIP
+        >>> batch = rows(tokens("./llama", documents, length=2048), length=2048)  # doctest: +SKIP
+    """
+    with _words():
+        encoder = importlib.import_module("liger_jax.data.training_rows").tokenizer
+        found = source.find(os.path.expanduser(os.fspath(checkpoint)), weights=False)
+        size = found.config.get("vocab_size", MOST)
+        pieces = encoder(found, size).pieces(list(documents), MOST if length is None else length)
+    return [Tokens(each.tokens, each.labels, each.document.where if each.document else "") for each in pieces]
+
+
+def rows(tokens: Iterable[Tokens], length: int, *, packed: bool = True) -> Mapping[str, np.ndarray]:
+    """Lays tokens into rows for `model(**batch)`, as `training.pack` and `training.pad` do.
+
+    Args:
+        tokens: what `tokens` returns.
+        length: tokens in a row.
+        packed: whether several documents share a row, in which none attends to another; else each has its own.
+
+    Returns:
+        int32 arrays of (rows, length): `input_ids`, `labels`, and `segment_ids` and `positions` where rows are packed.
+
+    Raises:
+        ValueError: `length` is less than 1, or there is no token.
+
+    Example:
+        >>> some = [Tokens(np.array([5, 6, 7]), np.array([-100, 6, 7])), Tokens(np.array([8]), np.array([8]))]
+        >>> rows(some, length=4)["labels"].tolist()
+        [[-100, 6, 7, 8]]
+    """
+    some = list(tokens)
+    lay = pack if packed else pad
+    return lay([each.input_ids for each in some], length, labels=[each.labels for each in some])
+
+
+def num_scored(tokens: Iterable[Tokens]) -> int:
+    """How many of some tokens the loss counts: never the first of a document, which follows nothing.
+
+    Args:
+        tokens: what `tokens` returns.
+
+    Returns:
+        Their number.
+
+    Example:
+        >>> num_scored([Tokens(np.array([5, 6, 7]), np.array([5, -100, 7]))])
+        1
+    """
+    return sum(int(np.count_nonzero(each.labels[1:] != IGNORE_INDEX)) for each in tokens)
+
+
+def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Rows that are files, a dataset's id, or an iterable of dicts.
+
+    Returns the names of files and datasets, or else the name that is given to the rows; and the rows by it.
+    """
+    if isinstance(given, str | os.PathLike):
+        return (os.path.expanduser(os.fspath(given)),), {}
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} is {type(given).__name__}, and must be files, or an iterable of dicts.")
+    if isinstance(given, list | tuple) and any(isinstance(each, str | os.PathLike) for each in given):
+        if wrong := [each for each in given if not isinstance(each, str | os.PathLike)]:
+            raise TypeError(f"{name} holds files and {type(wrong[0]).__name__}. Pass files, or an iterable of dicts.")
+        return tuple(os.path.expanduser(os.fspath(each)) for each in given), {}
+    return (name,), {name: given}
+
+
+@contextlib.contextmanager
+def _words() -> Iterator[None]:
+    """A context whose errors name arguments."""
+    with python_words(_options.spellings(_options.options_of(RowOptions), {})), user_errors(), needed_packages():
+        yield

@@ -1,0 +1,64 @@
+"""From chats to tokens, labels and rows, for a loop of one's own: those that the commands train on."""
+
+import json
+
+import numpy as np
+import pytest
+
+from liger_jax import data
+from liger_jax.data import training_rows
+from liger_jax.data.options import RowOptions
+from liger_jax.models.hugging_face.source import find
+from tests import _tiny
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint's folder, with conversations beside it."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+    (folder.parent / "chats.jsonl").write_text(_tiny.chats(12))
+    return folder
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_of_three_lines_are_those_of_a_run(packed, source, tmp_path, capsys):
+    made = data.rows(data.tokens(source, data.read(source.parent / "chats.jsonl"), length=64), 64, packed=packed)
+    given = [json.loads(line) for line in _tiny.chats(12).splitlines()]
+    tokens = data.tokens(source, data.read(iter(given)))
+    own = data.rows(tokens, 64, packed=packed)
+    options = RowOptions(data=str(source.parent / "chats.jsonl"), pack=packed, length=64, eval_share=0.0)
+    run = training_rows.prepared(options, 4, 0, training_rows.tokenizer(find(source, weights=False), 320), tmp_path)
+    for batch in (made, own):
+        assert set(batch) <= set(run.rows)
+        for name, column in batch.items():
+            np.testing.assert_array_equal(column, run.rows[name][:])
+    assert data.num_scored(tokens) == run.rows.tokens.num_scored(run.rows.pieces)
+
+
+def test_labels_are_of_what_the_assistant_wrote(source):
+    (tokens,) = data.tokens(source, data.read([json.loads(_tiny.chats(1))]))
+    encoder = training_rows.tokenizer(find(source, weights=False), 320)
+    scored = encoder.text(tokens.input_ids[tokens.labels != -100].tolist())
+    assert scored == "three four five<|im_end|>three four five<|im_end|>"
+    assert tokens.where == "data, row 1" and data.num_scored([tokens]) == np.count_nonzero(tokens.labels != -100)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "words"),
+    [
+        ({"text": "a"}, {}, TypeError, "data is dict, and must be files, or an iterable of dicts."),
+        ([], {}, ValueError, "data has no text."),
+        ([{"text": " "}], {}, ValueError, "data has no text."),
+        (iter([{"text": "a"}, 3]), {}, ValueError,
+         "data, row 2, holds a number, and must hold an object, with text or messages."),
+        ("nowhere.jsonl", {}, ValueError,
+         "No file matches 'nowhere.jsonl'. Pass data a file, a folder or a quoted glob."),
+        ([{"text": "a", "messages": [{"role": "user", "content": "b"}]}], {}, ValueError,
+         "data, row 1: the row has the fields of more than one format: messages (messages); text (text). Say which is "
+         "meant: format='messages' or format='text'."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_in_the_words_of_python(given, options, error, words):
+    with pytest.raises(error) as raised:
+        data.read(given, **options)
+    assert str(raised.value) == words
