@@ -4,7 +4,6 @@ It knows formats of files and of their rows, tokenizers, and the files that keep
 loss, no mesh and no device; of a run it reads `options.RowOptions`. `public` has what a loop of one's own takes.
 """
 
-from liger_jax.data.public import Document as Document
 from liger_jax.data.public import Tokens as Tokens
 from liger_jax.data.public import num_scored as num_scored
 from liger_jax.data.public import read as read

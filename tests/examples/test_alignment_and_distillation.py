@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from examples import distill, distill_command, dpo, dpo_command, grpo
+from examples import distill, dpo, grpo, trainers_distill, trainers_dpo
 from examples._lib import tiny
 from examples._lib.command import run
 from liger_jax.training import make_step, scored_tokens
@@ -27,9 +27,9 @@ def test_the_reward_margin_starts_at_zero_and_rises_on_pairs_held_out(tmp_path, 
 
 
 @pytest.mark.full
-def test_the_command_s_margin_rises_on_a_file_of_pairs(tmp_path, monkeypatch, capsys):
+def test_the_margin_rises_on_rows_of_pairs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dpo, "PRETRAINING_STEPS", 0)
-    log = dpo_command.main(["--steps=12", f"--out={tmp_path}"])
+    log = trainers_dpo.main(["--steps=12", f"--out={tmp_path}"])
     assert abs(log["trained"][0]) < 1e-5 and 0 < log["held out"][0] < log["held out"][-1] < np.inf
     assert (tmp_path / "dpo.png").stat().st_size and (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
@@ -96,11 +96,11 @@ def test_students_come_nearer_to_their_teacher(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_the_command_s_students_come_nearer_to_their_teacher(tmp_path, monkeypatch):
+def test_students_of_stored_tokens_and_of_all_come_nearer(tmp_path, monkeypatch):
     monkeypatch.setattr(distill, "PRETRAINING_STEPS", 20)
-    log = distill_command.main(["--steps=20", f"--out={tmp_path}"])
-    assert list(log) == list(distill_command.WAYS) and all(0 < each[-1] < each[0] for each in log.values())
-    assert (tmp_path / "distill_command.png").stat().st_size
+    log = trainers_distill.main(["--steps=20", f"--out={tmp_path}"])
+    assert list(log) == list(trainers_distill.WAYS) and all(0 < each[-1] < each[0] for each in log.values())
+    assert (tmp_path / "distill.png").stat().st_size
 
 
 def test_micro_batches_of_the_distillation_losses_add_up_to_the_batch():

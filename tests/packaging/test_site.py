@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).parents[2]
-MODULES = tuple(f"liger_jax.{name}" for name in ("ops", "losses", "layers", "models", "planner", "training"))
+ROOMS = ("ops", "losses", "layers", "models", "planner", "training", "trainers", "data")
+MODULES = tuple(f"liger_jax.{name}" for name in ROOMS)
 ANCHOR = re.compile(r'id="(liger_jax\.[a-z]+\.\w+)"')
 SECTIONS = {"Args:": "Parameters:", "Returns:": "Returns:", "Raises:": "Raises:", "Example:": "Examples:"}
 

@@ -1,10 +1,10 @@
-"""`liger-jax grpo` on a model of letters, from nothing to the picture of its reward, on a CPU in less than two minutes.
+"""`trainers.grpo` on a model of letters, from nothing to the picture of its reward, on a CPU in less than two minutes.
 
-    python -m examples.grpo_command [--steps 150]
+    python -m examples.trainers_grpo [--steps 150]
 
 A prompt says `write c:`, and the reward is the share of the answer that is the letter c. The model begins with random
-weights, and is told nothing else. In its folder (--out) the program leaves the model, the prompts, the run's `log.csv`
-and grpo.png: the mean reward, and how much the answers to one prompt differ in it.
+weights, and is told nothing else. In its folder (--out) the program leaves the model, the run's `log.csv` and grpo.png:
+the mean reward, and how much the answers to one prompt differ in it.
 """
 
 import argparse
@@ -17,23 +17,16 @@ if not __package__:  # started by its path, from any folder: Python must find th
 from examples._lib.command import all_flags, needed_packages, run
 
 with needed_packages(__name__):
-    import csv
-    import json
     import string
 
     from flax import nnx
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     from examples._lib import report
-    from liger_jax import commands
+    from liger_jax import trainers
     from liger_jax.models import Qwen2Config, Qwen2ForCausalLM
-    from liger_jax.user_errors import UserError
 
 LETTERS = "abcd"
-OPTIONS = (
-    "--batch 64 --group 8 --micro-batches 4 --prompt-length 16 --completion-length 4 --learning-rate 3e-3 "
-    "--schedule constant --every 1000 --fresh"
-).split()
 
 
 def named_letter(completions: list[str], letter: list[str]) -> list[float]:
@@ -57,23 +50,28 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     Returns:
         The mean reward of each step.
-
-    Raises:
-        UserError: the command has refused its options.
     """
-    flags = all_flags(argparse.ArgumentParser(), argv, 150, "runs/grpo_command")
+    flags = all_flags(argparse.ArgumentParser(), argv, 150, "runs/trainers_grpo")
     folder: Path = flags.out
     make_model(folder / "letters")
-    lines = [{"prompt": f"write {letter}:", "letter": letter} for letter in LETTERS * 2]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    reward = "--reward=examples.grpo_command:named_letter"
-    paths = [f"--model={folder / 'letters'}", f"--data={folder / 'prompts.jsonl'}", f"--out={folder}"]
-    if commands.main(["grpo", *paths, reward, f"--steps={flags.steps}", *OPTIONS]):
-        raise UserError("The run has not come to its end.")
-    with (folder / "log.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    rewards, spreads = ([float(row[name]) for row in rows] for name in ("reward", "reward_std"))
-    steps, few = range(1, len(rows) + 1), max(1, len(rows) // 10)
+    result = trainers.grpo(
+        folder / "letters",
+        [{"prompt": f"write {letter}:", "letter": letter} for letter in LETTERS * 2],
+        rewards=[named_letter],
+        out=folder,
+        fresh=True,
+        steps=flags.steps,
+        every=1000,
+        batch=64,
+        group=8,
+        micro_batches=4,
+        prompt_length=16,
+        completion_length=4,
+        learning_rate=3e-3,
+        schedule="constant",
+    )
+    rewards, spreads = (result.metrics[name].tolist() for name in ("reward", "reward_std"))
+    steps, few = range(1, len(rewards) + 1), max(1, len(rewards) // 10)
     print(f"mean reward: {sum(rewards[:few]) / few:.2f} → {sum(rewards[-few:]) / few:.2f}")
     panels = {
         "mean reward": {"sampled answers": (steps, rewards)},
