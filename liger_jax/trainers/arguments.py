@@ -108,12 +108,16 @@ def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str
     """
     if isinstance(model, str | os.PathLike):
         return _path(model)
+    if is_own(model):
+        raise TypeError(
+            f"{name} is {type(model).__name__}, a model of your own, which only finetune takes. Pass a folder, "
+            "an id, or a model of liger_jax.models."
+        )
     if not isinstance(model, Pretrained):
         raise TypeError(
-            f"{name} is {type(model).__name__}, and must be a folder, an id, or a model of liger_jax.models."
+            f"{name} is {type(model).__name__}, and must be a folder, an id, a model of liger_jax.models, or an NNX "
+            "module with a method hidden_states(input_ids) and a head."
         )
-    if tokenizer is None:
-        raise TypeError(f"{name} is in memory, and has no tokenizer: pass tokenizer, a checkpoint's folder or id.")
     leaves = [variable for _, variable in nnx.iter_graph(model) if isinstance(variable, nnx.Variable)]
     if any(isinstance(variable, nnx.LoRAParam) for variable in leaves):
         raise ValueError(
@@ -160,6 +164,12 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
             functions[text] = reward
         texts.append(text if weights is None else f"{text}={float(weights[i])!r}")
     return tuple(texts), functions
+
+
+def is_own(model: Any) -> bool:
+    """Whether a model is none of ours, and says its hidden states and its head."""
+    is_ours, states = isinstance(model, Pretrained), getattr(model, "hidden_states", None)
+    return isinstance(model, nnx.Module) and not is_ours and callable(states) and hasattr(model, "head")
 
 
 def _path(given: str | os.PathLike[str]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from liger_jax.data.public import given_rows
 from liger_jax.trainers import arguments
@@ -24,7 +26,7 @@ from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.start import started
-from liger_jax.user_errors import python_words
+from liger_jax.user_errors import needed_packages, python_words
 
 Callback = Callable[[int, Mapping[str, float], Any], bool | None]
 
@@ -237,6 +239,9 @@ def _run(
     is_named = isinstance(model, str | os.PathLike)
     if tokenizer is not None and is_named and isinstance(own.get("teacher", ""), str | os.PathLike):
         raise TypeError("tokenizer is for a model in memory, and a checkpoint has its own. Leave it out.")
+    for name, each in {"model": model, "teacher": own.get("teacher", "")}.items():
+        if isinstance(each, nnx.Module) and tokenizer is None and (name == "model" or not is_named):
+            raise TypeError(f"{name} is in memory, and has no tokenizer: pass tokenizer, a checkpoint's folder or id.")
     fields, given = dict(fields), {}
     data = {"rows": rows, "eval_data": fields.pop("eval_data", None)}
     values = arguments.values_of(method, adapters, fields) | dict(own)
@@ -251,13 +256,21 @@ def _run(
         else:
             folder = os.path.expanduser(os.fspath(out))
         stack.enter_context(python_words(arguments.spellings(method)))
-        values["model"] = arguments.stored(model, tokenizer, Path(folder))
+        if is_own := arguments.is_own(model) and method is FinetuneOptions:
+            values["model"] = f"a {type(model).__name__} in memory"
+        else:
+            values["model"] = arguments.stored(model, tokenizer, Path(folder))
         if "teacher" in values:
             itself = values["model"] if tokenizer is None else tokenizer
             values["teacher"] = arguments.stored(values["teacher"], itself, Path(folder), "teacher")
         settings = Settings.of(method, out=folder, **values)
         settings = settings.changed(rows=given, **in_memory)
-        outcome = started(settings, task, length_is_given="length" in values, after=after)
+        if is_own:
+            with needed_packages():
+                own_model = importlib.import_module("liger_jax.trainers.own_model")
+            outcome = own_model.train(settings, model, tokenizer, after)
+        else:
+            outcome = started(settings, task, length_is_given="length" in values, after=after)
         result = _result(outcome, keeps=out is not None)
     if outcome.code and (number := outcome.code - 128) != signal.SIGINT:
         signal.raise_signal(number)  # what was to end the process, now that the run is saved

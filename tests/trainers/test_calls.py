@@ -102,7 +102,7 @@ def assert_is_of(result, out, **options):
 def test_a_call_trains_as_the_command_does_and_leaves_nothing(source, rows, command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, seen = AutoModelForCausalLM.from_pretrained(source), []
-    before = nnx.clone(model)
+    before = jax.tree.map(jnp.copy, model)
 
     def callback(step, metrics, trained):
         print("--steps are mine")
@@ -162,6 +162,61 @@ def test_each_method_is_that_of_its_command(name, source, tmp_path):
     assert len(result.metrics["loss"]) == 2
 
 
+class Mine(nnx.Module):
+    """A model of the user's own, around one of ours, so that its run is known."""
+
+    def __init__(self, model):
+        self.inner = model
+
+    def hidden_states(self, input_ids, segment_ids, positions):
+        return self.inner.hidden_states(input_ids, segment_ids=segment_ids, positions=positions)
+
+    @property
+    def head(self):
+        return self.inner.head
+
+
+class Unpacked(Mine):
+    """One whose rows are whole documents."""
+
+    def hidden_states(self, input_ids):
+        return self.inner.hidden_states(input_ids)
+
+
+def test_a_model_of_the_users_own_trains_as_ours(source, rows, tmp_path):
+    options = dict(adapters=None, tokenizer=source)
+    ours = finetune(AutoModelForCausalLM.from_pretrained(source), rows, **options)
+    mine, ended = Mine(AutoModelForCausalLM.from_pretrained(source)), []
+    before = jax.tree.map(jnp.copy, mine)
+    finetune(mine, rows, **options, out=tmp_path, callbacks=[lambda step, *_: ended.append(step) or step == 4])
+    result = finetune(mine, rows, **options, out=tmp_path)  # goes on from there
+    assert ended == [1, 2, 3, 4] and result.best_step in (4, 6) and result.folder is None
+    assert set(result.metrics) == set(ours.metrics)
+    for name in set(ours.metrics).difference(TIMES):
+        np.testing.assert_allclose(result.metrics[name], ours.metrics[name], rtol=1e-4, atol=1e-6)
+    for one, another in zip(arrays(result.model), arrays(ours.model), strict=True):
+        np.testing.assert_allclose(one, another, rtol=1e-3, atol=1e-3)
+    assert_equal(mine, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(adapters=trainers.LoRA(4)), "adapters is for the models of liger_jax.models: call models.lora.add_lora on "
+         "your own, and its adapters alone are trained."),
+        (dict(mesh="fsdp=1"),
+         "mesh is for the models of liger_jax.models: place its parameters on your devices before the call."),
+        (dict(), "pack=True puts several documents into a row, and the model's hidden_states takes no segment_ids, by "
+         "which none would attend to another. Add the parameter, or leave pack=True out."),
+    ],
+)  # fmt: skip
+def test_what_a_model_of_the_users_own_cannot_do_is_refused(options, words, source, rows):
+    mine = Unpacked(AutoModelForCausalLM.from_pretrained(source))
+    with pytest.raises(ValueError) as raised:
+        finetune(mine, rows, **dict(adapters=None, tokenizer=source) | options)
+    assert str(raised.value) == words
+
+
 def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
     endless = ({"text": _tiny.text(20, i)} for i in itertools.count())
     result = finetune(source, endless, stream=True, eval_data=rows[:4])
@@ -195,7 +250,9 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
          "trainers.dpo trains on both. Say what is trained on: format='text', or column chosen."),
         (dict(tokenizer="x"), TypeError,
          "tokenizer is for a model in memory, and a checkpoint has its own. Leave it out."),
-        (dict(model=3), TypeError, "model is int, and must be a folder, an id, or a model of liger_jax.models."),
+        (dict(model=3), TypeError, 
+         "model is int, and must be a folder, an id, a model of liger_jax.models, or an NNX module with a method "
+         "hidden_states(input_ids) and a head."),
         (dict(distributed=""), TypeError,
          "finetune: distributed is an option of the command alone: liger-jax finetune."),
     ],

@@ -1,0 +1,168 @@
+"""Fine-tuning of a model that is none of ours: an NNX module with hidden states and a head."""
+
+import inspect
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from liger_jax.data import token_cache, training_rows
+from liger_jax.data.laid_rows import RowBatches
+from liger_jax.losses import causal_lm_loss
+from liger_jax.models.hugging_face import source
+from liger_jax.trainers import log, result
+from liger_jax.trainers.errors import training_errors, writable_folder
+from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.options import Settings
+from liger_jax.trainers.outcome import After, Outcome
+from liger_jax.trainers.task import TEXT
+from liger_jax.training import Checkpoints, Loop, digests, lock, make_step, rows, scoring
+from liger_jax.training.loop import figure
+from liger_jax.user_errors import UserError, need, of_option
+
+# Options of a run that say what becomes of a checkpoint, or of one of our models.
+_OF_OURS = (
+    "lora", "quantize", "remat", "rope_scaling", "dtype", "param_dtype", "mesh", "verify", "merge", "save_dtype",
+    "result_of", "samples",
+)  # fmt: skip
+
+
+class Whole(nnx.Module):
+    """A user's model with the call of ours that training makes."""
+
+    config = None
+
+    def __init__(self, own: nnx.Module):
+        self.own = own
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        *,
+        labels: jax.Array,
+        loss_normalizer: Any = None,
+        token_scaling: bool = False,
+        return_metrics: bool = True,
+        **others: jax.Array,
+    ) -> Any:
+        """The loss and its metrics; `others` go to the model as far as it takes them."""
+        own: Any = self.own
+        taken = {name: x for name, x in others.items() if name in _parameters(own)}
+        options: dict[str, Any] = dict(segment_ids=others.get("segment_ids"), token_scaling=token_scaling)
+        loss, metrics = causal_lm_loss(
+            own.hidden_states(input_ids, **taken), _head(own), labels, return_metrics=True, **options
+        )
+        if loss_normalizer is not None:  # 0 where nothing is scored
+            loss = loss * (metrics.num_tokens / loss_normalizer)
+        return types.SimpleNamespace(loss=loss, metrics=metrics)
+
+
+@training_errors()
+def train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, after: After | None) -> Outcome:
+    """Trains a copy of a model in memory, where its arrays are."""
+    need("orbax.checkpoint", "tqdm")
+    _check(settings, model)
+    out = Path(settings.folder.out)
+    writable_folder(out)
+    with lock.held(out), token_cache.leftovers_removed(out):
+        if "csv" in settings.folder.log:
+            log.check_table(out / log.TABLE)
+        return _train(settings, model, tokenizer, after, out)
+
+
+def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, after: After | None, out: Path) -> Outcome:
+    recipe, size = settings.recipe, settings.recipe.rows_at_once
+    with of_option("--tokenizer"):
+        found = source.find(tokenizer, weights=False)
+    encoder = training_rows.tokenizer(found, _head(model).shape[0])
+    data = TEXT.prepared(settings, encoder, out / token_cache.FOLDER, training_rows.sources_of(settings.rows))
+    print(data.summary)
+    kind = nnx.LoRAParam if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) else nnx.Param
+    graph, params, frozen = nnx.split(Whole(model), kind, ...)
+    params, frozen = jax.tree.map(jnp.copy, (params, frozen))  # a step overwrites the first
+    print(f"trained: {sum(x.size for x in jax.tree.leaves(params)):,} parameters")
+    steps = recipe.num_steps(data.num_in_epoch)
+    rate = recipe.rate(settings.peak_rate, steps)
+    optimizer = recipe.optimizer_of(rate)
+    made_of = data.made_of() | {"weights": digests.of_json(digests.of_leaves((params, frozen))), "steps": steps}
+    checkpoints = Checkpoints(
+        out / result.CHECKPOINTS, settings.of_the_run() | made_of, fresh=settings.folder.fresh,
+        keep=settings.folder.keep, growing=("steps", "epochs"),
+    )  # fmt: skip
+    checkpoints.check()
+    data.keep()
+    step = make_step(
+        graph, optimizer, TEXT.loss(settings, data), normalizer=TEXT.normalizer(settings, data), has_aux=True,
+        micro_batches=recipe.num_micro_batches,
+    )  # fmt: skip
+    program, sums = jax.jit(step, donate_argnums=0), TEXT.sums(graph, settings, data)
+    restored = checkpoints.restore((params, optimizer.init(params)))
+    state, entries = restored or ((params, optimizer.init(params)), {"steps": []})
+    figures = entries["steps"]
+    rows_of = data.batches(*recipe.order)
+    filled = lambda step: next(rows.batched(rows_of(step), recipe.batch))
+    score, held_out = scoring(sums, frozen, TEXT.scores), RowBatches(data.held_out_rows, size)
+    its_rows = lambda step: [next(rows.batched(rows_of(max(0, step - 1)), size))]
+    whole = lambda params: nnx.merge(graph, params, frozen).own
+    with log.Log(settings.folder.log, out, TEXT.columns, figures, settings.to_write()) as files:
+        loop = Loop(
+            step=lambda state, batch: program(state, batch, frozen),
+            batch_of=filled,
+            steps=steps,
+            checkpoints=checkpoints,
+            every=settings.folder.every,
+            evaluate=(lambda params: score(params, held_out)) if held_out else None,
+            patience=recipe.patience,
+            check=lambda params, step: score(params, its_rows(step))["eval_loss"],
+            rate=rate,
+            write=files.write,
+            after=None if after is None else lambda params, figures: after(figures, whole(params)),
+            shown=TEXT.shown,
+        )
+        state, stopped_by = loop.run(state, entries)
+    done, best = len(figures), None if checkpoints.best is None else checkpoints.best[0]
+    if not stopped_by and done < steps and loop.is_over(figures) and best is not None:
+        state, done = checkpoints.read(best, state)[0], best
+        print(f"stopped after step {len(figures)} of {steps}: step {best} had the least held-out loss, and is taken")
+    elif figures:
+        print(f"{done} steps; loss {figure(figures[0]['loss'])} → {figure(figures[-1]['loss'])}")
+    trained = whole(state[0])
+    return Outcome(stopped_by and 128 + stopped_by, figures, done, best, model=lambda: trained)
+
+
+def _check(settings: Settings[FinetuneOptions], model: Any) -> None:
+    """Refuses what only one of our models can do."""
+    values, usual = settings.flat(), Settings.of(FinetuneOptions, model="m", data=settings.rows.data).flat()
+    for name in _OF_OURS:
+        if values[name] != usual[name]:
+            flag, cure = f"--{name.replace('_', '-')}", _CURES.get(name, "leave it out. The model is trained as it is.")
+            raise UserError(f"{flag} is for the models of liger_jax.models: {cure}")
+    if settings.rows.pack and "segment_ids" not in _parameters(model):
+        raise UserError(
+            "--pack puts several documents into a row, and the model's hidden_states takes no segment_ids, by which "
+            "none would attend to another. Add the parameter, or leave --pack out."
+        )
+    head = _head(model)
+    if getattr(head, "ndim", 0) != 2:
+        raise UserError("The model's head must be an array of (vocabulary, width).")
+
+
+_CURES = {
+    "lora": "call models.lora.add_lora on your own, and its adapters alone are trained.",
+    "mesh": "place its parameters on your devices before the call.",
+    "result_of": "read the checkpoint by training.Checkpoints.",
+}
+
+
+def _head(model: Any) -> Any:
+    """The head's array."""
+    return model.head[...] if isinstance(model.head, nnx.Variable) else model.head
+
+
+def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a model's hidden states, by name."""
+    return inspect.signature(model.hidden_states).parameters
