@@ -202,8 +202,8 @@ def test_a_model_of_the_users_own_trains_as_ours(source, rows, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(adapters=trainers.LoRA(4)), "adapters is for the models of liger_jax.models: call models.lora.add_lora on "
-         "your own, and its adapters alone are trained."),
+        (dict(adapters=trainers.LoRA(4)), "adapters is for the models of liger_jax.models: call "
+         "models.lora.add_lora on your own, and its adapters alone are trained."),
         (dict(mesh="fsdp=1"),
          "mesh is for the models of liger_jax.models: place its parameters on your devices before the call."),
         (dict(), "pack=True puts several documents into a row, and the model's hidden_states takes no segment_ids, by "
