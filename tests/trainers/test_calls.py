@@ -176,8 +176,11 @@ class Mine(nnx.Module):
         return self.inner.head
 
 
-class Unpacked(Mine):
+class Unpacked(nnx.Module):
     """One whose rows are whole documents."""
+
+    def __init__(self, model):
+        self.inner, self.head = model, model.head
 
     def hidden_states(self, input_ids):
         return self.inner.hidden_states(input_ids)
