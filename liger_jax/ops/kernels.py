@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from liger_jax.ops.eager import compiled_once
 from liger_jax.ops.meshes import opaque
 from liger_jax.ops.place import Place, place_of
 from liger_jax.pallas_kernels import hopper
@@ -188,7 +189,7 @@ def _with_options(
     """
     function = functools.partial(function, **dict(options))
     if name in _PARTITIONED:
-        return function
+        return compiled_once(function)
     if name != "mosaic_gpu":
         function = functools.partial(function, interpret=interpret)
     else:  # These kernels have no batching rule.

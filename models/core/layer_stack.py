@@ -1,12 +1,14 @@
 """The layers of a decoder: how their parameters are stored, and how one layer runs after another."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -19,6 +21,7 @@ from liger_jax.models.core.linear_attention import LINEAR
 from liger_jax.models.core.parameters import stack_of_place
 from liger_jax.models.core.remat import POLICIES, Remat
 from liger_jax.models.core.stream import Stream, as_input
+from liger_jax.ops.eager import compiled_once, is_part_of_a_program
 
 
 class LayerKind(NamedTuple):
@@ -122,12 +125,34 @@ class LayerStack:
         parameters what the layer computes with, from them and the computation's dtype; `None` for the layout's
         `gathered`.
         """
-        gathered = self.kernels.mesh_layout.gathered if gathered is None else gathered
+        is_new = cache is not None and cache.is_known_empty()
+        if gathered is not None or is_part_of_a_program():
+            gathered = self.kernels.mesh_layout.gathered if gathered is None else gathered
+            return self._run(layers, last_layers, x, inputs, cache, gathered, dropout_words, is_new)
+        graphdef, state = nnx.split((layers, last_layers))
+        leaves, tree = jax.tree.flatten(inputs)
+        is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
+        numbers = tuple(None if known else leaf for known, leaf in zip(is_array, leaves, strict=True))
+        arrays = [leaf if known else None for known, leaf in zip(is_array, leaves, strict=True)]
+        call = _Call(self, graphdef, tree, numbers, is_new)
+        return _decoded(call, state, x, arrays, cache, dropout_words)
+
+    def _run(
+        self,
+        layers: Any,
+        last_layers: Mapping[str, nnx.Module],
+        x: Any,
+        inputs: Mapping[str, Sequence[Any]],
+        cache: KVCache | None,
+        gathered: Callable[[Any, Any], Any],
+        dropout_words: Any,
+        is_new: bool,
+    ) -> Decoded:
+        """The call, with all that it decides by."""
         made = _made_by(gathered, dropout_words)
         # Without a cache the scan carries hidden states alone.
         none_yet = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         carry = (x, None if cache is None else (cache, none_yet))
-        is_new = cache is not None and cache.is_known_empty()
         sums: dict[str, list[Any]] = {}  # for each feed-forward, trees of its layers' sums, stacked
         first = 0
         # One token reads each weight once, and a scan would first copy each layer's weights and cache out of the stack.
@@ -221,6 +246,25 @@ class LayerStack:
         carry, sums = jax.lax.scan(group, carry, groups)
         in_a_row = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # groups and their layers
         return carry, {kind: [jax.tree.map(in_a_row, tree)] for kind, tree in sums.items()}
+
+
+class _Call(NamedTuple):
+    """What a stack's program is made of, beside its arrays."""
+
+    stack: LayerStack
+    graphdef: Any  # of the layers and the last layers
+    tree: Any  # of the inputs
+    numbers: tuple[Any, ...]  # of the inputs' leaves, those that are no arrays; `None` for an array
+    is_new: bool  # whether the cache is known to be empty
+
+
+@functools.partial(compiled_once, static_argnums=0)
+def _decoded(call: _Call, state, x, arrays, cache, dropout_words) -> Decoded:
+    leaves = [number if array is None else array for number, array in zip(call.numbers, arrays, strict=True)]
+    inputs = jax.tree.unflatten(call.tree, leaves)
+    gathered = call.stack.kernels.mesh_layout.gathered
+    layers, last_layers = nnx.merge(call.graphdef, state)
+    return call.stack._run(layers, last_layers, x, inputs, cache, gathered, dropout_words, call.is_new)
 
 
 def _made_by(gathered: Callable[[Any, Any], Any], dropout_words: Any) -> Callable[[Any, Any, Any], Any]:

@@ -111,7 +111,8 @@ class LanguageModelLoss:
         def local(hidden, targets, *others):
             per_token, (denominator, *constants, head) = others[:num], others[num:]
             return ops.fused_linear_token_loss(
-                lambda *numbers: function(*numbers, *constants),
+                # Outside of jit, nothing is compiled anew for the same function.
+                (lambda *numbers: function(*numbers, *constants)) if constants else function,
                 hidden,
                 head,
                 targets,

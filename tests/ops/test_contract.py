@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from liger_jax import losses, ops
+from tests._compilations import compilations
 from tests.ops._oracle import TOLERANCE, largest_error
 from tests.ops.references import attention, cross_entropy, glu, norms, plain
 
@@ -28,10 +29,13 @@ TOKEN_LOSS = (
 )
 
 
+def of_token(log_prob, entropy, factor):
+    return factor * log_prob * entropy
+
+
 def token_loss(hidden, weight, labels, factor, **options):
-    loss_fn = lambda log_prob, entropy, factor: factor * log_prob * entropy
     return ops.fused_linear_token_loss(
-        loss_fn, hidden, weight, labels, (factor,), denominator=2, entropy=True, **options
+        of_token, hidden, weight, labels, (factor,), denominator=2, entropy=True, **options
     )
 
 
@@ -69,7 +73,7 @@ CASES = {
     "fused_linear_log_probs": (
         functools.partial(ops.fused_linear_log_probs, entropy=True),
         {name: FUSED[name] for name in ("hidden", "weight", "bias")},
-        {**LABELS, "where": TOKENS["where"]},
+        {**LABELS, "where": TOKENS["where"], "selected_token_ids": [2, 5]},
     ),
     "fused_linear_token_loss, fast": (functools.partial(token_loss, mode="fast"), *TOKEN_LOSS),
     "fused_linear_token_loss, lean": (functools.partial(token_loss, mode="lean"), *TOKEN_LOSS),
@@ -84,6 +88,14 @@ CASES = {
         {"labels": [1, 0, 6, 2], "where": TOKENS["where"]},
     ),
 }
+EXPERTS = {
+    "grouped_matmul": (ops.grouped_matmul, {"x": X, "w": (2, D, F)}, {"group_sizes": [1, 2]}),
+    "moe_mlp": (
+        functools.partial(ops.moe_mlp, activation="silu"),
+        {"x": X, "weights": (3, 2), "gate_up": (2, D, 2 * F), "down": (2, F, D)},
+        {"experts": [[0, 1], [1, 0], [0, 1]]},
+    ),
+}
 # A mode takes its arrays as the other one does.
 all_ops = pytest.mark.parametrize("name", [name for name in CASES if not name.endswith(", lean")])
 
@@ -94,7 +106,7 @@ def scalar(outputs):
 
 def case(name, rng, **options):
     """A scalar function of the op's arrays by name, the arrays to differentiate by, and the other arrays."""
-    op, shapes, others = CASES[name]
+    op, shapes, others = {**CASES, **EXPERTS}[name]
     arrays = {argument: jnp.asarray(rng.uniform(0.1, 0.6, shape), jnp.float32) for argument, shape in shapes.items()}
 
     def total(arrays, others):
@@ -106,6 +118,19 @@ def case(name, rng, **options):
 def same(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("name", [*CASES, *EXPERTS])
+def test_a_second_eager_call_compiles_nothing(name, rng):
+    total, arrays, others = case(name, rng)
+    gradients = jax.grad(total)
+    total(arrays, others)
+    gradients(arrays, others)
+    with compilations() as of_value:
+        total(arrays, others)
+    with compilations() as of_gradients:
+        gradients(arrays, others)
+    assert (len(of_value), len(of_gradients)) == (0, 0)
 
 
 # --- which arrays -----------------------------------------------------------------------------------------------------

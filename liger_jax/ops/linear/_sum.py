@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
 from liger_jax.ops._forward_mode import reverse_only
+from liger_jax.ops.eager import made_once
 from liger_jax.ops.linear._statistics import (
     FORWARD_MODE,
     guarded_inputs,
@@ -175,5 +176,10 @@ def linear_sum(
         return _shared_sum(*arrays, problem, options, row_loss)
     # jit keeps what it traced for as long as its function lives, and static arguments with it. So this call's functions
     # get their own jit.
+    return _own_sum(problem, options, row_loss)(*arrays)
+
+
+@made_once
+def _own_sum(problem: Problem, options: LinearOptions, row_loss: RowLoss) -> Callable[..., Any]:
     own = functools.partial(_sum_of_rows, problem=problem, options=options, row_loss=row_loss)
-    return jax.jit(own, inline=True)(*arrays)
+    return jax.jit(own, inline=True)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Integer
 from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _explicit, _vocab_shards, checks, loss_terms, meshes
 from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.eager import made_once
 from liger_jax.ops.kernels import Implementation
 from liger_jax.ops.layout import are_seen
 from liger_jax.ops.linear._shards import shards_of
@@ -133,7 +134,7 @@ def fused_linear_token_loss(
         same = {f"value {i} that loss_fn closes over": x for i, x in enumerate(closed_over)}
         same |= {"denominator": constants[0]}
         _vocab_shards.check_axis(OP, vocab_axis, {}, same)
-    token_loss = _TokenLoss(function, entropy)
+    token_loss = _token_loss(function, entropy)
 
     logit_options = dataclasses.replace(loss_options.logit_options(metrics=False), entropy=entropy)
     static = dict(
@@ -198,13 +199,18 @@ def hoisted(
             "arrays that have a number for each token as per_token."
         )
     # The function must not hold `traced`: its constants may be tracers or large arrays, and JAX may keep the function.
-    jaxpr, num_arguments = traced.jaxpr, num_numbers + len(per_token)
+    return _evaluated(traced.jaxpr, len(dtypes)), tuple(jnp.asarray(x) for x in traced.consts)
+
+
+@made_once
+def _evaluated(jaxpr: Any, num_arguments: int) -> Callable[..., jax.Array]:
+    """A jaxpr as a function of its arguments and constants. JAX traces the same function to the same jaxpr."""
 
     def function(*arguments):
         own, closed_over = arguments[:num_arguments], arguments[num_arguments:]
         return eval_jaxpr(jaxpr, closed_over, *own)[0].astype(jnp.float32)
 
-    return function, tuple(jnp.asarray(x) for x in traced.consts)
+    return function
 
 
 def _traced(loss_fn: Callable[..., Any], dtypes: list[Any], varying: frozenset[Any]) -> Any:
@@ -265,6 +271,9 @@ class _TokenLoss:
             assert statistics.entropy is not None  # the kernel was asked for it
             cotangents = formulas.with_entropy(cotangents, statistics.entropy, of_entropy[0])
         return cotangents
+
+
+_token_loss = made_once(_TokenLoss)
 
 
 def _as_denominator(denominator: Any) -> jax.Array:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax.ops import _vocab_shards, checks, loss_terms
 from liger_jax.ops.block_quantized import BlockQuantized
+from liger_jax.ops.eager import compiled_once
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear.fused_linear_log_probs import TokenLogProbs, token_log_probs
 from liger_jax.ops.linear.selected_tokens import logits_of_quantized
@@ -53,23 +54,44 @@ def quantized_log_probs(
     linear = LinearOptions(logit_options, "vd", checks.current_precision(None), "lean", 0)
     flat, vocab_size, dtype = labels.reshape(-1), head.shape[0], hidden.dtype
     terms, labels_here = _vocab_shards.token_terms(flat, None, None, None, options, vocab_size, vocab_axis)
+    # The slices' gradients of the hidden states are summed in float32.
+    x = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
+    merged = _of_slices(linear, dtype, tuple(limits.items()), x, head, labels_here, terms.counts)
+    if vocab_axis is not None:
+        merged = _vocab_shards.merged_over(merged, vocab_axis, vocab_size)
+    selected = None
+    if selected_token_ids is not None:
+        selected = logits_of_quantized(x.astype(dtype), head, selected_token_ids, terms.counts, linear, vocab_axis)
+    return token_log_probs(formulas.where(terms.counts, merged), terms, labels.shape, selected)
+
+
+@functools.partial(compiled_once, static_argnums=(0, 1, 2))
+def _of_slices(
+    linear: LinearOptions,
+    dtype: Any,
+    limits: tuple[tuple[str, Any], ...],
+    x: jax.Array,
+    head: BlockQuantized,
+    labels: jax.Array,
+    counts: jax.Array,
+) -> Statistics:
+    """The statistics (N,) of float32 hidden states (N, D) by a head (V, D); the products are in `dtype`."""
+    vocab_size = head.shape[0]
     slices = math.ceil(vocab_size / MOST_IN_A_SLICE)
     size = math.ceil(vocab_size / slices)
 
     @jax.checkpoint
     def statistics_of(rows: BlockQuantized, start: jax.Array, x: jax.Array) -> Statistics:
         x, weight = x.astype(dtype), rows.astype(dtype)
-        own = labels_here - start
-        is_own = (labels_here >= 0) & (own >= 0) & (own < weight.shape[0])
-        y = jnp.where(is_own, own, jnp.where(labels_here == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
+        own = labels - start
+        is_own = (labels >= 0) & (own >= 0) & (own < weight.shape[0])
+        y = jnp.where(is_own, own, jnp.where(labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
         problem = problem_on_device(
-            OP, x, weight, y, None, options=linear, reduction="none", vocab_axis=None, **limits
+            OP, x, weight, y, None, options=linear, reduction="none", vocab_axis=None, **dict(limits)
         )  # fmt: skip
         # Before slices are merged, where a gradient of 0 would meet the NaN of a row that does not count.
-        return formulas.where(terms.counts, linear_statistics(x, weight, None, None, y, problem, linear))
+        return formulas.where(counts, linear_statistics(x, weight, None, None, y, problem, linear))
 
-    # The slices' gradients of the hidden states are summed in float32.
-    x = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
     starts = jnp.arange(slices, dtype=jnp.int32) * size
     full = head[: (slices - 1) * size]
     stacked = jax.tree.map(lambda leaf: leaf.reshape(slices - 1, size, *leaf.shape[1:]), full)
@@ -77,10 +99,4 @@ def quantized_log_probs(
     last = statistics_of(head[(slices - 1) * size :], starts[-1], x)
     statistics = jax.tree.map(lambda slices, last: jnp.concatenate([slices, last[None]]), statistics, last)
     merge = functools.partial(_vocab_shards.merged_over, axis=_SLICES, shard_size=size)
-    merged = jax.tree.map(lambda leaf: leaf[0], jax.vmap(merge, axis_name=_SLICES)(statistics))
-    if vocab_axis is not None:
-        merged = _vocab_shards.merged_over(merged, vocab_axis, vocab_size)
-    selected = None
-    if selected_token_ids is not None:
-        selected = logits_of_quantized(x.astype(dtype), head, selected_token_ids, terms.counts, linear, vocab_axis)
-    return token_log_probs(formulas.where(terms.counts, merged), terms, labels.shape, selected)
+    return jax.tree.map(lambda leaf: leaf[0], jax.vmap(merge, axis_name=_SLICES)(statistics))

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops import meshes
 from liger_jax.ops.block_quantized import BlockQuantized
+from liger_jax.ops.eager import compiled_once
 from liger_jax.ops.labels import as_labels
 from liger_jax.ops.layout import gathered, names
 from liger_jax.ops.linear.split_head import HeadSplit
@@ -138,16 +139,20 @@ def _forward_rule(weight, ids, vocab_dim):
 
 
 def _backward_rule(vocab_dim: int, ids: jax.Array, cotangents: Any):
+    return _added(vocab_dim, ids, *cotangents), None
+
+
+@functools.partial(compiled_once, static_argnums=0)
+def _added(vocab_dim: int, ids: jax.Array, dweight: jax.Array, drows: jax.Array) -> jax.Array:
     # In place, since a gradient of the rows by themselves would be another array of the weight's size; and row by row,
     # since a scatter adds what has one index in any order.
-    dweight, drows = cotangents
     take = jax.lax.dynamic_slice_in_dim
 
     def add(k, dweight):
         row, own = take(dweight, ids[k], 1, axis=vocab_dim), take(drows, k, 1, axis=vocab_dim)
         return put(dweight, row + own, ids[k], vocab_dim)
 
-    return jax.lax.fori_loop(0, ids.size, add, dweight), None
+    return jax.lax.fori_loop(0, ids.size, add, dweight)
 
 
 _with_rows_vjp.defvjp(_forward_rule, _backward_rule)
