@@ -89,7 +89,7 @@ _HINTS = {
     "--resume-from-checkpoint": ("--fresh", "Repeat the same command: it goes on from its newest checkpoint"),
     "--reward-weights": ("--reward", "A weight follows its function: --reward module:function=0.5"),
     "--torch-dtype": ("--param-dtype", "Weights have --param-dtype, and the computation has --dtype"),
-    "--group-by-length": ("--pack", "Rows are not grouped by their length; with --pack documents share rows"),
+    "--group-by-length": ("--pack", "Documents of a step share rows; with --pack so do those of the whole data"),
 }
 _TRAINS = "--fresh"  # an option that the commands that train have, and no other
 _MESH = "Devices are given by --mesh, such as --mesh fsdp=4"

@@ -167,6 +167,8 @@ def _show_rows(data: training_rows.TrainingRows, count: int, tokenizer: Tokenize
         for i in range(min(count, rows.num_rows)):
             one = {name: column[i : i + 1] for name, column in rows.items()}
             row = one["input_ids"][0], scored_places(one)[0], rows["pieces"][i]
+            if not rows.packed:  # nothing is computed behind its tokens
+                row = row[0][: rows.sizes[i]], row[1][: rows.sizes[i]], row[2][: rows.sizes[i]]
             pieces = {}
             for number in {*row[2].tolist()} - {-1}:
                 place = int(rows.pieces[number])

@@ -34,8 +34,8 @@ class LaidRows(Mapping[str, Any]):
     """The rows of some pieces, as `pack`, `pad` or `pack_pairs` lays them."""
 
     def __init__(self, tokens: Tokens, pieces: list[np.ndarray], length: int, packed: bool):
-        self.tokens, self.length, self._together = tokens, length, tokens.together
-        self._shared = packed or self._together > 1 or tokens.meta["in_segments"]
+        self.tokens, self.length, self.packed, self._together = tokens, length, packed, tokens.together
+        self.in_segments: bool = packed or self._together > 1 or tokens.meta["in_segments"]
         self.beside: dict[str, Any] = {}
         sizes, laid, rows, begins, self.counts = tokens.sizes(), [], [], [], []
         for some in pieces:
@@ -48,7 +48,9 @@ class LaidRows(Mapping[str, Any]):
             begins.append(np.array(places, np.int64))
             self.counts.append(max(own, default=-1) + 1)
         self.pieces = np.concatenate(laid)
-        self._rows = packing.Rows(np.concatenate(rows), np.concatenate(begins), length)
+        of_pieces = np.concatenate(rows)
+        self._rows = packing.Rows(of_pieces, np.concatenate(begins), length)
+        self.sizes = np.bincount(of_pieces, sizes[self.pieces], self._rows.num_rows).astype(np.int64)  # tokens of a row
 
     @property
     def num_rows(self) -> int:
@@ -68,7 +70,7 @@ class LaidRows(Mapping[str, Any]):
         return Column(functools.partial(self.made, name), (self.num_rows, self.length))
 
     def __iter__(self) -> Iterator[str]:
-        yield from (*packing.columns(self._shared), *self.beside)
+        yield from (*packing.columns(self.in_segments), *self.beside)
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -73,8 +73,8 @@ class PromptRows:
         number = self.batch // self.group
         return [self.lines[i] for i in self._order(epoch)[first * number : (first + 1) * number]]
 
-    def batches(self, *order: Any) -> Callable[[int], Rows]:
-        """The rows of each step by its number, from 0; their `order` is known already.
+    def batches(self) -> Callable[[int], Rows]:
+        """The rows of each step by its number, from 0.
 
         Returns a function of the step. Its rows are padded in front; labels are the tokens.
         """

@@ -16,6 +16,7 @@ from liger_jax.data.options import RowOptions
 from liger_jax.data.pieces import NO_TOKEN, Piece, nothing_to_train_on
 from liger_jax.data.sources import DataSource, data_sources, in_both
 from liger_jax.data.sources import weight as weight_of
+from liger_jax.data.step_rows import Laying, StepRows
 from liger_jax.data.stream import Stream
 from liger_jax.data.token_cache import Tokens
 from liger_jax.data.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ class TrainingRows:
     mixture: Mixture | None
     summary: str  # how many there are, in words
     stream: Stream | None = None  # the stream
+    in_steps: StepRows | None = None  # the rows of each step; `None` for a stream, and before `laid_in_steps`
 
     @property
     def num_in_epoch(self) -> int:
@@ -74,37 +76,32 @@ class TrainingRows:
             "rows": f"{number} rows, as tokenizer and chat template make them: {digest}",
         }
 
-    def batches(
-        self, batch: int, seed: int, epochs: float | None, own: np.ndarray | None = None
-    ) -> Callable[[int], Rows]:
-        """The rows of each step by its number, from 0."""
-        if self.stream is not None:
-            return self.stream.rows_of
-        return rows.batches(self.rows, batch, seed, epochs, self.mixture, own)
+    def laid_in_steps(self, batch: int, seed: int, epochs: float | None, steps: int, laying: Laying) -> "TrainingRows":
+        """The same with the rows of each step, which a stream makes itself."""
+        if self.rows is None:
+            return self
+        chosen_of = rows.drawn(self.rows.num_rows, batch, seed, epochs, self.mixture)
+        return dataclasses.replace(self, in_steps=StepRows(self.rows, self.held_out_rows, chosen_of, steps, laying))
 
-    def pieces(self, batch: int, seed: int, epochs: float | None) -> Callable[[int], np.ndarray]:
-        """Which piece each token of a step belongs to, by numbers that do not depend on the rows.
+    def batches(self) -> Callable[[int], Rows]:
+        """The rows of each step of a stream by its number, from 0."""
+        assert self.stream is not None
+        return self.stream.rows_of
 
-        Returns a function of the step: numbers (rows, length). What comes twice in a step has two numbers, and places
-        without a token have any.
-        """
-        if self.stream is not None:
-            return self.stream.pieces_of
-        laid = self.rows
-        assert laid is not None
-        places_of = rows.batches({"input_ids": laid["pieces"]}, batch, seed, epochs, self.mixture)
+    def pieces_of(self, step: int) -> np.ndarray:
+        """(rows, length), the piece of each token of a stream's step."""
+        assert self.stream is not None
+        return self.stream.pieces_of(step)
 
-        def pieces_of(step: int) -> np.ndarray:
-            places = places_of(step)["input_ids"]
-            turn = [np.count_nonzero(places[:row, 0] == first) for row, first in enumerate(places[:, 0])]
-            return laid.pieces[places] + len(laid.tokens) * np.array(turn)[:, None]
-
-        return pieces_of
+    @property
+    def num_stored(self) -> int:
+        """The most pieces that a row of `laid` has."""
+        return max(each.most_in_a_row for each in self.laid)
 
     @property
     def num_segments(self) -> int:
-        """The most pieces that a row has."""
-        return max(each.most_in_a_row for each in self.laid)
+        """The most pieces that a row of a step has."""
+        return self.num_stored if self.in_steps is None else self.in_steps.num_segments
 
     def held_out(self, most: int) -> list[Piece]:
         """The first pieces that are scored, and of those that belong together the first."""
@@ -242,13 +239,13 @@ def lay(options: RowOptions, seed: int, train: Tokens, scored: Tokens | None = N
 def _summary(options: RowOptions, laid: LaidRows, held_out: LaidRows | None, mixture: Mixture | None) -> str:
     tokens = int(laid.tokens.sizes()[laid.pieces].sum())
     padding = 1 - tokens / (laid.num_rows * options.length)
-    hint = "" if options.pack or padding < 0.2 else ", which --pack avoids"
     meta = laid.tokens.meta
     pieces = lambda some: counted(len(some) // laid.tokens.together, laid.tokens.kind)
     read = f"{counted(meta['count'], 'document')} in {pieces(laid.tokens)}"
-    trained = f"{pieces(laid.pieces)} with {counted(tokens, 'token')} in {counted(laid.num_rows, 'row')} to train on"
+    rows = f"in {counted(laid.num_rows, 'row')} to train on, {padding:.1%} of them padding"
+    trained = f"{pieces(laid.pieces)} with {counted(tokens, 'token')} {rows if laid.packed else 'to train on'}"
     scored = pieces([] if held_out is None else held_out.pieces)
-    summary = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {scored} "
+    summary = f"data: {read}; {trained}; {scored} "
     summary += "scored" if options.eval_data else "held out"
     if mixture is not None:
         groups = zip(options.data, mixture, strict=True)

@@ -115,5 +115,7 @@ def of_run(settings: Settings[DistillOptions], source: Source, student: Architec
     return dataclasses.replace(
         task,
         add_columns=lambda settings, data: stored.extend(stored_top_k.add_columns(settings, data)),
-        before=lambda settings, data, model, made_of: stored_top_k.fill(stored, teacher, settings, model, made_of),
+        before=lambda settings, data, model, made_of: stored_top_k.fill(
+            stored, teacher, settings, data, model, made_of
+        ),
     )

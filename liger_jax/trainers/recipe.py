@@ -27,7 +27,9 @@ _SCHEDULES = {
 class Recipe:
     """How a model is trained, whatever it is trained on."""
 
-    batch: int = option(defaults.BATCH, "rows in a step (default: {default})", check=within(1))
+    batch: int = option(
+        defaults.BATCH, "documents in a step, or rows with --pack (default: {default})", check=within(1)
+    )
     micro_batches: int | None = option(
         None, "micro-batches into which a batch is cut for gradient accumulation (default: as few as fit)",
         check=within(1), of_run=False,

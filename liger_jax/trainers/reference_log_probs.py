@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from liger_jax import losses
-from liger_jax.data.laid_rows import RowBatches
+from liger_jax.data.laid_rows import LaidRows
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
@@ -33,7 +33,7 @@ def add_columns(settings: Settings[PairOptions], data: TrainingRows) -> None:
     """Adds the column to a run's rows, if the run needs it. Its numbers are NaN until `fill`."""
     if settings.method.needs_columns(settings):
         for laid in data.laid:
-            laid.beside[NAME] = np.full((laid.num_rows, data.num_segments), np.nan, np.float32)
+            laid.beside[NAME] = np.full((laid.num_rows, data.num_stored), np.nan, np.float32)
 
 
 def fill(settings: Settings[PairOptions], data: TrainingRows, model: Any, made_of: Mapping[str, str]) -> None:
@@ -42,12 +42,12 @@ def fill(settings: Settings[PairOptions], data: TrainingRows, model: Any, made_o
     if not columns:
         return
     path = Path(settings.folder.out) / f"{NAME}.f32"
-    key = keyed_file.key(settings, _READ, made_of, data.laid, data.num_segments)
+    key = keyed_file.key(settings, _READ, made_of, data.laid, data.num_stored)
     if keyed_file.is_whole(path, key):
         numbers = np.fromfile(path, np.float32)
     else:
         with telling(f"computing the reference of {sum(map(len, columns)):,} rows"):
-            log_probs = [_computed(settings, laid, model, data.num_segments) for laid in data.laid]
+            log_probs = [_computed(settings, data, laid, model) for laid in data.laid]
         numbers = np.concatenate([each.ravel() for each in log_probs]).astype(np.float32)
         keyed_file.write(path, key, [numbers.tobytes()], "The log-probabilities of the reference", numbers.nbytes)
     for column in columns:
@@ -55,18 +55,21 @@ def fill(settings: Settings[PairOptions], data: TrainingRows, model: Any, made_o
         numbers = numbers[column.size :]
 
 
-def _computed(settings: Settings[PairOptions], laid: Any, model: Any, num_segments: int) -> np.ndarray:
+def _computed(settings: Settings[PairOptions], data: TrainingRows, laid: LaidRows, model: Any) -> np.ndarray:
     graph, state = nnx.split(model)
-    ld_alpha = settings.method.ld_alpha
+    ld_alpha, num_segments, stored = settings.method.ld_alpha, data.num_segments, data.num_stored
+    assert data.in_steps is not None
 
     @jax.jit
     def log_probs(state, rows):
         return responses(nnx.merge(graph, state), rows, num_segments, ld_alpha=ld_alpha).log_probs
 
-    size = settings.recipe.rows_at_once
-    batches = RowBatches(laid, size)
-    results = [np.asarray(log_probs(state, {name: batch[name] for name in ARGUMENTS})) for batch in batches]
-    return np.concatenate(results)[: laid.num_rows]
+    numbers = np.zeros((laid.num_rows, stored), np.float32)
+    for rows, _, places in data.in_steps.in_order(laid):
+        found = np.asarray(log_probs(state, {name: rows[name] for name in ARGUMENTS}))
+        for bundle, row, segment, _ in places:
+            numbers[bundle] = found[row, segment : segment + stored]
+    return numbers
 
 
 class Responses(NamedTuple):

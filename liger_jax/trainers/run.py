@@ -74,7 +74,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     with user_errors():
         made_of = resume.made_of(run, inputs)
         processes.check_same("model and data", made_of | {"steps": steps})
-        checkpoints = resume.checkpoints_of(run, {"steps": steps} | made_of)
+        checkpoints = resume.checkpoints_of(run, {"steps": steps} | made_of | dict(inputs.layout))
     checkpoints.check()
     if processes.is_first():
         data.keep()
@@ -87,8 +87,8 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     rollouts = None if task.rollouts is None else task.rollouts(settings, data, inputs.tokenizer, devices.place)
     reading = beside(initial_state.read_model, run)
     with user_errors(), telling("tracing"):
-        batches = inputs.batch_of(0) if rollouts is None else rollouts.example, inputs.rows_of(0)
-        programs, shapes = run_loop.programs(run, inputs, like, batches)
+        examples = inputs.examples if rollouts is None else [(rollouts.example, settings.recipe.num_micro_batches)]
+        programs, shapes = run_loop.programs(run, inputs, like, examples)
     checkpoints.check_space(shapes, result.most_bytes(settings, run.source, shapes[0]))
     graph, state, frozen, keeps = initial_state.initial_state(run, inputs, reading, made_of)
     del reading  # it holds the weights as they were read

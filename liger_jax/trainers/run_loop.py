@@ -9,36 +9,32 @@ import jax
 import numpy as np
 from flax import nnx
 
-from liger_jax.data.laid_rows import RowBatches
 from liger_jax.trainers import adapters, run_model
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.samples import Samples
-from liger_jax.trainers.training_inputs import TrainingInputs
-from liger_jax.training import Checkpoints, Loop, make_step, processes, rows, scoring
+from liger_jax.trainers.training_inputs import Example, TrainingInputs
+from liger_jax.training import Checkpoints, Loop, make_step, processes, scoring
 from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 
 
-def programs(
-    run: Run, inputs: TrainingInputs, like: Any, batches: tuple[Any, rows.Rows]
-) -> tuple[tuple[Future[Any], Future[Any]], Any]:
+def programs(run: Run, inputs: TrainingInputs, like: Any, examples: Sequence[Example]) -> tuple[list[Future[Any]], Any]:
     """Begins to compile the step and the scoring, while the weights are read: they depend on the shapes alone.
 
-    Returns both programs, each to be waited for; and the shapes of the state.
+    Returns the programs, each to be waited for: a step for each of the `examples`, and the scoring; and the shapes
+    of the state.
     """
     settings, task, devices, data, optimizer = run.settings, run.task, run.devices, inputs.data, inputs.optimizer
     graph, params, frozen = nnx.split(like, run_model.trained(settings.adapters), ...)
     loss = adapters.loss_of(settings.adapters, settings.recipe.seed, task.loss(settings, data))
-    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.recipe.num_micro_batches)
-    step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
+    options: dict[str, Any] = dict(has_aux=True, normalizer=task.normalizer(settings, data))
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
-    size, compiling = settings.recipe.rows_at_once, Compiling()
-    part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim > 1}
-    started = (
-        compiling.start(devices.jitted(step, state, optimizer), state, batches[0], frozen),
-        compiling.start(task.sums(graph, settings, data), state[0], frozen, devices.place(part)),
-    )
-    return started, state
+    compiling, scored = Compiling(), devices.place(inputs.some_of(0))
+    started = []
+    for batch, micro_batches in examples:
+        step = make_step(graph, optimizer, loss, micro_batches=micro_batches, **options)
+        started.append(compiling.start(devices.jitted(step, state, optimizer), state, batch, frozen))
+    return [*started, compiling.start(task.sums(graph, settings, data), state[0], frozen, scored)], state
 
 
 def loop(
@@ -52,12 +48,11 @@ def loop(
 ) -> Loop:
     """The loop over a run's steps, with all that it does between them."""
     settings, task, devices, data = run.settings, run.task, run.devices, inputs.data
-    (step, sums), (graph, frozen, shown) = compiled, models
-    size = settings.recipe.rows_at_once
+    (*steps, sums), (graph, frozen, shown) = compiled, models
+    step_of_shape = {_shape(batch): step for (batch, _), step in zip(inputs.examples, steps, strict=False)}
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
-    held_out = RowBatches(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
-    its_rows = lambda step: [next(rows.batched(inputs.rows_of(max(0, step - 1)), size))]
+    its_rows = lambda step: [inputs.some_of(max(0, step - 1))]
     unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
     # A model that writes its own batches notes some of them itself.
     held = data.held_out(settings.folder.samples) if rollouts is None else []
@@ -65,13 +60,15 @@ def loop(
     batch_of = inputs.batch_of
     return Loop(
         step=lambda state, batch: (
-            step(state, batch, frozen) if rollouts is None else rollouts.step(graph, step, state, batch, frozen)
+            step_of_shape[_shape(batch)](state, batch, frozen)
+            if rollouts is None
+            else rollouts.step(graph, steps[0], state, batch, frozen)
         ),
         batch_of=batch_of if rollouts is None else lambda step: {**batch_of(step), "number": np.int32(step)},
         steps=inputs.steps,
         checkpoints=checkpoints,
         every=settings.folder.every,
-        evaluate=(lambda params: score(params, held_out)) if held_out else None,
+        evaluate=(lambda params: score(params, inputs.scored)) if inputs.scored else None,
         patience=settings.recipe.patience,
         show=lambda params, write: samples.show(nnx.merge(shown, params, frozen), write),
         check=lambda params, step: score(params, its_rows(step))["eval_loss"],
@@ -80,6 +77,11 @@ def loop(
         shown=task.shown,
         progress=processes.is_first(),
     )
+
+
+def _shape(batch: Any) -> tuple[int, ...]:
+    """By which a batch's program is known."""
+    return batch["input_ids"].shape
 
 
 def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:

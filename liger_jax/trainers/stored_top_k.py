@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from liger_jax.data.laid_rows import Column, LaidRows, RowBatches
+from liger_jax.data.laid_rows import Column, LaidRows
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.models.core.embedding import head_logits, logit_options_of
 from liger_jax.models.quantized import is_quantized
@@ -69,7 +69,12 @@ def add_columns(settings: Settings[DistillOptions], data: TrainingRows) -> list[
 
 
 def fill(
-    some: list[Stored], teacher: Teacher, settings: Settings[DistillOptions], model: Any, made_of: Mapping[str, str]
+    some: list[Stored],
+    teacher: Teacher,
+    settings: Settings[DistillOptions],
+    data: TrainingRows,
+    model: Any,
+    made_of: Mapping[str, str],
 ) -> None:
     """Fills the columns, from the file of an earlier start if that is whole and of the same teacher and rows."""
     top_k = settings.method.top_k
@@ -82,7 +87,7 @@ def fill(
         size = number * _entry(top_k).itemsize
         disk.check_space(path.parent, size, "the teacher's tokens")
         print(f"the teacher reads {number:,} scored tokens, once: {disk.size(size)}")
-        contents = _contents(some, teacher, settings, model, top_k)
+        contents = _contents(some, teacher, settings, data, model, top_k)
         keyed_file.write(path, key, contents, "The teacher's tokens", size)
     first = 0
     for stored, of_rows in zip(some, counts, strict=True):
@@ -124,7 +129,7 @@ def top_k(model: Any, rows: Mapping[str, Any], k: int, temperature: float, vocab
 
 
 def _contents(
-    some: list[Stored], teacher: Teacher, settings: Settings[DistillOptions], model: Any, k: int
+    some: list[Stored], teacher: Teacher, settings: Settings[DistillOptions], data: TrainingRows, model: Any, k: int
 ) -> Iterator[bytes]:
     """The file, in the order of the rows."""
     layout, mesh = model.kernels.layout, None if model.kernels.layout is None else jax.sharding.get_mesh()
@@ -136,18 +141,21 @@ def _contents(
     def teach(state, rows):
         return top_k(nnx.merge(graph, state), rows, k, settings.method.temperature, teacher.vocab_size)
 
-    size = settings.recipe.rows_at_once
+    assert data.in_steps is not None
     for stored in some:
-        for number, batch in enumerate(RowBatches(stored.laid, size)):
+        for batch, _, places in data.in_steps.in_order(stored.laid):
             rows = {name: batch[name] for name in INPUTS if name in batch}
             top = teach(state, rows if layout is None else layout.place(rows, mesh))
-            numbers = np.arange(number * size, min((number + 1) * size, stored.laid.num_rows))
-            yield _entries(k, top, scored_places(stored.laid, numbers))
+            is_scored = scored_places(stored.laid, np.array([bundle for bundle, *_ in places]))
+            at = [
+                (row, begin + np.flatnonzero(each)) for each, (_, row, _, begin) in zip(is_scored, places, strict=True)
+            ]
+            yield _entries(k, top, at)
 
 
-def _entries(k: int, top: tuple[Any, Any], places: np.ndarray) -> bytes:
-    """What the file has of some rows; those that fill up the last batch are left out."""
-    ids, log_probs = (np.asarray(x)[: len(places)][places] for x in top)
+def _entries(k: int, top: tuple[Any, Any], at: list[tuple[int, np.ndarray]]) -> bytes:
+    """What the file has of some rows, by the row and the places of each."""
+    ids, log_probs = (np.concatenate([own[row, places] for row, places in at]) for own in map(np.asarray, top))
     if np.isnan(log_probs).any():
         raise UserError(
             "--teacher: its logits are NaN, so nothing can be learned from it. Its weights may not be finite, or "

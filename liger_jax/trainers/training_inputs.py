@@ -1,17 +1,22 @@
 """What the steps of a training run train on: its rows, their number, the learning rate and the optimizer."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from liger_jax.data import token_cache, training_rows
+from liger_jax.data.laid_rows import RowBatches
 from liger_jax.data.prompt_rows import PromptRows
-from liger_jax.trainers import adapters
+from liger_jax.trainers import adapters, step_sizes
 from liger_jax.trainers.decided_run import Run
 from liger_jax.training import processes, rows
+from liger_jax.training.row_sizes import Size
 
+Example = tuple[Any, int]  # a batch, and in how many micro-batches it is
+Batches = Sequence[rows.Rows] | RowBatches
 RunRows = training_rows.TrainingRows | PromptRows
 
 
@@ -24,13 +29,16 @@ class TrainingInputs:
     steps: int  # how many there are
     rate: Callable[[Any], Any]  # the learning rate of a step
     optimizer: Any  # any optax transformation
-    rows_of: Callable[[int], rows.Rows]  # the rows of a step that this process reads
-    batch_of: Callable[[int], Any]  # the same on the devices, in whole micro-batches
+    batch_of: Callable[[int], Any]  # the rows of a step on the devices
+    examples: Sequence[Example]  # one of each size that they may have
+    some_of: Callable[[int], rows.Rows]  # rows of a step as they are scored, all of one size
+    scored: Batches  # the rows that are held out, in batches of that size
+    layout: Mapping[str, str]  # how rows are laid, for checkpoints
 
 
 def training_inputs(run: Run) -> TrainingInputs:
     """Makes a run's rows, prints what they are, and decides what its steps do with them."""
-    settings, task, devices = run.settings, run.task, run.devices
+    settings, task = run.settings, run.task
     sources = training_rows.sources_of(settings.rows)
     tokenizer = training_rows.tokenizer(run.source, run.architecture.config.vocab_size, task.tokenizer)
     with processes.first_before_others():
@@ -38,16 +46,51 @@ def training_inputs(run: Run) -> TrainingInputs:
         if jax.process_count() > 1 and processes.is_first():
             data.keep()  # the others find them
     print(data.summary)
-    task.add_columns(settings, data)
-    recipe = settings.recipe
+    recipe, laid = settings.recipe, None
     steps = recipe.num_steps(data.num_in_epoch)
+    if isinstance(data, training_rows.TrainingRows) and data.stream is None:
+        laid = step_sizes.laying(run)
+        data = data.laid_in_steps(*recipe.order, steps, laid)
+        for line in step_sizes.lines(settings, data, steps, laid):
+            print(line)
+    task.add_columns(settings, data)
     rate = recipe.rate(settings.peak_rate, steps)
     updates = task.updates(settings)
     optimizer = recipe.optimizer_of(rate if updates == 1 else lambda count: rate(count // updates))
-    rows_of = data.batches(*recipe.order, devices.own_rows(recipe.batch))
+    return TrainingInputs(tokenizer, data, steps, rate, optimizer, *_rows(run, data), step_sizes.identity(data, laid))
+
+
+def _rows(run: Run, data: RunRows) -> tuple[Any, Sequence[Example], Any, Batches]:
+    """The batches of the run: by their step, one of each size, rows of a step that are scored, and those held out."""
+    settings, devices = run.settings, run.devices
+    has_dropout = bool(settings.adapters.lora_dropout) and run.task.rollouts is None
+    if not isinstance(data, training_rows.TrainingRows) or data.stream is not None:
+        return _rows_of_one_size(run, data, has_dropout)
+    in_steps = data.in_steps
+    assert in_steps is not None
+
+    def batch_of(step: int) -> Any:
+        batch = in_steps.rows_of(step, devices.own_rows(in_steps.size_of(step).num_rows))
+        if has_dropout:
+            batch = adapters.numbered(batch, in_steps.numbers_of(step), step)
+        return devices.place(batch)
+
+    def example(size: Size) -> Example:
+        batch = in_steps.empty(size)
+        if has_dropout:
+            batch = adapters.numbered(batch, np.zeros((size.num_rows, size.length)), 0)
+        return devices.place(batch), size.micro_batches
+
+    return batch_of, [example(size) for size in in_steps.sizes], in_steps.some_of, in_steps.scored()
+
+
+def _rows_of_one_size(run: Run, data: Any, has_dropout: bool) -> tuple[Any, Sequence[Example], Any, Batches]:
+    """The same where each step has its whole batch in rows of the whole length."""
+    recipe, devices, rows_of = run.settings.recipe, run.devices, data.batches()
     filled = lambda step: next(rows.batched(rows_of(step), recipe.batch))
     batch_of = lambda step: devices.place(filled(step))
-    if settings.adapters.lora_dropout and task.rollouts is None:
-        pieces_of = data.pieces(*recipe.order)
-        batch_of = lambda step: devices.place(adapters.numbered(filled(step), pieces_of(step), step))
-    return TrainingInputs(tokenizer, data, steps, rate, optimizer, rows_of, batch_of)
+    if has_dropout:
+        batch_of = lambda step: devices.place(adapters.numbered(filled(step), data.pieces_of(step), step))
+    some_of = lambda step: next(rows.batched(rows_of(step), recipe.rows_at_once))
+    examples = [(batch_of(0), recipe.num_micro_batches)] if run.task.rollouts is None else []
+    return batch_of, examples, some_of, RowBatches(data.held_out_rows, recipe.rows_at_once)

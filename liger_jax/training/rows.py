@@ -127,20 +127,11 @@ def batches(
         >>> sorted(np.concatenate([batch_of(step)["input_ids"][:, 0] for step in (0, 1)]).tolist())
         [0, 1, 2]
     """
-    number = num_rows(rows) if mixture is None else num_mixed(mixture)
-    steps_in_epoch = math.ceil(number / batch)
-
-    @functools.lru_cache(2)
-    def order_of(epoch: int) -> np.ndarray:
-        order = np.random.default_rng([seed, epoch]).permutation(number)
-        if epochs is not None:
-            order = order[: max(0, _row_visits(number, epochs) - epoch * number)]
-        return order if mixture is None else _mixed(mixture, seed, epoch)[order]
+    number = num_rows(rows) if mixture is None else 0
+    chosen_of = drawn(number, batch, seed, epochs, mixture)
 
     def rows_of(step: int) -> Rows:
-        epoch, step_in_epoch = divmod(step, steps_in_epoch)
-        order = order_of(epoch)
-        chosen = order[step_in_epoch * batch : (step_in_epoch + 1) * batch]
+        chosen = chosen_of(step)
         if own is None:
             return {name: values[chosen] for name, values in rows.items()}
         places = own[own < len(chosen)]
@@ -150,6 +141,43 @@ def batches(
         return arrays
 
     return rows_of
+
+
+def drawn(
+    number: int, batch: int, seed: int, epochs: float | None = None, mixture: Mixture | None = None
+) -> Callable[[int], np.ndarray]:
+    """Which rows each step of `batches` has.
+
+    Args:
+        number: how many rows there are; a mixture says it itself.
+        batch: the most rows in a step.
+        seed: seed of the rows' order.
+        epochs: how often each row is trained on, or `None`.
+        mixture: (rows, weight) of consecutive groups of rows, or `None`.
+
+    Returns:
+        A function of the step, from 0: the numbers of its rows, as many as there are.
+
+    Example:
+        >>> chosen_of = drawn(3, batch=2, seed=0, epochs=1.0)
+        >>> sorted(chosen_of(0).tolist() + chosen_of(1).tolist())
+        [0, 1, 2]
+    """
+    number = number if mixture is None else num_mixed(mixture)
+    steps_in_epoch = math.ceil(number / batch)
+
+    @functools.lru_cache(2)
+    def order_of(epoch: int) -> np.ndarray:
+        order = np.random.default_rng([seed, epoch]).permutation(number)
+        if epochs is not None:
+            order = order[: max(0, _row_visits(number, epochs) - epoch * number)]
+        return order if mixture is None else _mixed(mixture, seed, epoch)[order]
+
+    def chosen_of(step: int) -> np.ndarray:
+        epoch, step_in_epoch = divmod(step, steps_in_epoch)
+        return order_of(epoch)[step_in_epoch * batch : (step_in_epoch + 1) * batch]
+
+    return chosen_of
 
 
 def num_mixed(mixture: Mixture) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from liger_jax.commands import _show, main
 from liger_jax.data.reading import Document
+from liger_jax.data.step_rows import StepRows
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.training import rows as training_rows
@@ -45,9 +46,8 @@ def test_a_conversation_is_shown_with_its_answers_underlined(source, capsys):
         "<|im_start|>assistant↵\nthree four five<|im_end|>↵\n~~~~~~~~~~~~~~~~~~~~~~~~~\n"
         "<|im_start|>user↵\nand?<|im_end|>↵\n"
         "<|im_start|>assistant↵\nthree four five<|im_end|>↵\n~~~~~~~~~~~~~~~~~~~~~~~~~\n"
-        "── 6 places of padding\n"
     )
-    assert "data: 12 documents in 12 pieces; 12 pieces with 693 tokens in 12 rows to train on" in printed
+    assert "data: 12 documents in 12 pieces; 12 pieces with 693 tokens to train on; 0 pieces held out" in printed
 
 
 def test_a_terminal_shows_scored_tokens_in_green_unless_colours_are_off(source, capsys, monkeypatch):
@@ -74,11 +74,11 @@ def test_what_is_shown_is_what_is_trained_on(source, capsys, monkeypatch, tmp_pa
     printed = shown(capsys, source, file, "--rows=1000", *options)
     trained = []
 
-    def batches(rows, *others):
+    def begun(in_steps, rows, *others):
         trained.append(rows)
         raise UserError("That is enough.")
 
-    monkeypatch.setattr(training_rows, "batches", batches)
+    monkeypatch.setattr(StepRows, "__init__", begun)
     data = f"--data={source.parent / file}"
     assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 2
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("data:")][0] in printed
@@ -91,8 +91,9 @@ def test_what_is_shown_is_what_is_trained_on(source, capsys, monkeypatch, tmp_pa
         assert f", {number} of them scored\n" in part
         lines = [line for line in part.splitlines()[1:] if not line.startswith("── ") and line.strip(" ~")]
         padding = int(part.rpartition("── ")[2].split()[0]) if "places of padding" in part else 0
-        text = tokenizer.text(rows["input_ids"][i, : 130 - padding].tolist())
-        assert not rows["input_ids"][i, 130 - padding :].any()  # no text here has the token 0
+        assert padding == (130 - rows.sizes[i] if "--pack" in options else 0)
+        text = tokenizer.text(rows["input_ids"][i, : rows.sizes[i]].tolist())
+        assert not rows["input_ids"][i, rows.sizes[i] :].any()  # no text here has the token 0
         assert "".join(lines).replace("↵", "\n").rstrip("\n") == text.rstrip("\n")
 
 
@@ -102,7 +103,7 @@ def test_cuts_are_shown(source, capsys):
     assert "12 of 12 conversations are cut off" in printed
     printed = shown(capsys, source, "text.txt", "--length=32", "--eval-share=0")
     assert "text.txt, tokens 33 to 64 of 71\n" in printed and "── cut here: 7 more tokens in other pieces\n" in printed
-    assert "row 3 of 3: 7 tokens, 6 of them scored\n" in printed and "── 25 places of padding\n" in printed
+    assert "row 3 of 3: 7 tokens, 6 of them scored\n" in printed
 
 
 def test_what_a_run_must_be_told_is_said(source, capsys, tmp_path):
@@ -149,7 +150,7 @@ def test_a_pair_is_shown_with_both_answers_underlined(source, capsys):
         f"{where} 1, chosen: user, assistant\n{begin}three<|im_end|>↵\n~~~~~~~~~~~~~~~\n{where} 1, rejected: "
         in printed
     )
-    assert f"rejected: user, assistant\n{begin}six seven<|im_end|>↵\n~~~~~~~~~~~~~~~~~~~\n── " in printed
+    assert f"rejected: user, assistant\n{begin}six seven<|im_end|>↵\n~~~~~~~~~~~~~~~~~~~\n" in printed
     text = (
         f"{where} 2, chosen\none two three<|endoftext|>\n       ~~~~~~~~~~~~~~~~~~~\n{where} 2, rejected\none two six"
     )

@@ -11,6 +11,7 @@ import liger_jax
 from liger_jax.data import long_text, reading, token_cache, training_rows
 from liger_jax.data.laid_rows import LaidRows, RowBatches
 from liger_jax.data.options import RowOptions
+from liger_jax.data.step_rows import Laying
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.training import pack, pad, rows
@@ -151,7 +152,8 @@ def test_weights_mix_files_by_rows(source, tmp_path):
     data = rows_of(options, tokenizer(source), tmp_path)
     (mixed, half), (chats, thrice) = data.mixture or []
     assert (half, thrice, chats) == (0.5, 3.0, 7) and data.num_in_epoch == round(mixed / 2) + 21
-    batch_of, of_chats = data.batches(8, 0, 1.0), {row.tobytes() for row in data.rows["input_ids"][mixed:]}
+    batch_of = rows.batches(data.rows, 8, 0, 1.0, data.mixture)
+    of_chats = {row.tobytes() for row in data.rows["input_ids"][mixed:]}
     seen = [row.tobytes() for i in range(-(-data.num_in_epoch // 8)) for row in batch_of(i)["input_ids"]]
     assert len(seen) == data.num_in_epoch
     assert sum(row in of_chats for row in seen) >= 21  # some rows of the other file are the same
@@ -224,7 +226,8 @@ def test_pieces_have_one_number_in_packed_and_padded_rows_and_another_where_they
     for packed in (True, False):
         laid = LaidRows(tokens, [np.arange(2, 12)], 32, packed)
         data = training_rows.TrainingRows(laid, None, [(laid.num_rows, 2.0)], "")
-        ids, numbers = data.batches(50, 3, 1.0)(0)["input_ids"], data.pieces(50, 3, 1.0)(0)
+        in_steps = data.laid_in_steps(50, 3, 1.0, 1, Laying(batch=50)).in_steps
+        ids, numbers = in_steps.rows_of(0)["input_ids"], in_steps.numbers_of(0)
         for number in range(2, 12):
             expected = tokens.arrays(number)[0]
             for turn in (0, len(tokens)):  # places without a token have any number

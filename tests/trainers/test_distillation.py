@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from liger_jax import losses
 from liger_jax.commands import main
+from liger_jax.data.laid_rows import RowBatches
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models import AutoModelForCausalLM, KernelOptions
 from liger_jax.models.hugging_face.source import find
@@ -184,12 +185,13 @@ def test_columns_have_at_each_scored_place_what_was_written_for_it(packed, sourc
 
     def contents(some, *_):
         for stored in some:
-            for number, part in enumerate(stored_top_k.RowBatches(stored.laid, 4)):
+            for number, part in enumerate(RowBatches(stored.laid, 4)):
                 numbers = np.arange(number * 4, min(number * 4 + 4, stored.laid.num_rows))
-                yield stored_top_k._entries(2, said(part), stored_top_k.scored_places(stored.laid, numbers))
+                scored = stored_top_k.scored_places(stored.laid, numbers)
+                yield stored_top_k._entries(2, said(part), [(i, np.flatnonzero(each)) for i, each in enumerate(scored)])
 
     monkeypatch.setattr(stored_top_k, "_contents", contents)
-    stored_top_k.fill(some, teacher, settings, None, {"rows": "these"})
+    stored_top_k.fill(some, teacher, settings, data, None, {"rows": "these"})
     order, rows = np.zeros(0, int), {}
     for laid in data.laid:
         order = np.random.default_rng(0).permutation(laid.num_rows)
@@ -201,7 +203,7 @@ def test_columns_have_at_each_scored_place_what_was_written_for_it(packed, sourc
             np.testing.assert_array_equal(rows[name], np.where(where[..., None], expected, 0))
     again = stored_top_k.add_columns(settings, data)
     monkeypatch.setattr(stored_top_k, "_contents", None)  # a later start does not ask the teacher
-    stored_top_k.fill(again, teacher, settings, None, {"rows": "these"})
+    stored_top_k.fill(again, teacher, settings, data, None, {"rows": "these"})
     np.testing.assert_array_equal(data.laid[-1]["log_probs"][order], rows["log_probs"])
 
 

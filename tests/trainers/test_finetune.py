@@ -20,6 +20,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from liger_jax.commands import main
+from liger_jax.data.step_rows import StepRows
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
@@ -55,20 +56,15 @@ def chat(source, out, *options):
 @contextlib.contextmanager
 def ctrl_c_in_the_third_step():
     """Runs get the signal when they ask for the third step's batch."""
-    batches = rows.batches
+    rows_of = StepRows.rows_of
 
-    def stopping(*args):
-        batch_of = batches(*args)
-
-        def at(step):
-            if step == 2:
-                signal.raise_signal(signal.SIGINT)
-            return batch_of(step)
-
-        return at
+    def stopping(in_steps, step, *args):
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return rows_of(in_steps, step, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "batches", stopping)
+        patch.setattr(StepRows, "rows_of", stopping)
         yield
 
 

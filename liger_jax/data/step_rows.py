@@ -1,0 +1,275 @@
+"""The rows of each step of a run, in which few places hold no token.
+
+A step has its pieces, or bundles of pieces that belong together, in the order in which they are drawn. Bundle i is of
+micro-batch i mod N, and a micro-batch's bundles are laid into rows of one of a few sizes, all known before step 1.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from liger_jax.data.laid_rows import LaidRows
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import packing, row_sizes
+from liger_jax.training.row_sizes import Size
+from liger_jax.training.rows import Rows
+
+_LONGEST = 2**14  # places in a row of several bundles, unless one of them needs more
+_SHARED = 1.02  # what a place of such a row costs, beside one of a row with a single document
+_SAMPLED = 2**12  # steps by which the number of rows is chosen
+_TRIED = 12  # numbers of rows that are tried
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Laying:
+    """What decides how rows are laid."""
+
+    batch: int  # bundles in a step, or with `--pack` rows
+    micro_batches: int = 1
+    shards: int = 1  # devices that split the rows of a micro-batch
+    padded: bool = False  # each bundle has a row of the whole length
+    alone: bool = False  # each bundle has its own row
+    # How a place's cost grows with its row, as attention's does that computes all of a row: by this for each place. 0
+    # where attention computes what a document sees.
+    growth: float = 0.0
+    program: float = 2.0**15  # how many places fewer a run must compute for one more size
+
+    @property
+    def at_once(self) -> int:
+        """The bundles of a micro-batch."""
+        return self.batch // self.micro_batches
+
+
+class Laid(NamedTuple):
+    """Rows, and what is in them."""
+
+    rows: Rows
+    numbers: np.ndarray | None  # (rows, length) uint32, of each token's piece; `None` where they are not known yet
+    # The number of each bundle or packed row, its row here, and the segment and the place at which it begins there.
+    places: Sequence[tuple[int, int, int, int]]
+
+
+class StepRows:
+    """The rows of a run's steps.
+
+    `laid` are the rows to train on and `held_out` those that are scored: packed, or with a bundle in each row.
+    `chosen_of` says which of the first each of `steps` steps has.
+    """
+
+    def __init__(
+        self,
+        laid: LaidRows,
+        held_out: LaidRows | None,
+        chosen_of: Callable[[int], np.ndarray],
+        steps: int,
+        laying: Laying,
+    ):
+        self._laid, self._held_out, self._chosen_of, self._laying = laid, held_out, chosen_of, laying
+        self._packed = laid.packed
+        chosen = [chosen_of(step) for step in range(steps)]
+        self.tokens = int(sum(laid.sizes[some].sum() for some in chosen))  # of all steps
+        find = self._packed_sizes if self._packed else self._own_sizes
+        self.sizes, self._size_of, self.scored_size = find(chosen)
+        self.places = int(sum(self.sizes[i].places * n for i, n in enumerate(np.bincount(self._size_of))))  # of all
+        self._made = functools.lru_cache(2)(self._laid_of)
+
+    def size_of(self, step: int) -> Size:
+        """The size of a step's rows."""
+        return self.sizes[self._size_of[step]]
+
+    def steps_of(self, size: Size) -> int:
+        """How many steps have a size."""
+        return int(np.count_nonzero(self._size_of == self.sizes.index(size)))
+
+    @property
+    def num_segments(self) -> int:
+        """The most pieces that a row may have."""
+        if self._packed:
+            return max(each.most_in_a_row for each in (self._laid, self._held_out) if each is not None)
+        most = self._laying.at_once - self.scored_size.rows + 1  # each row has a bundle where there are so many
+        return max(1, most) * self._laid.tokens.together
+
+    def rows_of(self, step: int, own: np.ndarray | None = None) -> Rows:
+        """The rows of a step. `own`: those that are read, where other processes read the others; `None` for all."""
+        return self._made(step, None if own is None else tuple(own.tolist())).rows
+
+    def numbers_of(self, step: int) -> np.ndarray:
+        """(rows, length) uint32, the number of each token's piece, by which its dropout goes wherever it is laid."""
+        if not self._packed:
+            numbers = self._made(step, None).numbers
+            assert numbers is not None
+            return numbers
+        chosen, size = self._chosen_of(step), self.size_of(step)
+        numbers = np.zeros((size.num_rows, size.length), np.uint32)
+        pieces = self._laid.pieces[self._laid.made("pieces", chosen)]
+        numbers[: len(chosen)] = pieces + len(self._laid.tokens) * _turns(chosen)[:, None]
+        return numbers
+
+    def some_of(self, step: int) -> Rows:
+        """Some rows of a step, in the size of those that are scored."""
+        chosen, laying = self._chosen_of(step), self._laying
+        some = chosen[: self.scored_size.rows] if self._packed else chosen[:: laying.micro_batches]
+        return self._laid_in(self._laid, some, self.scored_size, None).rows
+
+    def in_order(self, laid: LaidRows) -> Iterator[Laid]:
+        """All bundles of some rows, in their order and a micro-batch at a time, without the columns beside them."""
+        laying = dataclasses.replace(self._laying, batch=self._laying.at_once, micro_batches=1)
+        chosen_of = lambda i: np.arange(laid.num_rows)[i * laying.batch : (i + 1) * laying.batch]
+        steps = StepRows(laid, None, chosen_of, -(-laid.num_rows // laying.batch), laying)
+        for i in range(len(steps._size_of)):
+            yield steps._laid_in(laid, chosen_of(i), steps.size_of(i), None, has_beside=False)
+
+    def scored(self) -> Sequence[Rows]:
+        """The rows that are held out, in batches of one size, each made when it is asked for."""
+        return _Scored(self, self._held_out)
+
+    def empty(self, size: Size) -> Rows:
+        """Rows of a size without a token."""
+        return self._laid_in(self._laid, np.zeros(0, np.int64), size, None).rows
+
+    def _laid_of(self, step: int, own: tuple[int, ...] | None) -> Laid:
+        return self._laid_in(self._laid, self._chosen_of(step), self.size_of(step), own)
+
+    def _laid_in(
+        self, laid: LaidRows, chosen: np.ndarray, size: Size, own: tuple[int, ...] | None, has_beside: bool = True
+    ) -> Laid:
+        """Bundles in rows of a size; of packed rows the rows themselves."""
+        beside = laid.beside if has_beside else {}
+        mine = np.isin(np.arange(size.num_rows), np.arange(size.num_rows) if own is None else own)
+        turns = _turns(chosen)
+        if self._packed:
+            names = [name for name in laid if has_beside or name not in laid.beside]
+            places = [(row, i, 0, 0) for i, row in enumerate(chosen.tolist())]
+            return Laid(_packed(laid, names, chosen, size, mine), None, places)
+        tokens, together, count = laid.tokens, laid.tokens.together, size.micro_batches
+        shape, in_segments = (size.num_rows, size.length), laid.in_segments or size.rows < self._laying.at_once
+        arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in packing.columns(in_segments)}
+        arrays["labels"][:] = IGNORE_INDEX
+        for name, column in beside.items():  # of segments (rows, S), or of tokens (rows, length, …)
+            of_row = (self.num_segments,) if column.ndim == 2 else (size.length, *column.shape[2:])
+            arrays[name] = np.zeros((size.num_rows, *of_row), column.dtype)
+        numbers, segments, ends = (np.zeros(n, np.int64) for n in (shape, size.num_rows, size.num_rows))
+        rows_of, places = np.zeros(len(chosen), np.int64), []
+        for first in range(count):
+            rows_of[first::count] = first + count * row_sizes.balanced(laid.sizes[chosen[first::count]], size.rows)[0]
+        for bundle, row, turn in zip(chosen.tolist(), rows_of.tolist(), turns.tolist(), strict=True):
+            if not mine[row]:
+                continue
+            places.append((bundle, row, int(segments[row]), int(ends[row])))
+            for name, column in beside.items():
+                begin, width = (segments[row], together) if column.ndim == 2 else (ends[row], laid.sizes[bundle])
+                arrays[name][row, begin : begin + width] = column[bundle][:width]
+            for piece in laid.pieces[bundle * together : (bundle + 1) * together].tolist():
+                of_piece, labels = tokens.arrays(piece)
+                end, number = ends[row] + len(of_piece), segments[row] + 1
+                values: dict[str, Any] = dict(input_ids=of_piece, labels=labels, segment_ids=number, token_mask=1)
+                values |= dict(positions=np.arange(len(of_piece)))
+                for name in packing.columns(in_segments):
+                    arrays[name][row, ends[row] : end] = values[name]
+                numbers[row, ends[row] : end] = piece + len(tokens) * turn
+                segments[row], ends[row] = number, end
+        return Laid(arrays, numbers.astype(np.uint32), places)
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def _packed_sizes(self, chosen: list[np.ndarray]) -> tuple[list[Size], np.ndarray, Size]:
+        """Sizes for rows that are packed over the whole data: fewer rows for steps that have fewer."""
+        laying, numbers = self._laying, np.array([len(some) for some in chosen])
+        shapes = [self._shape_of(number) for number in range(laying.batch + 1)]
+        costs = np.maximum.accumulate([float(shape.places) for shape in shapes])
+        levels = row_sizes.levels(numbers, costs, laying.program)
+        held_out = 0 if self._held_out is None else self._held_out.num_rows
+        scored = dataclasses.replace(self._shape_of(max(1, min(laying.at_once, held_out))), micro_batches=1)
+        return [shapes[level] for level in levels], np.searchsorted(levels, numbers), scored
+
+    def _shape_of(self, number: int) -> Size:
+        """The least size for so many packed rows, in no more micro-batches than the rows need."""
+        laying = self._laying
+        count = laying.micro_batches if laying.padded else max(1, -(-number // laying.at_once))
+        number = laying.batch if laying.padded else number
+        each = max(1, -(-number // (count * laying.shards))) * laying.shards
+        return Size(self._laid.length, each, count)
+
+    def _own_sizes(self, chosen: list[np.ndarray]) -> tuple[list[Size], np.ndarray, Size]:
+        """Sizes for bundles that each step lays by itself."""
+        laying, laid, length = self._laying, self._laid, self._laid.length
+        at_once, count = laying.at_once, laying.micro_batches
+        none = np.zeros(len(chosen), np.int64)
+        if laying.padded:
+            size = Size(length, at_once, count)
+            return [size], none, dataclasses.replace(size, micro_batches=1)
+        sizes = np.zeros((len(chosen), laying.batch), np.int64)
+        for of_step, some in zip(sizes, chosen, strict=True):
+            of_step[: len(some)] = laid.sizes[some]
+        shares = sizes.reshape(len(chosen), at_once, count).swapaxes(1, 2)  # bundle i is of micro-batch i mod N
+        held = np.zeros((0, at_once), np.int64)
+        if self._held_out is not None:
+            held = self._held_out.sizes
+            held = np.pad(held, (0, -len(held) % at_once)).reshape(-1, at_once)
+        granule = min(row_sizes.GRANULE, length)
+
+        def needs(rows: int, steps: slice = slice(None)) -> tuple[np.ndarray, int]:
+            """What steps and what scored batches need, in granules."""
+            some = shares[steps]
+            loads = row_sizes.balanced(some.reshape(-1, at_once), rows)[1].reshape(len(some), -1).max(axis=1)
+            of_scores = row_sizes.balanced(held, rows)[1].max(initial=1)
+            return -(-loads // granule), int(-(-of_scores // granule))
+
+        def costs(rows: int, most: int) -> np.ndarray:
+            lengths = np.minimum(np.arange(most + 1) * granule, length if rows == at_once else at_once * length)
+            shared = 1.0 if rows == at_once and not laid.in_segments else _SHARED
+            return shared * count * rows * lengths * (1 + laying.growth * lengths)
+
+        def total(rows: int) -> float:
+            need, of_scores = needs(rows, slice(0, None, -(-len(chosen) // _SAMPLED)))
+            most = max(int(need.max()), of_scores)
+            fits = rows * most * granule <= at_once * length + rows * granule
+            if rows < at_once and (not fits or most * granule > max(_LONGEST, length)):
+                return np.inf
+            each = costs(rows, most)
+            return row_sizes.cost(need, each, laying.program, row_sizes.levels(need, each, laying.program))
+
+        shards, most = laying.shards, at_once // laying.shards
+        numbers = {at_once} if laying.alone else {shards * round(most ** (i / _TRIED)) for i in range(_TRIED + 1)}
+        best = min(sorted(numbers), key=total)
+        need, of_scores = needs(best)
+        levels = row_sizes.levels(need, costs(best, int(need.max())), laying.program)
+        cap = length if best == at_once else at_once * length
+        made = lambda level, count: Size(min(level * granule, cap), best, count)
+        scored = made(max(levels[-1], of_scores), 1)
+        return [made(level, count) for level in levels], np.searchsorted(levels, need), scored
+
+
+class _Scored(Sequence[Rows]):
+    """Batches of the rows that are held out."""
+
+    def __init__(self, steps: StepRows, laid: LaidRows | None):
+        self._steps, self._laid = steps, laid
+        self._each = steps.scored_size.rows if steps._packed else steps._laying.at_once
+
+    def __len__(self) -> int:
+        return 0 if self._laid is None else -(-self._laid.num_rows // self._each)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._laid is None or not 0 <= index < len(self):
+            raise IndexError(index)
+        some = np.arange(self._laid.num_rows)[index * self._each : (index + 1) * self._each]
+        return self._steps._laid_in(self._laid, some, self._steps.scored_size, None).rows
+
+
+def _packed(laid: LaidRows, names: Sequence[str], chosen: np.ndarray, size: Size, mine: np.ndarray) -> Rows:
+    """Packed rows as they are, with rows without a token after them."""
+    some, here = {}, mine[: len(chosen)]
+    for name in names:
+        empty, column = IGNORE_INDEX if name == "labels" else 0, laid[name]
+        some[name] = np.full((size.num_rows, *column.shape[1:]), empty, column.dtype)
+        some[name][: len(chosen)][here] = column[chosen[here]]
+    return some
+
+
+def _turns(chosen: np.ndarray) -> np.ndarray:
+    """How often each came before in a step."""
+    return np.array([np.count_nonzero(chosen[:i] == each) for i, each in enumerate(chosen)], np.int64)

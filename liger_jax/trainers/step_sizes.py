@@ -1,0 +1,87 @@
+"""How the rows of a run's steps are laid, and what the run says of them."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from liger_jax.data.step_rows import Laying
+from liger_jax.data.training_rows import TrainingRows
+from liger_jax.trainers import result
+from liger_jax.trainers.decided_run import Run
+from liger_jax.trainers.options import Settings
+from liger_jax.training import Checkpoints, meshes
+from liger_jax.user_errors import counted
+
+LAYOUT = {"rows_of_a_step": "without padding"}  # what a run's checkpoints say whose steps are laid so
+_FEW = 4096  # tokens of a step on each device, below which kernels do not fill a GPU
+
+
+def laying(run: Run) -> Laying:
+    """What decides how the rows of a run are laid."""
+    settings, config, sizes = run.settings, run.architecture.config, run.devices.sizes
+    is_cpu = jax.default_backend() == "cpu"
+    # Kernels compute what a document sees. XLA's attention computes all of a row, 4·D operations a place for each place
+    # of the row beside about 24·D² of the layer's matrices; and a recurrent layer passes through a row in order.
+    growth = 1 / (6 * config.hidden_size) if is_cpu or config.num_recurrent_layers else 0.0
+    return Laying(
+        batch=settings.recipe.batch,
+        micro_batches=settings.recipe.num_micro_batches,
+        shards=meshes.shards_of_batch(sizes),
+        padded=_began_padded(settings),
+        alone=settings.placement.remat == "offload_attention",
+        growth=growth,
+        # A GPU computes more in the seconds of a compilation, but programs are kept for later starts.
+        program=2.0**13 if is_cpu else 2.0**15,
+    )
+
+
+def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) -> Iterator[str]:
+    """What a run says of its steps."""
+    in_steps = data.in_steps
+    if in_steps is None:
+        return
+    if laying.padded and not settings.rows.pack:
+        yield (
+            f"rows: each document has its own row of {settings.rows.length:,} places, as when the run began; with "
+            "--fresh, or in another --out, documents share rows, with the same loss in less time"
+        )
+    if not (laying.padded or settings.rows.pack) and _has_padded(settings):
+        yield (
+            "rows: documents share rows now, where the earlier run in this folder had a padded row for each; the loss "
+            "is the same"
+        )
+    each = [f"{size} ({counted(in_steps.steps_of(size), 'step')})" for size in in_steps.sizes]
+    tokens, padding = in_steps.tokens / steps, 1 - in_steps.tokens / in_steps.places
+    what, recipe = "row" if settings.rows.pack else data.laid[0].tokens.kind, settings.recipe
+    epochs = recipe.epochs_to_train or steps * recipe.batch / data.num_in_epoch
+    yield (
+        f"steps: {steps:,} of {counted(recipe.batch, what)}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}; "
+        f"{counted(round(tokens), 'token')} a step in rows × places of {' and '.join(each)}, "
+        f"{padding:.1%} of them padding"
+    )
+    factor = 2 ** math.ceil(math.log2(max(1.0, _FEW * laying.shards / tokens)))
+    if factor > 1 and steps >= 2 * factor:
+        rate = settings.peak_rate * math.sqrt(factor)
+        yield (
+            f"few tokens are in a step, so that gradients are noisy and a GPU is not busy: --batch "
+            f"{recipe.batch * factor} --learning-rate {rate:.1e} trains on the same in {factor} times fewer steps"
+        )
+
+
+def _began_padded(settings: Settings) -> bool:
+    """Whether the run goes on from a checkpoint of before documents shared rows by default."""
+    return not settings.folder.fresh and _has_padded(settings)
+
+
+def _has_padded(settings: Settings) -> bool:
+    """Whether the folder has such a checkpoint."""
+    before = Checkpoints(Path(settings.folder.out) / result.CHECKPOINTS, {}).latest_settings
+    return bool(before) and not LAYOUT.items() <= before.items()
+
+
+def identity(data: Any, laying: Laying | None) -> dict[str, str]:
+    """What checkpoints say of how rows are laid."""
+    return LAYOUT if laying is not None and not laying.padded and isinstance(data, TrainingRows) else {}

@@ -1,0 +1,130 @@
+"""The rows of a run's steps: no piece is lost, few places are empty, and sizes are few."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from liger_jax.data import token_cache
+from liger_jax.data.laid_rows import LaidRows
+from liger_jax.data.step_rows import Laying, StepRows
+from liger_jax.training import pack, pad, row_sizes, rows
+
+
+class Tokens(token_cache.Tokens):
+    """Documents of tokens, `together` of which belong together, as files of tokens have them."""
+
+    def __init__(self, sizes, together=1):
+        self._sizes, self.meta = np.asarray(sizes), {"in_segments": together > 1, "together": together}
+        self._ends = np.cumsum(self._sizes)
+
+    def __len__(self):
+        return len(self._sizes)
+
+    def sizes(self):
+        return self._sizes
+
+    def arrays(self, i):
+        tokens = np.arange(self._ends[i] - self._sizes[i], self._ends[i], dtype=np.int32) + 1
+        return tokens, np.where(tokens % 3 > 0, tokens, -100).astype(np.int32)
+
+
+def steps_of(tokens, length, steps, laying, packed=False, held_out=0):
+    number = len(tokens) // tokens.together
+    pieces = np.arange(len(tokens)).reshape(number, -1)
+    laid = LaidRows(tokens, [pieces[held_out:].ravel()], length, packed)
+    scored = LaidRows(tokens, [pieces[:held_out].ravel()], length, packed) if held_out else None
+    chosen_of = rows.drawn(laid.num_rows, laying.batch, 0)
+    return StepRows(laid, scored, chosen_of, steps, laying), laid, chosen_of
+
+
+def documents(batch):
+    """The documents of rows, each as its tokens and labels."""
+    found = []
+    for row, ids in enumerate(batch.get("segment_ids", batch.get("token_mask"))):
+        for segment in range(1, ids.max() + 1):
+            at = ids == segment
+            if "positions" in batch:
+                assert batch["positions"][row][at].tolist() == list(range(at.sum()))
+            found.append((batch["input_ids"][row][at].tolist(), batch["labels"][row][at].tolist()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ["micro_batches", "shards", "together", "growth"], [(1, 1, 1, 0.0), (2, 1, 2, 0.0), (2, 2, 1, 0.0), (1, 1, 1, 1e-3)]
+)
+def test_each_step_has_its_documents_in_the_micro_batch_of_padded_rows(micro_batches, shards, together, growth, rng):
+    tokens = Tokens(rng.integers(2, 60, 40), together)
+    laying = Laying(batch=8, micro_batches=micro_batches, shards=shards, growth=growth, program=50.0)
+    in_steps, laid, chosen_of = steps_of(tokens, 128, 9, laying, held_out=3)
+    for step in range(9):
+        batch, numbers, chosen = in_steps.rows_of(step), in_steps.numbers_of(step), chosen_of(step)
+        size = in_steps.size_of(step)
+        assert batch["input_ids"].shape == (size.num_rows, size.length) and size.rows % shards == 0
+        for first in range(micro_batches):
+            of_bundle = lambda bundle: laid.pieces[bundle * together : (bundle + 1) * together].tolist()
+            of_share = [i for bundle in chosen[first::micro_batches] for i in of_bundle(bundle)]
+            expected = [tuple(x.tolist() for x in tokens.arrays(i)) for i in of_share]
+            assert sorted(documents({name: x[first::micro_batches] for name, x in batch.items()})) == sorted(expected)
+        mask = batch.get("segment_ids", batch.get("token_mask")) > 0
+        begins = np.cumsum(tokens.sizes()) - tokens.sizes()
+        np.testing.assert_array_equal(begins[numbers[mask] % len(tokens)] < batch["input_ids"][mask], True)
+        if together > 1:  # both of a bundle stand side by side, the first of them at an odd number
+            assert (batch["segment_ids"].max(axis=1) % 2 == 0).all()
+            assert batch["segment_ids"].max() <= in_steps.num_segments
+    places = sum(in_steps.size_of(step).places for step in range(9))
+    assert places == in_steps.places and in_steps.tokens / places > 0.4 and len(in_steps.sizes) <= 4
+    scored = [documents(batch) for batch in in_steps.scored()]
+    some = *in_steps.scored(), in_steps.some_of(0), in_steps.some_of(8)
+    assert len({batch["input_ids"].shape for batch in some}) == 1
+    assert sum(map(len, scored)) == 3 * together
+
+
+def test_a_document_in_a_row_has_no_segments_and_padded_rows_are_those_of_pad(rng):
+    tokens = Tokens(rng.integers(100, 129, 16))
+    full, _, _ = steps_of(tokens, 128, 2, Laying(batch=4))
+    assert full.sizes == [row_sizes.Size(128, 4)] and "segment_ids" not in full.rows_of(0)
+    one, _, _ = steps_of(Tokens(rng.integers(2, 129, 16)), 128, 16, Laying(batch=4, micro_batches=4))
+    assert "segment_ids" not in one.rows_of(0) and one.num_segments == 1
+    tokens = Tokens(rng.integers(2, 20, 16))
+    for laying in (Laying(batch=4, padded=True), Laying(batch=4, alone=True)):
+        own, _, chosen_of = steps_of(tokens, 32, 4, laying)
+        ours, labels = zip(*(tokens.arrays(i) for i in chosen_of(1)), strict=True)
+        expected = pad(ours, own.sizes[0].length, labels=labels)
+        assert own.rows_of(1).keys() == expected.keys()
+        for name, values in own.rows_of(1).items():
+            np.testing.assert_array_equal(values, expected[name])
+    assert own.sizes[0].length < 32 or tokens.sizes().max() > 16
+
+
+def test_packed_rows_that_a_step_lacks_are_not_computed(rng):
+    tokens = Tokens(rng.integers(2, 20, 12))
+    few, laid, _ = steps_of(tokens, 256, 5, Laying(batch=8, micro_batches=4), packed=True)
+    assert laid.num_rows == 1 and few.sizes == [row_sizes.Size(256, 1)] and few.scored_size.rows == 1
+    expected = pack([tokens.arrays(i)[0] for i in range(12)], 256, labels=[tokens.arrays(i)[1] for i in range(12)])
+    for name, values in few.rows_of(3).items():
+        np.testing.assert_array_equal(values, expected[name])
+    on_mesh, _, _ = steps_of(tokens, 256, 5, Laying(batch=8, micro_batches=2, shards=4), packed=True)
+    assert (
+        on_mesh.sizes == [row_sizes.Size(256, 4)]
+        and on_mesh.rows_of(0)["labels"].max(axis=1).tolist()[1:] == [-100] * 3
+    )
+    many, _, chosen_of = steps_of(Tokens(np.full(22, 256)), 256, 6, Laying(batch=8, micro_batches=2), packed=True)
+    assert [len(chosen_of(step)) for step in range(3)] == [8, 8, 6] and many.sizes == [row_sizes.Size(256, 4, 2)]
+
+
+def test_sizes_are_the_cheapest_of_all_choices(rng):
+    for _ in range(20):
+        needs, program = rng.integers(1, 12, 9), float(rng.integers(0, 12))
+        costs = np.arange(13.0) ** 1.5
+        found = row_sizes.levels(needs, costs, program, most=3)
+        choices = [c for n in (1, 2, 3) for c in itertools.combinations(range(1, 13), n) if c[-1] >= needs.max()]
+        least = min(row_sizes.cost(needs, costs, program, choice) for choice in choices)
+        assert row_sizes.cost(needs, costs, program, found) == pytest.approx(least)
+
+
+def test_lengths_of_texts_leave_few_places_empty(rng):
+    """1,000 steps of eight texts, of which two more would take a row of 2,048 for want of twenty places."""
+    sizes = np.minimum(2048, rng.lognormal(np.log(172) - 0.18, 0.6, 8000)).astype(int) + 1
+    in_steps, _, _ = steps_of(Tokens(sizes), 2048, 1000, Laying(batch=8, program=1e5))
+    assert in_steps.tokens / in_steps.places > 0.8 and all(size.rows == 1 for size in in_steps.sizes)

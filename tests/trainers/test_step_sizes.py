@@ -1,0 +1,85 @@
+"""Runs whose documents share rows learn what those with a padded row for each document learn."""
+
+import numpy as np
+import pytest
+
+from liger_jax.commands import main
+from liger_jax.trainers import step_sizes
+from tests import _tiny
+from tests.trainers._runs import figures_of
+
+pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
+FINETUNE = "finetune --lora 4 --lora-dropout 0.3 --length 128 --batch 8 --micro-batches 2 --steps 4"
+DPO = "dpo --lora 4 --length 128 --batch 4 --steps 3 --eval-share 0.2"
+KTO = "dpo --loss kto --lora 4 --length 128 --batch 4 --steps 3 --eval-share 0.2"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+    _tiny.checkpoint(folder.parent / "teacher", vocab_size=336, width=32)
+    (folder.parent / "chats.jsonl").write_text(_tiny.chats(30))
+    (folder.parent / "pairs.jsonl").write_text(_tiny.pairs(24))
+    (folder.parent / "answers.jsonl").write_text(_tiny.answers(24))
+    return folder
+
+
+def run(source, out, command, *options):
+    name, *given = command.split()
+    files = {"dpo": "answers.jsonl" if "kto" in given else "pairs.jsonl"}
+    data = source.parent / files.get(name, "chats.jsonl")
+    more = [f"--teacher={source.parent / 'teacher'}"] if name == "distill" else []
+    given = [f"--model={source}", f"--data={data}", f"--out={out}", "--learning-rate=0.02", *more, *given, *options]
+    assert main([name, *given]) == 0
+    return figures_of(out)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        FINETUNE,
+        pytest.param(f"{FINETUNE} --mesh data=2", marks=pytest.mark.full),
+        pytest.param(f"{FINETUNE} --mesh sequence=2", marks=pytest.mark.full),
+        DPO,
+        pytest.param("dpo --length 128 --batch 4 --micro-batches 2 --steps 3 --eval-share 0.2", marks=pytest.mark.full),
+        pytest.param(f"{DPO} --loss aot", marks=pytest.mark.full),
+        pytest.param(f"{DPO} --loss apo_zero", marks=pytest.mark.full),
+        pytest.param(KTO, marks=pytest.mark.full),
+        pytest.param("distill --length 128 --batch 8 --steps 3", marks=pytest.mark.full),
+        pytest.param("distill --length 128 --batch 8 --steps 3 --top-k 9 --lora 2", marks=pytest.mark.full),
+    ],
+)
+def test_documents_that_share_rows_teach_what_padded_rows_teach(command, source, tmp_path, capsys, monkeypatch):
+    found = run(source, tmp_path / "laid", command)
+    line = next(x for x in capsys.readouterr().out.split("\n") if x.startswith("steps: "))
+    monkeypatch.setattr(step_sizes, "_began_padded", lambda settings: True)
+    expected = run(source, tmp_path / "padded", command)
+    padded = next(x for x in capsys.readouterr().out.split("\n") if x.startswith("steps: "))
+    share = lambda text: float(text.rsplit(", ", 1)[1].split("%")[0])
+    assert share(line) < share(padded)
+    speed = ("tokens_per_second", "memory_gib")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - set(speed):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def test_a_folder_of_before_keeps_its_rows_and_a_new_run_says_what_changed(source, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(step_sizes, "_began_padded", lambda settings: True)
+        run(source, tmp_path, FINETUNE)
+    capsys.readouterr()
+    run(source, tmp_path, FINETUNE.replace("--steps 4", "--steps 5"))
+    printed = capsys.readouterr().out
+    assert "resumed at step 4" in printed and "rows: each document has its own row of 128 places" in printed
+    run(source, tmp_path, FINETUNE, "--fresh")
+    printed = capsys.readouterr().out
+    assert "rows: documents share rows now" in printed and "resumed" not in printed
+
+
+def test_chats_that_fill_one_row_are_computed_alone(source, tmp_path, capsys):
+    packed = "finetune --pack --length 512 --steps 2 --eval-share 0.1"
+    whole, few = (run(source, tmp_path / str(n), packed, f"--batch={n}") for n in (4, 16))
+    assert "in rows × places of 4 × 512 (2 steps)" in capsys.readouterr().out.split("steps: ")[-1]
+    for ours, theirs in zip(few, whole, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
