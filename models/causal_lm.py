@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Num
 
 from liger_jax.losses import shifted_labels
 from liger_jax.models.core import arguments
+from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.cache import KVCache, empty_cache
 from liger_jax.models.core.decoder import Decoder
 from liger_jax.models.core.dropout import drops, token_words
@@ -35,7 +36,7 @@ from liger_jax.ops.meshes import varying_axes
 class CausalLM(Pretrained):
     """A decoder with a language-model head and its loss: the base class of all families' `…ForCausalLM`.
 
-    A family sets three class attributes: `layer`, its layer's class (`LlamaLayer` shows its call), `config_type`, its
+    A family sets three class attributes: `layer`, which makes a layer (`LlamaLayer` shows its call), `config_type`, its
     config's class, and `config_fixed`, the fields of config.json that have one value only (`config_json.read`).
 
     Args:
@@ -54,7 +55,7 @@ class CausalLM(Pretrained):
         ValueError: `remat` is unknown.
     """
 
-    layer: type[nnx.Module]
+    layer: Callable[[Blocks], nnx.Module]
     decoder: type[Decoder] = Decoder
     dropout_pieces: Any = None  # `lora.with_dropout` sets it
 

@@ -270,6 +270,11 @@ class LlamaConfig:
                 f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}, since query heads share key "
                 "heads evenly"
             )
+        if (linear := self.linear_heads) is not None and linear.value_heads % linear.key_heads:
+            yield (
+                f"linear_num_key_heads={linear.key_heads} must divide linear_num_value_heads={linear.value_heads}, "
+                "since heads of values share those of keys evenly"
+            )
         head_dim = self.head_dim or self.hidden_size // heads
         if self.head_dim is None and self.hidden_size % heads:
             yield f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}. Otherwise pass head_dim"

@@ -132,7 +132,8 @@ class Pretrained(nnx.Module):
         graph, state = nnx.split(nnx.eval_shape(make))
         layout = kernels.mesh_layout
         by_layout = mesh is not None and partition_specs is None and layout.axes
-        if by_layout:
+        if mesh is not None and by_layout:
+            layout.check(config, dict(mesh.shape))
             partition_specs = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state, mesh))
         shardings = weights.shardings_of(mesh, partition_specs, state)
 

@@ -4,17 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from flax import nnx
-from jaxtyping import Array, Float
-
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
-from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.config_fields import fixed_fields
-from liger_jax.models.core.feed_forward import Aux, DenseFeedForward
+from liger_jax.models.core.feed_forward import DenseFeedForward
 from liger_jax.models.core.gated_convolution import CONVOLUTION, GatedConvolution
+from liger_jax.models.core.hybrid_layer import HybridLayer
 from liger_jax.models.core.linear_attention import RecurrentSizes
-from liger_jax.models.core.row_tokens import RowTokens
 from liger_jax.models.llama import LlamaConfig
 
 
@@ -98,35 +94,18 @@ class Lfm2FeedForward(DenseFeedForward):
     names = "w1", "w3", "w2"
 
 
-class Lfm2Layer(nnx.Module):
-    """h = x + operator(norm(x)), attention or a gated convolution, and then h + feed_forward(norm(h))."""
+class Lfm2Layer(HybridLayer):
+    """A gated convolution or attention, and a dense feed-forward, by LFM2's names."""
 
-    def __init__(self, blocks: Blocks):
-        self.is_recurrent, config = blocks.is_recurrent, blocks.config
-        self.operator_norm, self.ffn_norm = blocks.norm(), blocks.norm()
-        if self.is_recurrent:
-            self.conv = GatedConvolution(blocks, config.conv_L_cache, use_bias=config.conv_bias)
-        else:
-            self.self_attn = blocks.attention()
-        self.feed_forward = Lfm2FeedForward(blocks)
+    names = "operator_norm", "ffn_norm", "conv", "feed_forward"
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        cos: Float[Array, "#B T R"] | None,
-        sin: Float[Array, "#B T R"] | None,
-        rows: RowTokens | None,
-        window: int | None,
-        cache: LayerCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], Aux]:
-        normed, x = self.operator_norm.fork(x)
-        if self.is_recurrent:
-            mixed = self.conv(normed, rows, cache)
-        else:
-            mixed = self.self_attn(normed, cos, sin, rows, window, cache)
-        normed, x = self.ffn_norm.add(mixed, x)
-        y, aux = self.feed_forward(normed)
-        return x + y, aux
+    def recurrent(self, blocks: Blocks) -> GatedConvolution:
+        """The gated convolution."""
+        return GatedConvolution(blocks, blocks.config.conv_L_cache, use_bias=blocks.config.conv_bias)
+
+    def feed_forward_of(self, blocks: Blocks) -> Lfm2FeedForward:
+        """The feed-forward by its names."""
+        return Lfm2FeedForward(blocks)
 
 
 class Lfm2ForCausalLM(CausalLM):
@@ -134,6 +113,7 @@ class Lfm2ForCausalLM(CausalLM):
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from flax import nnx
         >>> config = Lfm2Config(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         ...                     num_key_value_heads=1, block_multiple_of=8, intermediate_size=24, full_attn_idxs=(1,))
         >>> Lfm2ForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape

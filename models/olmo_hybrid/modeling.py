@@ -7,23 +7,20 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.attention import in_one_product
 from liger_jax.models.core.blocks import Blocks
-from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.config_fields import fixed_fields
-from liger_jax.models.core.feed_forward import Aux
+from liger_jax.models.core.hybrid_layer import HybridLayer
 from liger_jax.models.core.linear_attention import LINEAR, LinearAttention, LinearHeads, Projected
-from liger_jax.models.core.row_tokens import RowTokens
-from liger_jax.models.llama import LlamaConfig
+from liger_jax.models.olmo2.modeling import Olmo2Config, Olmo2Layer
 from liger_jax.ops import RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
-class OlmoHybridConfig(LlamaConfig):
+class OlmoHybridConfig(Olmo2Config):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for OLMo Hybrid, and these.
 
     Args:
@@ -57,6 +54,7 @@ class OlmoHybridConfig(LlamaConfig):
     hidden_size: int = 3840
     num_attention_heads: int = 30
     max_position_embeddings: int = 65536
+    rms_norm_eps: float = 1e-6
     rope_theta: float | None = 10000.0  # pyright: ignore[reportIncompatibleVariableOverride]
     layer_types: tuple[str, ...] | None = None
     linear_num_key_heads: int | None = None
@@ -71,13 +69,8 @@ class OlmoHybridConfig(LlamaConfig):
     linear_conv_kernel_dim: int = 4
     linear_allow_neg_eigval: bool = True
 
-    never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     known_types: ClassVar[tuple[str, ...]] = (LINEAR, "full_attention")
     may_not_rotate: ClassVar[bool] = True
-    qk_norm: ClassVar[bool] = True
-    qk_norm_is_wide: ClassVar[bool] = True
-    norm_casting_mode: ClassVar[str] = "gemma"  # rounds after the scale, as OLMo 2 does; the scale is w, and not 1 + w
-    norms_results: ClassVar[bool] = True
 
     @property
     def linear_heads(self) -> LinearHeads:
@@ -113,13 +106,7 @@ class OlmoHybridConfig(LlamaConfig):
 
     def _misfits(self) -> Iterator[str]:
         yield from super()._misfits()
-        heads = self.linear_heads
-        if heads.value_heads % heads.key_heads:
-            yield (
-                f"linear_num_key_heads={heads.key_heads} must divide linear_num_value_heads={heads.value_heads}, since "
-                "heads of values share those of keys evenly"
-            )
-        if heads.key_width < 1:
+        if self.linear_heads.key_width < 1:
             yield "linear_key_head_dim must be given, since 3/4 of hidden_size is less than the heads of keys"
         if self.linear_a_log_min >= self.linear_a_log_max or self.linear_dt_min >= self.linear_dt_max:
             yield "linear_a_log_min and linear_dt_min must be less than linear_a_log_max and linear_dt_max"
@@ -154,37 +141,10 @@ class OlmoHybridLinearAttention(LinearAttention):
         return Projected(jnp.concatenate([q, k, v], axis=-1), z, b, a)
 
 
-class OlmoHybridLayer(nnx.Module):
-    """x + attention(norm(x)) of linear attention, or x + norm(attention(x)), and then the same of the feed-forward."""
+class OlmoHybridLinearLayer(HybridLayer):
+    """A layer of linear attention."""
 
-    def __init__(self, blocks: Blocks):
-        self.is_recurrent = blocks.is_recurrent
-        if self.is_recurrent:
-            self.input_layernorm = blocks.norm()
-            self.linear_attn = OlmoHybridLinearAttention(blocks)
-        else:
-            self.self_attn = blocks.attention()
-            self.post_feedforward_layernorm = blocks.norm()
-        self.post_attention_layernorm = blocks.norm()
-        self.mlp = blocks.mlp()
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        cos: Float[Array, "#B T R"] | None,
-        sin: Float[Array, "#B T R"] | None,
-        rows: RowTokens | None,
-        window: int | None,
-        cache: LayerCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], Aux]:
-        if self.is_recurrent:
-            normed, x = self.input_layernorm.fork(x)
-            normed, x = self.post_attention_layernorm.add(self.linear_attn(normed, rows, cache), x)
-            fed, aux = self.mlp(normed)
-            return x + fed, aux
-        x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, rows, window, cache))
-        fed, aux = self.mlp(x)
-        return x + self.post_feedforward_layernorm(fed), aux
+    recurrent = OlmoHybridLinearAttention
 
 
 class OlmoHybridForCausalLM(CausalLM):
@@ -192,12 +152,13 @@ class OlmoHybridForCausalLM(CausalLM):
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from flax import nnx
         >>> config = OlmoHybridConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         ...                           num_attention_heads=2)
         >>> OlmoHybridForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape
         (1, 8, 32)
     """
 
-    layer = OlmoHybridLayer
+    layer = staticmethod(lambda blocks: (OlmoHybridLinearLayer if blocks.is_recurrent else Olmo2Layer)(blocks))
     config_type = OlmoHybridConfig
     config_fixed = fixed_fields("olmo_hybrid")

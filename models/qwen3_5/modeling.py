@@ -11,8 +11,9 @@ from liger_jax.models.core.attention import in_one_product
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.core.experts import EXPERTS, Experts, misfits
+from liger_jax.models.core.hybrid_layer import HybridLayer
 from liger_jax.models.core.linear_attention import LinearAttention, Projected
-from liger_jax.models.qwen3_next.modeling import GatedDeltaNetConfig, Qwen3NextLayer
+from liger_jax.models.qwen3_next.modeling import GatedDeltaNetConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +108,10 @@ class Qwen3_5LinearAttention(LinearAttention):
         return Projected(*self.over_tokens(lambda layers, x: in_one_product(x, *layers), layers, x))
 
 
-class Qwen3_5Layer(Qwen3NextLayer):
-    """Qwen3-Next's layer with these projections."""
+class Qwen3_5Layer(HybridLayer):
+    """Linear attention or gated attention, and a feed-forward that may be of experts."""
 
-    linear_attention = Qwen3_5LinearAttention
+    recurrent = Qwen3_5LinearAttention
 
 
 class Qwen3_5ForCausalLM(CausalLM):

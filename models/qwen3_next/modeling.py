@@ -5,18 +5,16 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.attention import in_one_product
 from liger_jax.models.core.blocks import Blocks
-from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.config_fields import fixed_fields
-from liger_jax.models.core.experts import EXPERTS, Experts, fed, misfits
-from liger_jax.models.core.feed_forward import DENSE, Aux
+from liger_jax.models.core.experts import EXPERTS, Experts, misfits
+from liger_jax.models.core.feed_forward import DENSE
+from liger_jax.models.core.hybrid_layer import HybridLayer
 from liger_jax.models.core.linear_attention import LINEAR, LinearAttention, LinearHeads, Projected
-from liger_jax.models.core.row_tokens import RowTokens
 from liger_jax.models.llama import LlamaConfig
 
 
@@ -70,15 +68,6 @@ class GatedDeltaNetConfig(LlamaConfig):
     def type_of_layer(self, i: int) -> str:
         """Every nth layer has full attention, and the others have linear attention."""
         return LINEAR if (i + 1) % self.full_attention_interval else "full_attention"
-
-    def _misfits(self) -> Iterator[str]:
-        yield from super()._misfits()
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        if values % keys:
-            yield (
-                f"linear_num_key_heads={keys} must divide linear_num_value_heads={values}, since heads of values share "
-                "those of keys evenly"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,38 +152,10 @@ class Qwen3NextLinearAttention(LinearAttention):
         return Projected(jnp.concatenate([q, k, v], axis=-1), z, b, a)
 
 
-class Qwen3NextLayer(nnx.Module):
-    """h = x + attention(norm(x)), then h + mlp(norm(h)), where attention may be linear and the mlp of experts."""
+class Qwen3NextLayer(HybridLayer):
+    """Linear attention or gated attention, and a feed-forward that may be of experts."""
 
-    linear_attention: type[LinearAttention] = Qwen3NextLinearAttention
-
-    def __init__(self, blocks: Blocks):
-        self.is_recurrent = blocks.is_recurrent
-        self.input_layernorm = blocks.norm()
-        if self.is_recurrent:
-            self.linear_attn = self.linear_attention(blocks)
-        else:
-            self.self_attn = blocks.attention()
-        self.post_attention_layernorm = blocks.norm()
-        self.mlp = blocks.mlp()
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        cos: Float[Array, "#B T R"] | None,
-        sin: Float[Array, "#B T R"] | None,
-        rows: RowTokens | None,
-        window: int | None,
-        cache: LayerCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], Aux]:
-        normed, x = self.input_layernorm.fork(x)
-        if self.is_recurrent:
-            attended = self.linear_attn(normed, rows, cache)
-        else:
-            attended = self.self_attn(normed, cos, sin, rows, window, cache)
-        normed, x = self.post_attention_layernorm.add(attended, x)
-        y, aux = fed(self.mlp, normed, rows)
-        return x + y, aux
+    recurrent = Qwen3NextLinearAttention
 
 
 class Qwen3NextForCausalLM(CausalLM):
@@ -202,6 +163,7 @@ class Qwen3NextForCausalLM(CausalLM):
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from flax import nnx
         >>> config = Qwen3NextConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         ...                          head_dim=8, full_attention_interval=2, linear_num_key_heads=1,
         ...                          linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=4,

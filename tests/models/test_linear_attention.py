@@ -245,6 +245,9 @@ def test_axes_that_would_split_heads_or_rows_are_refused(axis, devices, model):
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         batch = layout.place(dict(input_ids=jnp.ones((2, 8), jnp.int32)))
         jax.eval_shape(lambda batch: split(**batch).logits, batch)
+    folder, _ = hugging_face.committed("qwen3_5")
+    with pytest.raises(ValueError, match=message.replace("Qwen3Next", "Qwen3_5Text")):
+        AutoModelForCausalLM.from_pretrained(folder, mesh=mesh, kernels=KernelOptions(layout=layout))
 
 
 def test_adapters_of_all_projections_are_saved_and_read(model, tmp_path):
