@@ -45,7 +45,8 @@ def table_lines(shape: tuple[int, int, int], three_ms: float, rows: list[Row]) -
     unit = next((row.weight_error for row in rows if row.who == REFERENCE), None)
     size = ", ".join(map(str, shape))
     show = lambda x, digits: "–" if x is None else f"{x:,.{digits}f}"
-    lines = [[f"**{size}**", "*three matmuls*", "", show(three_ms, 2), "1.00", "", ""]]
+    speed = f"{6 * math.prod(shape) / three_ms / 1e9:,.0f} TFLOP/s"
+    lines = [[f"**{size}**", f"*three matmuls, {speed}*", "", show(three_ms, 2), "1.00", "", ""]]
     for row in sorted(rows, key=step_ms):
         if row.family == "liger-jax" and row.failure is not None:
             continue  # told by `notes` alone

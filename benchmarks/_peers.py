@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Losses = dict[str, Callable[..., Any]]
+QUACK_CHUNKS = (2048, 4096, 8192)  # tokens
 LIGER_CHUNK_FACTORS = (8, 16)  # of its default chunk, which holds as many logits as hidden has elements
 
 # --- JAX: losses of (hidden, weight, labels), with the weight as (D, V) -----------------------------------------------
@@ -71,6 +73,18 @@ def liger() -> Losses:
     return losses | {"Liger CuTe SM90": hopper}
 
 
+def quack() -> Losses:
+    """Hopper kernels that keep exponentials scaled by tile, for several chunks of tokens.
+
+    The library makes a key of all that a kernel's epilogue captures, and refuses a logger, which torch's compiler
+    captures for it: a logger's name and level are its key.
+    """
+    logger_class: Any = logging.Logger
+    logger_class.__quack_semantic_key__ = lambda logger: (logger.name, logger.level)
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return {f"QuACK, chunk {tokens:,}": functools.partial(function, chunk_size=tokens) for tokens in QUACK_CHUNKS}
+
+
 def cut_cross_entropy() -> Losses:
     """The library's default, which leaves out small gradients, and the loss without that filter."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
@@ -84,8 +98,19 @@ def trl_log_probs() -> Callable[..., Any]:
 
 
 JAX_PEERS: dict[str, Callable[[], Losses]] = {"tokamax": tokamax}
-TORCH_PEERS: dict[str, Callable[[], Losses]] = {"torch": torch_full_logits, "liger": liger, "cce": cut_cross_entropy}
-PACKAGES = {"torch": ("torch", "triton"), "liger": ("liger-kernel",), "cce": ("cut-cross-entropy",)}
+TORCH_PEERS: dict[str, Callable[[], Losses]] = {
+    "torch": torch_full_logits,
+    "liger": liger,
+    "quack": quack,
+    "cce": cut_cross_entropy,
+}
+_CUTE = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+PACKAGES = {
+    "torch": ("torch", "triton"),
+    "liger": ("liger-kernel", *_CUTE),
+    "quack": ("quack-kernels", *_CUTE),
+    "cce": ("cut-cross-entropy",),
+}
 
 
 # --- torch's inputs, times and memory ---------------------------------------------------------------------------------

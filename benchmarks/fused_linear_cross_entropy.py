@@ -7,7 +7,11 @@ Each row is a whole training step of the mean loss: the loss, and its gradients 
 one behind the other, medians over rounds in which all programs of a shape have their turn (`_measure.in_rounds`).
 "Extra" memory is beside inputs and gradients: for JAX the compiler's figure, for torch the peak of its allocator. Three
 matmuls are three times the faster of JAX's and torch's `x @ w.T` in bf16, on the same data in the same run. Torch runs
-in a process of its own: a peer's illegal access ends only its own.
+in a process of its own: a peer's illegal access ends only its own. With `--ours-alone` the unit is JAX's matmul alone,
+which may be the slower one: such ratios are lower.
+
+Liger's and QuACK's Hopper kernels need CUTLASS's package, and run together with liger-kernel 0.8.5, quack-kernels
+0.6.5, nvidia-cutlass-dsl 4.7.1 and apache-tvm-ffi 0.1.15 (torch 2.11.0).
 
 dW's error is the RMS of (dW − truth) over 512 random rows of the vocabulary, divided by that of the unfused bf16 step
 ("XLA full logits, bf16"). The truth is computed in float64 from the same bf16 values.
@@ -228,6 +232,10 @@ def our_rows(
         who = f"liger-jax {mode}, {implementation}{suffix}"
         row = functools.partial(programs.row, who, "liger-jax", loss, data=data)
         yield functools.partial(attempt, who, "liger-jax", row)
+    for mib in options.budgets:
+        loss = functools.partial(fused_linear_cross_entropy, memory_budget_bytes=mib * 2**20)
+        who = f"liger-jax in {mib:,} MiB"
+        yield functools.partial(attempt, who, "liger-jax", functools.partial(programs.row, who, "liger-jax", loss))
 
 
 def jax_rows(options: argparse.Namespace, programs: JaxPrograms, absent: set[str]) -> Iterator[Callable[[], Row]]:
@@ -321,6 +329,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     peers = [*_peers.JAX_PEERS, *_peers.TORCH_PEERS]
     parser.add_argument("--peers", nargs="*", choices=peers, default=peers)
     parser.add_argument("--ours-alone", action="store_true", help="beside JAX's matmul alone; --peers without names")
+    parser.add_argument("--budgets", nargs="*", type=int, default=[], help="our rows too with so many MiB at most")
     parser.add_argument("--beside", type=int, help="our rows too with the next vocabulary that is a multiple of it")
     parser.add_argument("--data", choices=("random", "confident"), default="random")
     parser.add_argument("--weight-dtype", choices=("bfloat16", "float32"), default="bfloat16")
