@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import KeptEntries, Needs
 from liger_jax.pallas_kernels.hopper import NUM_CORES
 from liger_jax.pallas_kernels.tiles import cdiv
 
@@ -80,6 +80,10 @@ class Memory:
     # The cost of mode "fast" for N, D and the tokens in a chunk, of which the last may have fewer. None for an engine
     # whose chunks all have the same size.
     chunk_cost: Callable[[int, int, int], float] | None = None
+    # The largest share of the vocabulary whose exponentials can be kept in so many bytes, and the bytes; None for none.
+    kept: Callable[[Sizes, int], tuple[KeptEntries, Buffers] | None] | None = None
+    # The cost of mode "fast" for N, D, V, the tokens in a chunk and the share that is kept, in products.
+    products: Callable[[int, int, int, int, KeptEntries | None], float] | None = None
     workspace_bytes: int = 0  # what a library's products take, which the unfused step's products take too
 
 

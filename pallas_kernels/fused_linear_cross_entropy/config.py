@@ -12,6 +12,7 @@ from liger_jax.pallas_kernels.hopper import NUM_CORES
 from liger_jax.pallas_kernels.tiles import cdiv, next_power_of_2, round_up
 
 SHORT_DEPTH = 1536  # tiles in turn are faster for products less deep than this (benchmarks/results/tiles.md)
+LEAST_KEPT = 4096  # entries of a slice where exponentials are kept
 _SHARED_TILES = Tiles(columns=256), Tiles(columns=192)
 
 Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
@@ -64,6 +65,52 @@ class Gradients(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class KeptEntries:
+    """The first entries of the vocabulary, whose exponentials are kept for all tokens; the others' are recomputed.
+
+    They come in three spans. `first` and `rest` entries have arrays of their own. Between them, `blocks` blocks of D
+    entries are kept where the weight's gradient (V, D) will be: a block (N, D) takes N of its V rows, and the last
+    block ends at the last of them. The gradient's rows are written in the order of the vocabulary. No row is written
+    before the block there has been read if `first` + i · D ≤ V − (`blocks` − i) · N for each i.
+    """
+
+    first: int  # also the entries of a slice
+    blocks: int
+    rest: int
+    width: int  # D
+
+    @property
+    def in_blocks(self) -> int:
+        """The entries that are kept in the gradient's place."""
+        return self.blocks * self.width
+
+    @property
+    def total(self) -> int:
+        """The entries that are kept."""
+        return self.first + self.in_blocks + self.rest
+
+    def first_row(self, n: int, v: int) -> int:
+        """The row of the weight's gradient where the first block begins, for a padded number of tokens."""
+        return v // 64 * 64 - self.blocks * n
+
+
+def kept_entries(n: int, d: int, v: int, arrays: int) -> KeptEntries | None:
+    """The largest share that `arrays` entries in arrays of their own allow; None where the kernels cannot divide it.
+
+    A slice has `LEAST_KEPT` entries or a few more, in whole blocks, so that its products leave few cores idle.
+    """
+    n, end = round_up(n, ROWS), v // 64 * 64
+    first = round_up(LEAST_KEPT, d)
+    if d % ROWS or v % 8 or arrays < first or first + d > end:
+        return None
+    blocks = min((end - first) // n, (end - first) // d)
+    rest = min(arrays - first, end - first - blocks * d) // 256 * 256
+    whole = end - first - blocks * d
+    rest = whole if v % 64 == 0 and whole <= arrays - first else rest
+    return KeptEntries(first, blocks, rest, d) if blocks > 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
 class LinearOptions:
     """What the kernels are compiled for.
 
@@ -76,6 +123,7 @@ class LinearOptions:
     precision: jax.lax.PrecisionLike
     mode: str  # "fast" or "lean"
     chunk_size: int  # tokens in a chunk ("fast"), vocabulary entries in a slice ("lean")
+    kept: KeptEntries | None = None  # in mode "fast" with one chunk; None to keep all entries' exponentials
 
     @property
     def vocab_dim(self) -> int:
@@ -145,6 +193,14 @@ def mosaic_gpu_logit_tiles(d: int, rows: int, columns: int) -> Tiles:
     return dataclasses.replace(tiles, snake_width=most if tiles.in_turn else min(16, most))
 
 
+def mosaic_gpu_block_tiles(d: int, rows: int, columns: int) -> Tiles:
+    """`mosaic_gpu_logit_tiles` of logits that are kept in blocks of D columns: a tile lies in one block."""
+    tiles = mosaic_gpu_logit_tiles(d, rows, columns)
+    if d % tiles.columns == 0:
+        return tiles
+    return dataclasses.replace(tiles, columns=next(size for size in (256, 192, 128) if d % size == 0))
+
+
 def mosaic_gpu_rounds(tiles: Tiles, rows: int, columns: int) -> float:
     """How many columns of b each core goes through, one tile after the other, for a product of this size.
 
@@ -171,7 +227,8 @@ def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
     The first term is the product that makes dX. Idle time of a core counts as a quarter, because the other cores run
     faster meanwhile: their power is limited. (On an H200, 10.4 rounds of 5,504 tokens took 0.7 % longer a
     token than 8.97 rounds of 4,736.) The second term is the sum of dW. If there are several chunks, each reads and
-    writes the sum, which costs 3 % of D. (6 bytes an entry took 1.5 ms beside dX's 52 at (16384, 8192, 128256).)
+    writes three bytes an entry, which costs 3 % of D; the first does not read, and the last writes two. (6 bytes an
+    entry took 1.5 ms beside dX's 52 at (16384, 8192, 128256).)
     """
 
     def rounds(rows):
@@ -180,8 +237,20 @@ def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
     whole, rest = divmod(n, tokens)
     without_idling = n * d / (ROWS * NUM_CORES)
     with_idling = whole * rounds(tokens) + (rounds(rest) if rest else 0)
-    passes = cdiv(n, tokens) if tokens < n else 0
+    passes = cdiv(n, tokens) - 2 / 3 if tokens < n else 0
     return without_idling + 0.25 * (with_idling - without_idling) + passes * 0.03 * d
+
+
+def mosaic_gpu_products(n: int, d: int, v: int, tokens: int, kept: KeptEntries | None) -> float:
+    """What mode "fast" costs, in products of 2·N·D·V operations.
+
+    Three, and what chunks of `tokens` tokens cost more by `mosaic_gpu_chunk_cost`. With `kept` it is one chunk. Then
+    the logits of what is not kept are multiplied once more, at 1.06 of a product, and each slice reads and writes dX's
+    float32 sum (at 4.2 TB/s and 690 TFLOP/s). What two H200s took more than for one chunk is within 0.05 of that with
+    `kept`, and within 0.07 with 5 to 16 chunks (benchmarks/results/loss_h200.md).
+    """
+    chunks = 2.0 + mosaic_gpu_chunk_cost(n, d, n if kept else tokens) * ROWS * NUM_CORES / (n * d)
+    return chunks if kept is None else chunks + 1.06 * (1 - kept.total / v) + 660 / v * cdiv(v, kept.first)
 
 
 def mosaic_gpu_sum_tiles() -> Tiles:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_tiles import ROWS
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas, mosaic_gpu_kept
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_gradients as kernels
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_buffers import MEMORY
@@ -135,6 +135,10 @@ def gradients_in_forward(
 
     `row_cotangents` makes the loss's derivatives from the statistics and the terms of a chunk's rows, and `constants`.
     """
+    if options.kept is not None and needs.weight and hopper.can_write_in_place(inputs.hidden):
+        return mosaic_gpu_kept.gradients_in_forward(
+            inputs, terms, constants, options=options, needs=needs, row_cotangents=row_cotangents
+        )
     like, n = inputs, inputs.hidden.shape[0]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
     inputs, terms = padded(inputs, options, terms)

@@ -57,6 +57,38 @@ def lean(sizes: Sizes, entries: int) -> Buffers:
     return Buffers(max(backward, forward), of_slice)
 
 
+def kept(sizes: Sizes, budget_bytes: int) -> tuple[config.KeptEntries, Buffers] | None:
+    """Arrays of E, or of du, with numbers of each tile of logits; later the tiles' maxima alone, and dX's sum.
+
+    The weight's gradient has to hold E, which the kernels write there in place.
+    """
+    n, d, v = sizes.n, sizes.d, sizes.v
+    same = sizes.itemsize == sizes.weight_itemsize == 2 and sizes.vocab_dim == 0 and not sizes.weight_is_split
+    if not (same and sizes.gradients.weight and n):
+        return None
+    rows = round_up(n, ROWS)
+    masked_hidden = 0 if sizes.gradients.hidden else n * d * sizes.itemsize
+    beside = masked_hidden + sizes.hidden_sum_bytes + _padded_hidden_bytes(sizes)
+    in_turn = d < config.SHORT_DEPTH
+    tile = 128 if in_turn else 192 if d % 256 else 256
+
+    def count(kept: config.KeptEntries) -> int:
+        arrays = logit_gradient_bytes(sizes, rows, kept.first + kept.rest)
+        of_kept, of_others = (4 * rows * cdiv(entries, tile) for entries in (kept.total, v - kept.total))
+        # A kept tile leaves maximum and sum, another one their log-sum-exp; and both the target that is not gathered.
+        numbers = (2 + (not in_turn)) * of_kept + (1 + (not in_turn)) * of_others
+        return arrays + _padded_hidden_bytes(sizes) + max(numbers, of_kept + masked_hidden + sizes.hidden_sum_bytes)
+
+    most = max(0, budget_bytes - beside) // (sizes.itemsize * rows)
+    arrays = min(most, v)
+    while found := config.kept_entries(n, d, v, arrays):
+        extra = count(found)
+        if extra <= budget_bytes:
+            return found, Buffers(extra, logit_gradient_bytes(sizes, rows, found.first + found.rest))
+        arrays = found.first + found.rest - 256
+    return None
+
+
 def _chunk_bytes(sizes: Sizes, tokens: int) -> int:
     hidden = tokens * sizes.d * sizes.itemsize  # without the rows that do not count, and then its gradient
     # Each tile of logits leaves a row's maximum; a tile has 128 columns where the depth is short, and else 256 or 192.
@@ -110,5 +142,7 @@ MEMORY = Memory(
     preferred_tokens=lambda sizes: one_chunk_or_8192(sizes, fast),
     preferred_entries=_entries,
     chunk_cost=config.mosaic_gpu_chunk_cost,
+    kept=kept,
+    products=config.mosaic_gpu_products,
     workspace_bytes=_CUBLAS_BYTES,
 )

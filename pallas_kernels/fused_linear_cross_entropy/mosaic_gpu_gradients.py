@@ -23,6 +23,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands imp
     column_vectors,
     tile_logits,
 )
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_statistics import Blocks
 from liger_jax.pallas_kernels.tiles import cdiv, out_like, round_up
 
 _LOG2_E = math.log2(math.e)
@@ -116,12 +117,17 @@ def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dt
     return dw
 
 
-def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Array, options: LinearOptions):
-    """Adds du · (the weight from `start` on) to total (N, D), float32, in place."""
+def add_product(total: jax.Array | None, du: jax.Array, inputs: Inputs, start: jax.Array, options: LinearOptions):
+    """Adds du · (the weight from `start` on) to total (N, D), float32, in place; to a new array if that is None."""
+    shape = inputs.hidden.shape
+    store = functools.partial(_store, add=total is not None)
+    place: dict[str, Any] = (
+        dict(in_place=[total]) if total is not None else dict(out_types=[out_like(du, shape, jnp.float32)])
+    )
     (total,) = product(
         Factors(du, inputs.weight, (1, options.vocab_dim), first_depth=start),
-        config.mosaic_gpu_tiles(du.shape[1], *total.shape),
-        Epilogue(functools.partial(_store, add=True), in_place=[total], scratch=[staging(jnp.float32)]),
+        config.mosaic_gpu_tiles(du.shape[1], *shape),
+        Epilogue(store, scratch=[staging(jnp.float32)], **place),
         name="fused_linear_cross_entropy_hidden_gradient",
     )
     return total
@@ -225,27 +231,40 @@ def add_to_sum(
 
 
 def make_logit_gradients(
-    span: Span, exponentials: jax.Array, maximum: jax.Array, lse: jax.Array, g: Cotangents, options: LinearOptions
+    span: Span,
+    exponentials: jax.Array | Blocks,
+    maximum: jax.Array,
+    lse: jax.Array,
+    g: Cotangents,
+    options: LinearOptions,
+    first_block: jax.Array | None = None,
 ) -> jax.Array:
     """Writes du where E (N, V) is, for a span of the vocabulary.
 
-    `maximum` (tiles, N) is the maximum of each row in each tile. du is 0 for entries from `span.size` on.
+    `maximum` (tiles, N) is the maximum of each row in each tile. du is 0 for entries from `span.size` on. If E is in
+    blocks, the span begins at `first_block` (1,) int32, and du has an array of its own.
     """
     inputs, cotangents = span.inputs, g
-    (n, v), num_tiles = exponentials.shape, maximum.shape[0]
-    columns = config.mosaic_gpu_logit_tiles(inputs.hidden.shape[1], n, v).columns  # as E was written
+    blocks = exponentials if isinstance(exponentials, Blocks) else None
+    exponentials = exponentials.array if isinstance(exponentials, Blocks) else exponentials
+    n, d = inputs.hidden.shape
+    v, num_tiles = span.size if blocks else exponentials.shape[1], maximum.shape[0]
+    tiles_of = config.mosaic_gpu_block_tiles if blocks else config.mosaic_gpu_logit_tiles
+    columns = tiles_of(d, n, v).columns  # as E was written
     has_weights = inputs.class_weights is not None and options.logit.logit_sum
     row_vectors = [inputs.labels, lse, *[g for g in cotangents if g is not None]]
     column_vectors = [inputs.class_weights] if has_weights else []
     # Where E cannot be written to in place, du is a separate array.
-    in_place = hopper.can_write_in_place(exponentials)
-    source = () if in_place else (exponentials,)
+    in_place = hopper.can_write_in_place(exponentials) and blocks is None
+    numbers = () if first_block is None else (first_block,)
+    source = numbers if in_place else (*numbers, exponentials)
     total = (n // 64) * num_tiles
     num_blocks, num_slots = min(hopper.NUM_CORES, hopper.cores_here(), cdiv(total, 3)), 2
 
     def body(*refs):
         vector_refs, vector_stages = refs[:num_vectors], refs[-num_vectors:]
         maximum_ref, *e_refs, e_stage, maximum_stage, filled, vectors_filled = refs[num_vectors:-num_vectors]
+        first = e_refs.pop(0)[0] if numbers else 0
         e_ref, du_ref = e_refs[0], e_refs[-1]
         worker = jax.lax.axis_index("block") * 3 + jax.lax.axis_index("warpgroup")
         own = jax.lax.axis_index("warpgroup")
@@ -259,7 +278,10 @@ def make_logit_gradients(
             column_tile, row = place(i)
             slot = jax.lax.rem(i, num_slots)
             barrier = filled.at[own * num_slots + slot]
-            source = e_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]
+            place_of_e = row, column_tile * columns
+            if blocks is not None:
+                place_of_e = blocks.place(*place_of_e, first)
+            source = e_ref.at[pl.ds(place_of_e[0], 64), pl.ds(place_of_e[1], columns)]
             plgpu.copy_gmem_to_smem(source, e_stage.at[own, slot], barrier)
             plgpu.copy_gmem_to_smem(maximum_ref.at[column_tile, pl.ds(row, 64)], maximum_stage.at[own, slot], barrier)
 
@@ -296,7 +318,7 @@ def make_logit_gradients(
         body, *row_vectors, *column_vectors, maximum, *source,
         num_blocks=num_blocks,
         in_place=[exponentials] if in_place else (),
-        out_types=() if in_place else [out_like(exponentials, exponentials.shape, exponentials.dtype)],
+        out_types=() if in_place else [out_like(exponentials, (n, v), exponentials.dtype)],
         scratch=[
             hopper.shared_tile((3, num_slots, 64, columns), exponentials.dtype),
             plgpu.SMEM((3, num_slots, 64), jnp.float32),

@@ -54,6 +54,7 @@ class Span(NamedTuple):
     size: int
     inputs: Inputs
     is_slice: bool  # of a weight: XLA (jaxlib 0.11) makes no copy of it for our kernels, but does for its own products
+    offset: int | None = None  # where it begins in the weight and the vectors of `inputs`, if they are whole
 
 
 def takes(v: int, mode: str, vocab_dim: int) -> bool:
@@ -94,6 +95,13 @@ def span_of(inputs: Inputs, start: Any, size: int, options: LinearOptions) -> Sp
     weight = extended(weight, *((entries, width) if options.vocab_dim == 0 else (width, entries)))
     bias, class_weights = take(inputs.bias), take(inputs.class_weights)
     return Span(start, size, Inputs(inputs.hidden, weight, inputs.labels - start, bias, class_weights), False)
+
+
+def span_of_whole(inputs: Inputs, start: int, size: int) -> Span:
+    """The entries from `start` on of a weight (V, D) that stays whole; labels count from `start`."""
+    labels = inputs.labels - start
+    labels = jnp.where((labels >= 0) & (labels < size), labels, row_formulas.NO_LABEL)
+    return Span(start, size, inputs._replace(labels=labels), False, offset=start)
 
 
 def column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:

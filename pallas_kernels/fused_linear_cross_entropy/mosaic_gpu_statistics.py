@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_product import Factors, product
 from liger_jax.pallas_kernels._hopper_tiles import Epilogue, Tile, row_staging, staging, store_rows, store_tile
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
@@ -61,14 +63,32 @@ def merged(states: list[OnlineState], options: LinearOptions) -> Statistics:
     return row_formulas.online_merge(tiles, options.logit)
 
 
-def partial_statistics(span: Span, options: LinearOptions, keep: bool) -> tuple[OnlineState, jax.Array | None]:
+class Blocks(NamedTuple):
+    """Blocks (N, width) of a matrix in an array whose rows have `width` elements, from `first_row` on."""
+
+    array: jax.Array
+    first_row: int
+    n: int
+    width: int
+
+    def place(self, row: Any, column: Any, first_block: Any = 0) -> tuple[Any, Any]:
+        """Where the element at (row, column) of the matrix is, which begins at block `first_block`."""
+        block = jax.lax.div(column, self.width)
+        in_array = self.first_row + (first_block + block) * self.n + row
+        return pl.multiple_of(in_array, 64), pl.multiple_of(column - block * self.width, 64)
+
+
+def partial_statistics(
+    span: Span, options: LinearOptions, keep: bool, blocks: Blocks | None = None
+) -> tuple[OnlineState, jax.Array | None]:
     """The statistics of each tile of a span, (tiles, N); with `keep` also E = exp(z − the tile's maximum).
 
-    Only the first `span.size` of the weight's entries count. E is 0 for the others.
+    Only the first `span.size` of the weight's entries count. E is 0 for the others. With `blocks` E is written there,
+    in place, and the array is returned.
     """
     inputs, vocab_size = span.inputs, span.size
-    (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
-    tiles = config.mosaic_gpu_logit_tiles(d, n, v)
+    (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim] if span.offset is None else span.size
+    tiles = (config.mosaic_gpu_block_tiles if blocks else config.mosaic_gpu_logit_tiles)(d, n, v)
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
     logit = options.logit
     # The search for the label takes three operations a logit, which cost time where the depth is short. On an H200 the
@@ -82,22 +102,38 @@ def partial_statistics(span: Span, options: LinearOptions, keep: bool) -> tuple[
         fields, exponentials = _tile_statistics(tile, z, weights, vocab_size, vocab_size % tiles.columns > 0, wanted)
         store_rows(tile, fields, scratch[: len(fields)], refs[: len(fields)])
         if keep:
-            store_tile(tile, exponentials, scratch[-1], refs[-1], tile.row, tile.column)
+            place = blocks.place(tile.row, tile.column) if blocks else (tile.row, tile.column)
+            store_tile(tile, exponentials, scratch[-1], refs[-1], *place)
 
     out_types = [out_like(inputs.hidden, (cdiv(v, tiles.columns), n), dtype) for dtype in dtypes]
     scratch = [row_staging(tiles, dtype) for dtype in dtypes]
+    in_place = []
     if keep:
-        out_types.append(out_like(inputs.hidden, (n, v), inputs.hidden.dtype))
         scratch.append(staging(inputs.hidden.dtype))
+    if keep and blocks:
+        in_place = [*(hopper.empty(inputs.hidden, out.shape, out.dtype) for out in out_types), blocks.array]
+        out_types = []
+    elif keep:
+        out_types.append(out_like(inputs.hidden, (n, v), inputs.hidden.dtype))
     labels, vectors = [inputs.labels] * wanted.target, column_vectors(inputs, has_weights)
-    fields = product(
-        Factors(inputs.hidden, inputs.weight, (1, 1 - options.vocab_dim)),
-        tiles,
-        Epilogue(finish, out_types=out_types, scratch=scratch, row_vectors=labels, column_vectors=vectors),
-        name="fused_linear_cross_entropy_statistics",
+    first_column = None if span.offset is None else jnp.full(1, span.offset, jnp.int32)
+    fields = list(
+        product(
+            Factors(inputs.hidden, inputs.weight, (1, 1 - options.vocab_dim), first_column=first_column, num_columns=v),
+            tiles,
+            Epilogue(
+                finish,
+                out_types=out_types,
+                in_place=in_place,
+                scratch=scratch,
+                row_vectors=labels,
+                column_vectors=vectors,
+            ),
+            name="fused_linear_cross_entropy_statistics",
+        )
     )
     exponentials = fields.pop() if keep else None
-    target = None if wanted.target else _target_logits(inputs, options, vocab_size)[None, :]
+    target = None if wanted.target else _target_logits(inputs, options, vocab_size, span.offset or 0)[None, :]
     return _state(fields, wanted, target, span.first), exponentials
 
 
@@ -147,11 +183,11 @@ def _state(fields: list[jax.Array], wanted: _Wanted, target: jax.Array | None, f
     return OnlineState(maximum, exp_sum, target, logit_sum, predicted, weighted_sum, square_sum)
 
 
-def _target_logits(inputs: Inputs, options: LinearOptions, vocab_size: int) -> jax.Array:
+def _target_logits(inputs: Inputs, options: LinearOptions, vocab_size: int, offset: int) -> jax.Array:
     """The target logits (N,), made from the labels' rows of the weight; 0 where a label is not in the vocabulary."""
-    labels = inputs.labels
-    weight = jnp.take(inputs.weight, labels, axis=options.vocab_dim, mode="clip").astype(jnp.float32)
+    labels, entries = inputs.labels, inputs.labels + offset
+    weight = jnp.take(inputs.weight, entries, axis=options.vocab_dim, mode="clip").astype(jnp.float32)
     u = jnp.sum(inputs.hidden.astype(jnp.float32) * (weight.T if options.vocab_dim else weight), axis=1)
     if inputs.bias is not None:
-        u += jnp.take(inputs.bias, labels, mode="clip").astype(jnp.float32)
+        u += jnp.take(inputs.bias, entries, mode="clip").astype(jnp.float32)
     return jnp.where((labels >= 0) & (labels < vocab_size), row_formulas.transform(u, options.logit), 0.0)

@@ -346,7 +346,13 @@ HOPPER_ONLY = [
     Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS),
     Case(
         "hopper_bounded",
-        with_gradient(head(mode="fast", memory_budget_bytes=BOUND), (0, 1)),
+        with_gradient(head(mode="fast", chunk_size=3072), (0, 1)),
+        LLAMA_8B_HEAD,
+        (*FLCE, HOPPER_KERNELS[-1]),
+    ),
+    Case(
+        "hopper_kept",
+        with_gradient(head(memory_budget_bytes=2**29), (0, 1)),
         LLAMA_8B_HEAD,
         (*FLCE, HOPPER_KERNELS[-1]),
     ),

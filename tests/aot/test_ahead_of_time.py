@@ -270,7 +270,8 @@ print("done")
     "case, options",
     [
         pytest.param("hopper_fast", dict(mode="fast"), marks=pytest.mark.full),
-        ("hopper_bounded", dict(mode="fast", memory_budget_bytes=BOUND)),
+        ("hopper_bounded", dict(mode="fast", chunk_size=3072)),
+        ("hopper_kept", dict(memory_budget_bytes=2**29)),
         ("hopper_lean", dict(mode="lean")),
     ],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs
+from liger_jax.ops.linear.plan import Problem, make_plan
 from liger_jax.pallas_kernels import hopper as hopper_blocks
 from liger_jax.pallas_kernels._hopper_tiles import Tiles
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
@@ -109,6 +110,22 @@ def test_tiles_that_warpgroups_share(hopper, mode, of_products, rng, monkeypatch
     monkeypatch.setattr(config, of_products, lambda *_: Tiles(columns=256))
     jax.clear_caches()  # a kernel that was traced before keeps its tiles
     test_values_and_gradients(hopper, mode, SMALL, BF16, EVERYTHING, 128, rng)
+
+
+def test_a_share_of_kept_exponentials(hopper, rng, monkeypatch):
+    """With slices of 128 entries: blocks in the gradient's place, entries in arrays of their own, and the others."""
+    monkeypatch.setattr(config, "LEAST_KEPT", 128)
+    case, inputs = rounded_case(rng, n=200, d=128, v=1352, ignored=0.2)
+    truth, truth_grads = FUSED.oracle(case, token_weights=False, **EVERYTHING)
+    budget = 400 * 2**10
+    kept = make_plan(Problem(200, 128, 1352, 2, 2, "gpu", "mosaic_gpu", "fast", hard_budget_bytes=budget)).kept
+    assert kept.blocks > 1 and kept.rest and kept.total < 1352
+    labels = jnp.asarray(case.labels)
+    loss = lambda i: FUSED(i, labels, mode="fast", memory_budget_bytes=budget, implementation=hopper, **EVERYTHING)
+    value, grads = jax.jit(jax.value_and_grad(loss))(inputs)
+    assert relative_error(value, truth) < 2e-5
+    for grad, truth_grad in zip(grads, truth_grads[:3], strict=True):
+        assert relative_error(grad, truth_grad) < 1e-2
 
 
 def test_weight_layouts_agree(hopper, mode, rng):

@@ -7,19 +7,20 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
-from liger_jax.ops.linear.plan import Problem, choose_mode, logits_bytes, make_plan
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
+from liger_jax.ops.linear.plan import PRODUCTS_OF_LEAN, Problem, choose_mode, logits_bytes, make_plan, products
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs, kept_entries
 from tests.ops._oracle import first
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
 B200 = AbstractDevice("NVIDIA B200", 148, "gpu")
 A100 = AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")
 V6E = AbstractDevice("TPU v6 lite", 1, "tpu")
-LLAMA = (8192, 4096, 128256)
+LLAMA, GEMMA_2, GEMMA_3 = (8192, 4096, 128256), (8192, 2304, 256000), (8192, 1152, 262144)
 GIB = 2**30
 
 
@@ -44,9 +45,65 @@ def test_fast_where_it_fits_and_lean_where_it_does_not():
     plan = lambda gib: plan_fused_linear_cross_entropy(*LLAMA, device=H200, memory_budget_bytes=int(gib * GIB))
     assert (plan(4).mode, plan(4).chunk_size) == ("fast", 8192)
     assert plan(1.5).mode == "fast" and plan(1.5).chunk_size < 8192
-    assert plan(0.5).mode == "lean"
-    for gib in (4, 1.5, 0.5, 0.2):
+    assert plan(4).kept is None and plan(0.5).kept is not None
+    assert plan(0.19).mode == "lean"
+    for gib in (4, 1.5, 0.5, 0.19):
         assert plan(gib).extra_bytes <= gib * GIB
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GEMMA_2, GEMMA_3, (8192, 576, 49152), (16384, 8192, 128256)])
+def test_a_larger_budget_never_costs_more_products(shape):
+    """Chunks of tokens and shares of kept exponentials are on one falling curve, from lean mode to one chunk."""
+    n, d, v = shape
+    problem = Problem(n, d, v, 2, 2, "gpu", "mosaic_gpu")
+    costs = []
+    for mib in np.geomspace(128, 2**13, 60):
+        budget = int(mib * 2**20)
+        try:
+            plan = make_plan(dataclasses.replace(problem, hard_budget_bytes=budget))
+        except ValueError:
+            continue
+        assert plan.extra_bytes <= budget
+        costs.append(products(problem, plan))
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] <= PRODUCTS_OF_LEAN and costs[-1] < 3.15
+
+
+@pytest.mark.parametrize(
+    "shape, mib, chunk_size, more",
+    [
+        (LLAMA, 201, None, 0.680), (LLAMA, 400, None, 0.574), (LLAMA, 670, None, 0.436), (LLAMA, 1024, None, 0.265),
+        (GEMMA_2, 160, None, 0.921), (GEMMA_2, 1024, None, 0.681),
+        (GEMMA_3, 173, None, 1.043), (GEMMA_3, 801, None, 0.901),
+        (LLAMA, None, 1024, 0.437), (LLAMA, None, 512, 1.107), (GEMMA_2, None, 1792, 0.211),
+    ],
+)  # fmt: skip
+def test_counted_products_are_those_of_an_h200(shape, mib, chunk_size, more):
+    """What a plan took more than one chunk did, in products: benchmarks/results/loss_h200.md, means of two cards."""
+    n, d, v = shape
+    problem = Problem(n, d, v, 2, 2, "gpu", "mosaic_gpu", "fast")
+    budget = None if mib is None else mib * 2**20
+    plan = make_plan(dataclasses.replace(problem, hard_budget_bytes=budget, chunk_size=chunk_size))
+    assert (plan.kept is None) == (mib is None)
+    assert abs(products(problem, plan) - products(problem, make_plan(problem)) - more) < 0.07
+
+
+def test_llamas_head_keeps_half_of_its_exponentials_in_the_gradients_place():
+    plan = plan_fused_linear_cross_entropy(*LLAMA, device=H200, memory_budget_bytes=201 * 2**20)
+    assert plan.kept is not None and plan.kept.total > LLAMA[2] / 2
+
+
+def test_no_row_of_the_gradient_is_written_before_the_block_there_is_read(rng):
+    for _ in range(200):
+        n, d, v = int(rng.integers(1, 9000)), 128 * int(rng.integers(1, 65)), 8 * int(rng.integers(1, 40_000))
+        kept = kept_entries(n, d, v, int(rng.integers(1, v + 1)))
+        if kept is None:
+            continue
+        padded = -(-n // 128) * 128
+        first_row = kept.first_row(padded, v)
+        assert kept.total <= v and first_row >= 0
+        for i in range(kept.blocks + 1):  # the rows of `first` and of i blocks are written when i blocks have been read
+            assert kept.first + i * d <= first_row + i * padded
 
 
 def test_a_small_device_takes_no_more_than_its_share():

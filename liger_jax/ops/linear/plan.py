@@ -4,7 +4,8 @@ A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V).
 time. It has two modes:
 
     "fast"  goes over chunks of tokens. It makes the gradients together with the loss, with 3 products of 2·N·D·V
-            operations.
+            operations. Some engines can also take all tokens at once, keep the exponentials of a share of the
+            vocabulary and recompute the others: that is 4 products less the share.
     "lean"  goes over slices of the vocabulary, once for the loss and once for the gradients. That takes 4 products,
             but what grows with a slice takes a quarter of the logits in 16 bits at most, or has `least_entries`.
 
@@ -12,8 +13,9 @@ problem.py writes down all that the decision depends on, as a `Problem`. The eng
 each mode and chunk, and the sizes that it prefers: its `MEMORY` (pallas_kernels/fused_linear_cross_entropy/buffers.py).
 The decision is made here, from these numbers alone:
 
-    choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, and need no more than the
-                  unfused step's logits do, and else "lean". Where both need more, it takes what needs least.
+    choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, or a share does, and if they
+                  need no more than the unfused step's logits do and no more products than "lean"; and else "lean".
+                  Where both need more, it takes what needs least.
     make_plan     chooses the chunk for the gradients that are asked for, and counts its bytes: a `Plan`.
 
 There are two budgets, both for what is needed beside inputs and gradients. The hard one is the caller's
@@ -34,11 +36,12 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops.linear.problem import Problem, problem_of_sizes
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import KeptEntries, LinearOptions, Needs
 from liger_jax.pallas_kernels.tiles import cdiv, round_up
 
 LEAST_TOKENS = 128  # in a chunk of the fast mode
 LEAST_TOKENS_OF_AUTO = 1024  # with shorter chunks the fast mode is no faster than the lean one
+PRODUCTS_OF_LEAN = 4.13  # of 2·N·D·V operations: with its sums, 1.11 to 1.15 more than one chunk on an H200
 TOKENS_OF_A_CPU = 256  # in a chunk where memory is no matter: a CPU is slow enough for so few
 _TILE = 128  # sizes of chunks and slices are multiples of it
 _MOST_SIZES = 4096  # of chunks whose costs are compared; for more than half a million tokens, in coarser steps
@@ -56,6 +59,8 @@ class Plan:
     # of the weight and of its gradient. The rest is dX's float32 sum, the statistics and a weight's copy in another
     # dtype. In mode "fast", what grows with the chunk.
     slice_bytes: int
+    # In mode "fast" with one chunk, the share of the vocabulary whose exponentials are kept; None for all of it.
+    kept: KeptEntries | None = None
 
 
 # --- from the problem to the plan -------------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
     """The plan for the gradients in `needs`, or without it for all gradients that the problem names."""
     mode = choose_mode(problem)
     asked = problem if needs is None else dataclasses.replace(problem, gradients=needs)
-    plan = _first_that_fits(asked, mode, LEAST_TOKENS)
+    plan = _best_that_fits(asked, mode, LEAST_TOKENS)
     if plan is not None:
         return plan
     hard = problem.hard_budget_bytes
@@ -97,7 +102,7 @@ def too_small(op: str, hard_budget_bytes: int | None, plans: Iterable[Plan]) -> 
 def kernel_options(problem: Problem, options: LinearOptions, needs: Needs | None = None) -> LinearOptions:
     """The options with the plan's mode and chunk."""
     plan = make_plan(problem, needs)
-    return dataclasses.replace(options, mode=plan.mode, chunk_size=plan.chunk_size)
+    return dataclasses.replace(options, mode=plan.mode, chunk_size=plan.chunk_size, kept=plan.kept)
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,8 +116,10 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
     has_fast = problem.memory.fast is not None
     modes = ["fast", "lean"] if has_fast else ["lean"]
     for mode in modes:
-        if plan := _first_that_fits(problem, mode, least_tokens):
-            return plan
+        if plan := _best_that_fits(problem, mode, least_tokens):
+            cheaper = problem.memory.products and mode == "fast" and products(problem, plan) > PRODUCTS_OF_LEAN
+            lean = _first_that_fits(problem, "lean", least_tokens) if cheaper else None
+            return lean or plan
     lean, *others = (
         _plan_of_size(problem, mode, size) for mode in reversed(modes) for size in _sizes(problem, mode, least_tokens)
     )
@@ -124,6 +131,32 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
     if lean.extra_bytes <= logits_bytes(problem):
         return lean
     return min((lean, *others), key=lambda plan: plan.extra_bytes)
+
+
+def _best_that_fits(problem: Problem, mode: str, least_tokens: int) -> Plan | None:
+    """The plan with the best of a mode's sizes that fits, or with a share of kept exponentials if that costs less."""
+    plan = _first_that_fits(problem, mode, least_tokens)
+    memory, budget = problem.memory, problem.budget_bytes
+    if mode != "fast" or memory.kept is None or memory.products is None or problem.chunk_size or not problem.in_place:
+        return plan
+    if budget is None or plan is not None and plan.chunk_size >= problem.n:
+        return plan
+    unbounded = _plan_of_size(problem, mode, min(_preferred_tokens(problem), problem.n)).extra_bytes
+    most = min(budget, unbounded, *[logits_bytes(problem)] * (problem.mode == "auto"))
+    found = memory.kept(problem.sizes, most)
+    if found is None:
+        return plan
+    kept, (extra, growing) = found
+    own = Plan(problem.kernels, mode, problem.n, extra, growing, kept)
+    return own if plan is None or products(problem, own) < products(problem, plan) else plan
+
+
+def products(problem: Problem, plan: Plan) -> float:
+    """What a plan of an engine that counts them costs, in products of 2·N·D·V operations."""
+    assert problem.memory.products is not None
+    if plan.mode == "lean":
+        return PRODUCTS_OF_LEAN
+    return problem.memory.products(problem.n, problem.d, problem.v, plan.chunk_size, plan.kept)
 
 
 def _first_that_fits(problem: Problem, mode: str, least_tokens: int) -> Plan | None:

@@ -26,6 +26,7 @@ from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Memory, Sizes
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
+from liger_jax.pallas_kernels.hopper import can_write_in_place
 from liger_jax.pallas_kernels.tiles import least_size
 
 OP = "fused_linear_cross_entropy"
@@ -59,6 +60,7 @@ class Problem:
     vocab_dim: int = 0  # which axis of the weight is the vocabulary
     op: str = OP  # for messages
     split: HeadSplit | None = None  # of the weight over the devices that split the tokens
+    in_place: bool = True  # whether kernels may change arrays where they are
 
     @property
     def kernels(self) -> str:
@@ -160,6 +162,7 @@ def problem_of(
         soft_budget_bytes=soft_budget_bytes(place.memory_bytes),
         op=op,
         split=split,
+        in_place=not isinstance(hidden, jax.Array) or can_write_in_place(hidden),
     )
 
 
