@@ -1,10 +1,12 @@
-"""Draws the pictures of docs/how-it-works.md, heights to scale, and of docs/distributed.md: `python -m docs.draw`.
+"""Draws pictures of the pages: `python -m docs.draw`.
 
-The step's heights are the planner's estimates, and the loss's are those of its plan. On the site the pictures take the
-page's colours; where they are shown by themselves they follow the browser's preference.
+They are those of how-it-works.md, whose heights are to scale, and of distributed.md, and the loss's frontier in
+performance.md. The step's heights are the planner's estimates, and the loss's are those of its plan. On the site the
+pictures take the page's colours; where they are shown by themselves they follow the browser's preference.
 """
 
 import dataclasses
+import math
 from pathlib import Path
 
 from jax.sharding import AbstractDevice
@@ -33,6 +35,9 @@ COLOURS = {
     "logits' gradient in 16 bits": "#e4572e",
     "what sums gradients": "#d9a441",
 }
+
+OURS, PEERS = "#e4572e", ("Liger *", "Liger CuTe SM90", "QuACK", "torch.compile")
+PEER_COLOURS = "#d9a441", "#26a69a", "#7e57c2", "#607d8b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +208,67 @@ def shares() -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" {size}>{STYLE}{"".join(drawn)}</svg>\n'
 
 
+# --- time against memory ----------------------------------------------------------------------------------------------
+
+
+def rows_of(table: str, shape: str) -> list[list[str]]:
+    """The cells of a shape's lines in a table of benchmarks/results/loss_h200.md that begins with `table`."""
+    text = (FOLDER.parent / "benchmarks/results/loss_h200.md").read_text(encoding="utf-8")
+    lines = text[text.index(table) :].split("\n\n")[0].splitlines()
+    return [cells for line in lines if (cells := [cell.strip() for cell in line.strip("|").split("|")])[0] == shape]
+
+
+def frontier() -> str:
+    """The fused loss within budgets on two cards, and peers, each a range of times and of memory."""
+    drawn, width, height, top, ticks = [], 300, 300, 40, (100, 200, 500, 1000, 2000, 5000)
+    for number, (shape, title) in enumerate(
+        (("8192, 4096, 128256", "Llama-3-8B's head"), ("8192, 2304, 256000", "Gemma-2-2B's head"))
+    ):
+        left = 44 + number * (width + 60)
+        x = lambda mib, left=left: left + math.log(mib / 100) / math.log(50) * width
+        y = lambda ratio: top + (1.45 - ratio) / 0.45 * height
+        drawn.append(f'<text class="ink strong" x="{left}" y="{top - 20}">{title}</text>')
+        drawn.append(f'<path class="line" d="M{left},{top}V{top + height}H{left + width}"/>')
+        for mib in ticks:
+            drawn.append(f'<text class="ink small tight" x="{x(mib):.0f}" y="{top + height + 16}">{mib:,}</text>')
+        for ratio in (1.0, 1.1, 1.2, 1.3, 1.4):
+            drawn.append(f'<text class="ink small" x="{left - 28}" y="{y(ratio) + 4:.0f}">{ratio:.1f}</text>')
+        best, line = 9.0, []
+        for cells in sorted(
+            rows_of("| (N, D, V) | who | extra MiB |", shape), key=lambda cells: _number(cells[2] or "0")
+        ):
+            if not cells[2]:
+                continue
+            mib, ratios = _number(cells[2]), [float(cell) for cell in cells[5:7]]
+            drawn.extend(f'<circle cx="{x(mib):.1f}" cy="{y(ratio):.1f}" r="3.5" fill="{OURS}"/>' for ratio in ratios)
+            if sum(ratios) / 2 < best:
+                best = sum(ratios) / 2
+                line.append(f"{x(mib):.1f},{y(best):.1f}")
+        drawn.append(f'<path d="M{" ".join(line)}" fill="none" stroke="{OURS}"/>')
+        for cells in rows_of("| (N, D, V) | peer |", shape):
+            (low, *high), (least, *most) = (cell.split(" to ") for cell in cells[2:4])
+            slow, much = float([low, *high][-1]), _number([least, *most][-1])
+            box = x(_number(least)) - 3, y(slow) - 3, x(much) - x(_number(least)) + 6, y(float(low)) - y(slow) + 6
+            drawn.append('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" '.format(*box))
+            name = cells[1].partition(",")[0] + (" *" if "," in cells[1] else "")
+            place = PEERS.index(name)
+            drawn.append(f'fill="{PEER_COLOURS[place]}" fill-opacity="0.8"/>')
+    for i, (name, colour) in enumerate(zip(("liger-jax", *PEERS), (OURS, *PEER_COLOURS), strict=True)):
+        at = 44 + 132 * i
+        drawn.append(f'<rect x="{at}" y="392" width="12" height="12" rx="2" fill="{colour}"/>')
+        drawn.append(f'<text class="ink small" x="{at + 18}" y="402">{name}</text>')
+    below = top + height + 32
+    drawn.append(f'<text class="ink small" x="44" y="{below}">× three matmuls, against extra MiB</text>')
+    size = 'viewBox="0 0 760 412" width="760" height="412"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" {size}>{STYLE}{"".join(drawn)}</svg>\n'
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
 if __name__ == "__main__":
     (FOLDER / "how_step.svg").write_text(step(), encoding="utf-8")
     (FOLDER / "how_loss.svg").write_text(loss(), encoding="utf-8")
+    (FOLDER / "loss_frontier.svg").write_text(frontier(), encoding="utf-8")
     (FOLDER / "who_holds_what.svg").write_text(shares(), encoding="utf-8")
