@@ -35,6 +35,11 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "deepseek-r1-distill-llama-8b": ("llama-3.1-8b", {}),
     "deepseek-r1-distill-llama-70b": ("llama-3.3-70b", {}),
     "deepseek-r1-0528-qwen3-8b": ("qwen3-8b", _R1),
+    **{
+        f"qwen3-vl-{size}{end}": (f"qwen3-{own}", dict(rope_theta=5e6, max_position_embeddings=262144))
+        for size, own in (("2b", "1.7b"), ("4b", "4b"), ("8b", "8b"), ("32b", "32b"))
+        for end in ("", "-thinking")
+    },
     "llama-3.1-nemotron-70b": ("llama-3.1-70b", {}),
     "llama-guard-3-1b": ("llama-3.2-1b", {}),
     "llama-guard-3-8b": ("llama-3.1-8b", {}),
@@ -50,6 +55,10 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "mistral-nemo": ("mistral-nemo-2407", {}),
     "mistral-nemo-12b": ("mistral-nemo-2407", {}),
     "mistral-small-24b": ("mistral-small-24b-2501", {}),
+    **{
+        f"mistral-small-3.{n}": ("mistral-small-24b-2501", dict(rope_theta=1e9, max_position_embeddings=131072))
+        for n in ("1-24b-2503", "2-24b-2506")
+    },
     "olmo-2-1b": ("olmo-2-0425-1b", {}),
     "olmo-2-7b": ("olmo-2-1124-7b", {}),
     "olmo-2-13b": ("olmo-2-1124-13b", {}),
