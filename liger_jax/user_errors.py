@@ -94,12 +94,25 @@ class Spelling:
 @contextlib.contextmanager
 def python_words(arguments: Mapping[str, Spelling]) -> Iterator[None]:
     """A context in which errors and printed lines have the words of Python, as `in_python` says them."""
+    _outside.append(sys.stdout)
     try:
         with contextlib.redirect_stdout(_Spoken(sys.stdout, arguments)):
             yield
     except UserError as error:
         text = str(error) if error.in_python else in_python(str(error), arguments)
         raise UserError(text, in_python=True) from error.__cause__
+    finally:
+        _outside.pop()
+
+
+@contextlib.contextmanager
+def users_words() -> Iterator[None]:
+    """A context for code of the user's within `python_words`: what it prints stays as it is."""
+    with contextlib.redirect_stdout(_outside[-1]) if _outside else contextlib.nullcontext():
+        yield
+
+
+_outside: list[Any] = []  # the standard outputs around `python_words`
 
 
 class _Spoken(io.TextIOBase):

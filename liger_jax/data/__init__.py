@@ -6,6 +6,8 @@ loss, no mesh and no device; of a run it reads `options.RowOptions`. `public` ha
 
 from liger_jax.data.public import Tokens as Tokens
 from liger_jax.data.public import num_scored as num_scored
+from liger_jax.data.public import prompt as prompt
 from liger_jax.data.public import read as read
 from liger_jax.data.public import rows as rows
+from liger_jax.data.public import text as text
 from liger_jax.data.public import tokens as tokens

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from liger_jax import _options
@@ -97,10 +99,7 @@ def tokens(
         >>> batch = rows(tokens("./llama", documents, length=2048), length=2048)  # doctest: +SKIP
     """
     with _words():
-        encoder = importlib.import_module("liger_jax.data.training_rows").tokenizer
-        found = source.find(os.path.expanduser(os.fspath(checkpoint)), weights=False)
-        size = found.config.get("vocab_size", MOST)
-        pieces = encoder(found, size).pieces(list(documents), MOST if length is None else length)
+        pieces = _tokenizer(checkpoint).pieces(list(documents), MOST if length is None else length)
     return [Tokens(each.tokens, each.labels, each.document.where if each.document else "") for each in pieces]
 
 
@@ -126,6 +125,51 @@ def rows(tokens: Iterable[Tokens], length: int, *, packed: bool = True) -> Mappi
     some = list(tokens)
     lay = pack if packed else pad
     return lay([each.input_ids for each in some], length, labels=[each.labels for each in some])
+
+
+def prompt(checkpoint: str | os.PathLike[str], asked: str | list[dict[str, Any]]) -> jax.Array:
+    """Encodes what a model goes on from: a text, or the messages of a conversation that the assistant answers next.
+
+    Args:
+        checkpoint: as in `tokens`.
+        asked: a text, or messages, each with `role` and `content`, to which the chat template is applied.
+
+    Returns:
+        Token ids, int32 (tokens,). `model.generate` takes them as a batch, `prompt(…)[None]`.
+
+    Raises:
+        ImportError: the package tokenizers is missing.
+        ValueError: the tokenizer, its chat template or the messages cannot be used.
+
+    Example:
+        >>> ids = prompt("./llama", [{"role": "user", "content": "How many?"}])  # doctest: +SKIP
+        >>> text("./llama", model.generate(ids[None], max_new_tokens=20)[0, len(ids) :])  # doctest: +SKIP
+    """
+    with _words():
+        formats = importlib.import_module("liger_jax.data.formats")
+        return jnp.asarray(_tokenizer(checkpoint).prompt(formats.prompt("prompt", {"prompt": asked})))
+
+
+def text(checkpoint: str | os.PathLike[str], input_ids: Any, *, special: bool = False) -> str:
+    """Decodes token ids.
+
+    Args:
+        checkpoint: as in `tokens`.
+        input_ids: integers (tokens,).
+        special: whether special tokens, such as the mark that ends an answer, are shown.
+
+    Returns:
+        Their text.
+
+    Raises:
+        ImportError: the package tokenizers is missing.
+        ValueError: the tokenizer cannot be used.
+
+    Example:
+        >>> text("./llama", [15339, 1917])  # doctest: +SKIP
+    """
+    with _words():
+        return _tokenizer(checkpoint).text(np.asarray(input_ids).tolist(), special)
 
 
 def num_scored(tokens: Iterable[Tokens]) -> int:
@@ -158,6 +202,13 @@ def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
             raise TypeError(f"{name} holds files and {type(wrong[0]).__name__}. Pass files, or an iterable of dicts.")
         return tuple(os.path.expanduser(os.fspath(each)) for each in given), {}
     return (name,), {name: given}
+
+
+def _tokenizer(checkpoint: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a checkpoint."""
+    encoder = importlib.import_module("liger_jax.data.training_rows").tokenizer
+    found = source.find(os.path.expanduser(os.fspath(checkpoint)), weights=False)
+    return encoder(found, found.config.get("vocab_size", MOST))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import os
 import signal
-import sys
 import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.start import started
-from liger_jax.user_errors import needed_packages, python_words
+from liger_jax.user_errors import needed_packages, python_words, users_words
 
 Callback = Callable[[int, Mapping[str, float], Any], bool | None]
 
@@ -249,7 +248,7 @@ def _run(
         if each is not None:
             values["data" if name == "rows" else name], of_name = given_rows(each, name)
             given |= of_name
-    after = _after(callbacks, sys.stdout)
+    after = _after(callbacks)
     with contextlib.ExitStack() as stack:
         if out is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="liger-jax-", ignore_cleanup_errors=True))
@@ -277,7 +276,7 @@ def _run(
     return result
 
 
-def _after(callbacks: Sequence[Callback], stdout: Any) -> After | None:
+def _after(callbacks: Sequence[Callback]) -> After | None:
     """What calls callbacks after a step; what they print is as they print it."""
     if wrong := [each for each in callbacks if not callable(each)]:
         raise TypeError(f"callbacks holds {wrong[0]!r}, and must hold functions of (step, metrics, model).")
@@ -287,7 +286,7 @@ def _after(callbacks: Sequence[Callback], stdout: Any) -> After | None:
     def after(figures: Mapping[str, Any], model: Any) -> bool:
         ends = False
         for callback in callbacks:
-            with contextlib.redirect_stdout(stdout):
+            with users_words():
                 answer = callback(int(figures["step"]), dict(figures), model)
             if answer is not None and not isinstance(answer, bool | np.bool_):
                 raise TypeError(

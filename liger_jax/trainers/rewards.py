@@ -19,7 +19,7 @@ from liger_jax.trainers.reward_answers import Notes, read, shown
 from liger_jax.trainers.reward_functions import NO_COLUMNS, Reward, file_of, found, place_of, problem_of
 from liger_jax.trainers.users_code import OutOfTimeError, current_folder, folder_kept, limited
 from liger_jax.training import digests
-from liger_jax.user_errors import UserError
+from liger_jax.user_errors import UserError, users_words
 
 _MADE_UP = ("The answer is 42.", "I do not know.")
 
@@ -186,7 +186,8 @@ class Rewards:
                 f"the reward {names} has left the current folder for {folder}; the run goes back to {self._home}"
             )
 
-        with self._failures(rewards, when, lines), folder_kept(self._home, moved), limited(self._seconds + later, last):
+        in_time = limited(self._seconds + later, last)
+        with self._failures(rewards, when, lines), folder_kept(self._home, moved), users_words(), in_time:
             yield
 
     @contextlib.contextmanager

@@ -40,6 +40,11 @@ def test_labels_are_of_what_the_assistant_wrote(source):
     encoder = training_rows.tokenizer(find(source, weights=False), 320)
     scored = encoder.text(tokens.input_ids[tokens.labels != -100].tolist())
     assert scored == "three four five<|im_end|>three four five<|im_end|>"
+    assert scored == data.text(source, tokens.input_ids[tokens.labels != -100], special=True)
+    begin = int(np.flatnonzero(tokens.labels != -100)[0])
+    asked = data.prompt(source, json.loads(_tiny.chats(1))["messages"][:1])
+    np.testing.assert_array_equal(asked, tokens.input_ids[:begin])
+    assert data.text(source, data.prompt(source, "one two")) == "one two"
     assert tokens.where == "data, row 1" and data.num_scored([tokens]) == np.count_nonzero(tokens.labels != -100)
 
 

@@ -59,6 +59,7 @@ def finetune(*args, **options):
 
 def short(completions, **_):
     """Rewards short completions."""
+    print("--fresh is mine")
     return [-len(text) / 10 for text in completions]
 
 
@@ -146,8 +147,10 @@ def test_a_callback_or_ctrl_c_ends_a_run_which_the_same_call_resumes(source, row
     assert_is_of(finished, command)
 
 
-@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.full), "grpo", "distill"])
-def test_each_method_is_that_of_its_command(name, source, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(each, marks=pytest.mark.full) for each in METHODS if each != "grpo")]
+)
+def test_each_method_is_that_of_its_command(name, source, tmp_path, capsys):
     method = {"kto": "dpo"}.get(name, name)
     text, options, fields = METHODS[name]
     (data := tmp_path / "rows.jsonl").write_text(text)
@@ -160,6 +163,7 @@ def test_each_method_is_that_of_its_command(name, source, tmp_path):
         result = getattr(trainers, method)(source, rows, **fields)
     assert_is_of(result, tmp_path / "run", scan_layers=method != "grpo")
     assert len(result.metrics["loss"]) == 2
+    assert name != "grpo" or capsys.readouterr().out.count("--fresh is mine\n") == 6
 
 
 class Mine(nnx.Module):

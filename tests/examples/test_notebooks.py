@@ -1,0 +1,54 @@
+"""The notebooks run from top to bottom on a CPU, and their figures are what their words say."""
+
+import ast
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+
+
+def cells(notebook):
+    """The code of a notebook's cells."""
+    book = json.loads(notebook.read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+
+
+def ran(notebook):
+    """The names of a notebook after its cells have run, and what the last cell shows."""
+    names, shown = {"__name__": "__main__"}, None
+    for code in cells(notebook):
+        tree = ast.parse(code)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, notebook.name, "exec"), names)
+        shown = None if last is None else eval(compile(ast.Expression(last.value), notebook.name, "eval"), names)
+    return names, shown
+
+
+def test_notebooks_hold_no_outputs_and_name_their_model_in_one_line():
+    assert [notebook.stem for notebook in NOTEBOOKS] == ["finetune", "preferences", "rewards"]
+    for notebook in NOTEBOOKS:
+        book = json.loads(notebook.read_text(encoding="utf-8"))
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book["cells"])
+        assert cells(notebook)[0].startswith('MODEL = "tiny"  # on a GPU')
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_a_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()):
+        names, shown = ran(notebook)
+    if notebook.stem == "finetune":
+        assert shown == "four" and names["answers"][-1][1] == "four"
+    elif notebook.stem == "preferences":
+        margins = names["result"].metrics["rewards/margins"]
+        assert abs(margins[0]) < 1e-3 and margins[-5:].mean() > 0.5
+        assert shown[1] < shown[0]
+    else:
+        rewards = names["result"].metrics["reward"]
+        assert np.mean(rewards[-5:]) > 2 * np.mean(rewards[:5])
