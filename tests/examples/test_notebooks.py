@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ def cells(notebook):
     return ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
 
 
-def ran(notebook):
+def ran(notebook) -> tuple[dict[str, Any], Any]:
     """The names of a notebook after its cells have run, and what the last cell shows."""
-    names, shown = {"__name__": "__main__"}, None
+    names: dict[str, Any] = {"__name__": "__main__"}
+    shown = None
     for code in cells(notebook):
         tree = ast.parse(code)
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
