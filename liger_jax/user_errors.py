@@ -226,6 +226,6 @@ def quantizing(flag: str, kind: str | None, model: str) -> Iterator[None]:
         if "block_size" not in str(error):
             raise
         raise UserError(
-            f"{flag}={kind} cuts a projection's input into blocks of 64, which do not divide the widths of {model}. "
+            f"{flag}={kind} divides a projection's input into blocks of 64, which do not divide the widths of {model}. "
             "Leave it out."
         ) from error

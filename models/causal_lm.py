@@ -345,7 +345,7 @@ class CausalLM(Pretrained):
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
         targets = self._targets(labels, shift_labels, rows[1], logits_to_keep)
         if targets is None:
-            raise ValueError(f"{caller} needs the labels whose probabilities are wanted. Pass labels=input_ids.")
+            raise ValueError(f"{caller} needs the labels whose log-probabilities to return. Pass labels=input_ids.")
         decoded, head = self._decoded_and_head(input_ids, *rows)
         return *arguments.keep(logits_to_keep, decoded.hidden, targets), head
 

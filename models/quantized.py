@@ -66,7 +66,7 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
     causal_model: Any = model
     with_head = head and not _is_tied("quantize", model) and not is_quantized(causal_model.head)
     if not dense and not with_head:
-        raise ValueError("quantize: no projection of this model is left to quantise.")
+        raise ValueError("quantize: all projections of this model are quantised already.")
     for holder, name in dense:
         setattr(holder, name, QuantizedParam(quantized(getattr(holder, name)[...], kind, block_size=block_size)))
     if with_head:

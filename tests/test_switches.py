@@ -320,8 +320,8 @@ def test_programs_run_under_all_switches(tmp_path):
 def test_what_is_no_key_is_refused():
     model = made()
     for wrong, error, message in (
-        (jnp.zeros(2), TypeError, "generate: key has shape .2,. and dtype float32, and is no key"),
-        (3, TypeError, "generate: key has shape .. and dtype int32, and is no key"),
+        (jnp.zeros(2), TypeError, "generate: key has shape .2,. and dtype float32, and is not a key"),
+        (3, TypeError, "generate: key has shape .. and dtype int32, and is not a key"),
         (jax.random.split(jax.random.PRNGKey(0), 3), ValueError, "generate: key holds .3,. keys, and must be one"),
     ):
         with pytest.raises(error, match=message):

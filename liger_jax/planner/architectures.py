@@ -351,7 +351,7 @@ def _without_quantization(values: Mapping[str, Any], path: pathlib.Path) -> tupl
     if not isinstance(how, dict) or how.get("quant_method") != "bitsandbytes" or not how.get("load_in_4bit"):
         return values, None  # another quantisation is refused where the fields are read
     if (kind := how.get("bnb_4bit_quant_type", "fp4")) != "nf4":
-        raise ValueError(f"{path}: bnb_4bit_quant_type={kind!r} must be 'nf4', the one that models here read.")
+        raise ValueError(f"{path}: bnb_4bit_quant_type={kind!r} must be 'nf4', the only one that is supported.")
     return {name: value for name, value in values.items() if name != "quantization_config"}, "nf4"
 
 

@@ -39,7 +39,9 @@ LOWERING = {"gpu": "cuda", "tpu": "tpu"}  # JAX's names of platforms when it low
 def devices_of(of: Target) -> list[Any]:
     """The devices of a target, for meshes and shardings."""
     if of.platform == "gpu" and of.name.partition(":")[0] not in GPUS:
-        raise ValueError("A compiler compiles for a chip: name one, such as device='rtx4090', beside the memory.")
+        raise ValueError(
+            "Compiling needs to know the chip: name one, such as device='rtx4090', in addition to the memory."
+        )
     need_compiler(of.platform)
     kind = of.name.partition(":")[0]
     all_devices = tpu_devices(kind, of.topology) if of.platform == "tpu" else gpu_devices(kind, of.count)

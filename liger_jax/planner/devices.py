@@ -118,13 +118,11 @@ def target(name: str | None = None, memory: str | None = None) -> Target:
         ('1x4x8', 64, 'rtx3090', 'gpu')
     """
     if name is None and memory is None:
-        raise ValueError(
-            "device=None: say which, such as device='rtx4090'; or how much memory, such as memory='24GiB'."
-        )
+        raise ValueError("device=None: name one, such as device='rtx4090', or pass its memory, such as memory='24GiB'.")
     given = None if memory is None else device_names.memory_in_bytes(memory)
     kind, size = (ANY_GPU, "") if name is None else device_names.known_as(name)
     if kind == ANY_GPU and given is None:
-        raise ValueError(f"device={name!r}: say how much memory it has, such as memory='24GiB'.")
+        raise ValueError(f"device={name!r}: pass its memory, such as memory='24GiB'.")
     if kind not in TPUS:
         return _gpus(kind, size, given)
     if given is not None:
@@ -169,8 +167,8 @@ def _gpus(kind: str, size: str, given: int | None = None) -> Target:
     count = int(size or 1) if not size or size.isdecimal() else 0
     if count < 1 or count > GPUS_PER_HOST and count % GPUS_PER_HOST:
         raise ValueError(
-            f"device='{kind}:{size}' must say how many GPUs: 1 to {GPUS_PER_HOST}, or a multiple of {GPUS_PER_HOST}, "
-            f"which is a host's."
+            f"device='{kind}:{size}' must have a number of GPUs from 1 to {GPUS_PER_HOST}, or a multiple of "
+            f"{GPUS_PER_HOST}, which one host has."
         )
     hosts = max(1, count // GPUS_PER_HOST)
     name = kind if count == 1 else f"{kind}:{count}"
@@ -208,6 +206,6 @@ def _tpus(kind: str, size: str) -> Target:
             f"'{kind}' alone is one device."
         )
     if math.prod(axes) > tpu.most_chips:
-        raise ValueError(f"device='{kind}:{size}' has {math.prod(axes)} chips, and a pod of them has {tpu.most_chips}.")
+        raise ValueError(f"device='{kind}:{size}' has {math.prod(axes)} chips, and a pod has {tpu.most_chips}.")
     count = math.prod(axes) * tpu.devices_per_chip
     return Target(f"{kind}:{size}", "tpu", tpu.kind, count, memory, size, memory, memory)

@@ -141,11 +141,11 @@ def _beside_quantized(model: Architecture, options: dict[str, Any]) -> dict[str,
     """The options of a run whose checkpoint has quantised weights, which stay as they are."""
     if "lora" not in options:
         raise ValueError(
-            f"{model.name} holds its weights in {model.quantized}, and quantised weights are not trained. Train "
+            f"{model.name} has weights in {model.quantized}, and quantised weights cannot be trained. Train "
             f"adapters: lora={defaults.RANK}."
         )
     if options.get("quantize", model.quantized) != model.quantized:
-        raise ValueError(f"quantize={options['quantize']!r}: {model.name} holds its weights in {model.quantized}.")
+        raise ValueError(f"quantize={options['quantize']!r}: {model.name} has weights in {model.quantized}.")
     return options | {"quantize": model.quantized}
 
 

@@ -60,8 +60,8 @@ def search(
     if most == 0:
         longest = run.model.config.longest_sequence
         raise ValueError(
-            f"{run.model.name} takes {longest} positions, and sequences are looked for in multiples of {SEQ_UNIT}. "
-            f"Take seq={longest}, and do not search."
+            f"{run.model.name} accepts {longest} positions, and the search tries multiples of {SEQ_UNIT}. "
+            f"Pass seq={longest} instead of searching."
         )
     capacity = run.target.capacity_bytes
     sized = lambda n: dataclasses.replace(run, **{what: n * unit})
@@ -69,8 +69,8 @@ def search(
     hosted = lambda n: run.host_memory is None or has_host_memory(run, host(n))
     if not hosted(1):
         raise ValueError(
-            f"host_memory={run.host_memory / 2**30:.1f}GiB is too little for {what}={unit}. Keep less there: another "
-            "remat, or state_memory='device'."
+            f"host_memory={run.host_memory / 2**30:.1f}GiB is too little for {what}={unit}. Keep less there, by "
+            "another remat, or state_memory='device'."
         )
     answers: dict[int, int] = {}
 
@@ -101,7 +101,7 @@ def search(
     if low == 0:
         raise ValueError(
             f"Not even {what}={unit} fits into {run.target.name}: it needs {answers[unit] / 2**30:.1f} GiB, and "
-            f"{capacity / 2**30:.1f} are to be had. The plan of {what}={unit} says what would make it fit."
+            f"{capacity / 2**30:.1f} are available. The plan of {what}={unit} says what would make it fit."
         )
     return Found(sized(low), answers)
 
@@ -147,9 +147,9 @@ def search_mesh(
             return Found(run, answers)
     least = min(answers, key=lambda name: answers[name])
     raise ValueError(
-        f"No mesh of {runs[0].target.name} holds the run: {least} needs least, {answers[least] / 2**30:.1f} GiB, and "
-        f"{runs[0].target.capacity_bytes / 2**30:.1f} are to be had. Its plan, --mesh {least}, says what would make it "
-        "fit."
+        f"No mesh of {runs[0].target.name} holds the run: {least} needs the least, {answers[least] / 2**30:.1f} GiB, "
+        f"and {runs[0].target.capacity_bytes / 2**30:.1f} are available. Its plan, --mesh {least}, says what would "
+        "make it fit."
     )
 
 

@@ -104,25 +104,27 @@ class Run:
             cut = f" in micro_batches={self.micro_batches}" if self.micro_batches > 1 else ""
             groups = "devices" if self.batch_devices == self.target.count else "groups of devices"
             raise ValueError(
-                f"batch={self.batch} is not divided by the {self.batch_devices} {groups} of {self.target.name!r}, "
-                f"which take equal numbers of sequences{cut}. Take batch={max(1, self.batch // unit) * unit}, or "
+                f"batch={self.batch} is not divisible by the {self.batch_devices} {groups} of {self.target.name!r}, "
+                f"which take equal numbers of sequences{cut}. Pass batch={max(1, self.batch // unit) * unit}, or "
                 "fewer devices."
             )
         longest = self.model.config.longest_sequence
         if self.seq > longest:
             raise ValueError(
-                f"seq={self.seq} is longer than the {longest} positions that {self.model.name} takes. Pass a "
-                "shorter one, or rope_scaling for positions that it has not seen."
+                f"seq={self.seq} is longer than the {longest} positions that {self.model.name} accepts. Pass a "
+                "shorter length, or rope_scaling for positions beyond its training."
             )
 
     def _check_adapters(self) -> None:
         if self.quantize not in (None, *KINDS):
             raise ValueError(f"quantize={self.quantize!r} must be one of {KINDS}, or None.")
         if self.quantize is not None and self.lora is None:
-            raise ValueError(f"quantize={self.quantize!r}: quantised weights are not trained. Train adapters: lora=16.")
+            raise ValueError(
+                f"quantize={self.quantize!r}: quantised weights cannot be trained. Train adapters: lora=16."
+            )
         if self.quantize is not None and not self.divides_blocks:
             raise ValueError(
-                f"quantize={self.quantize!r} cuts a projection's input into blocks of {BLOCK_SIZE}, which do not "
+                f"quantize={self.quantize!r} divides a projection's input into blocks of {BLOCK_SIZE}, which do not "
                 f"divide the widths of {self.model.name}. Leave it out."
             )
         if self.lora is not None and self.lora < 1:
@@ -131,9 +133,9 @@ class Run:
         given |= dict(lora_targets=self.lora_targets)
         if self.lora is None and (named := [name for name, value in given.items() if value]):
             value = given[named[0]]
-            raise ValueError(f"{named[0]}={value!r} is for adapters, and none are trained. Train some: lora=16.")
+            raise ValueError(f"{named[0]}={value!r} is for adapters, and none are trained. Add adapters: lora=16.")
         if wrong := problems("lora_targets", self.lora_targets):
-            raise ValueError(f"{wrong[0]}. Names have commas between them, as in q_proj,v_proj.")
+            raise ValueError(f"{wrong[0]}. Separate names by commas, as in q_proj,v_proj.")
         if self.lora_experts and self.model.config.experts is None:
             raise ValueError(f"lora_experts=True: {self.model.name} has no experts. Leave it out.")
         self.layout.check(self.model.config, self.mesh)

@@ -61,7 +61,7 @@ class Checkpoints:
         check_writable(folder)
         for path in folder.iterdir():
             if steps.number_of(path) is not None and not steps.is_checkpoint(path):
-                raise ForeignStepError(f"{path} is no checkpoint of a run.")
+                raise ForeignStepError(f"{path} is not a checkpoint of a run.")
         self._orbax, self._earlier, self._keep = _orbax(), list(earlier), keep
         self._folder, self._fresh, self._growing = folder, fresh, tuple(growing)
         self._settings = json.loads(json.dumps(settings))
@@ -151,7 +151,8 @@ class Checkpoints:
                 return read
             broken = ", ".join(str(path) for path, _ in damaged)
             raise DamagedError(
-                _told(*damaged[0]), f"The checkpoint of step {step} is whole: move {broken} elsewhere to go on from it."
+                _told(*damaged[0]),
+                f"The checkpoint of step {step} is intact: move {broken} elsewhere to resume from it.",
             )
         if damaged:
             raise CheckpointError(_told(*damaged[0])) from damaged[0][1]
@@ -337,12 +338,12 @@ def _check_arrays(path: Path, saved: Mapping[str, str], like: Any) -> None:
     wanted = {jax.tree_util.keystr(at): f"{x.dtype}{x.shape}" for at, x in jax.tree_util.tree_leaves_with_path(like)}
     held = [digest.rsplit(" ", 1)[0] for digest in saved.values()]
     if len(held) != len(wanted):
-        raise CheckpointError(f"{path} holds a state of {len(held)} arrays, and one of {len(wanted)} is asked for.")
+        raise CheckpointError(f"{path} holds a state of {len(held)} arrays, and the run has one of {len(wanted)}.")
     differ = [(name, there, here) for (name, here), there in zip(wanted.items(), held, strict=True) if there != here]
     if differ:
         name, there, here = differ[0]
         more = f"; {len(differ) - 1} more arrays differ" if len(differ) > 1 else ""
-        raise CheckpointError(f"{path} holds another state: {name} is {there}, and {here} is asked for{more}.")
+        raise CheckpointError(f"{path} holds another state: {name} is {there}, and {here} in the run{more}.")
 
 
 def _told(path: Path, error: Exception) -> str:

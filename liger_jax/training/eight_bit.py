@@ -177,8 +177,8 @@ def _checked_block_size(block_size):
         return BLOCK_SIZE
     if isinstance(block_size, jax.Array):
         raise TypeError(
-            "adamw_8bit: block_size is an array, and must be a Python int, because shapes follow it. Name it to "
-            'optax.inject_hyperparams as static_args=("block_size",).'
+            "adamw_8bit: block_size is an array, and must be a Python int, because shapes depend on it. Pass "
+            'static_args=("block_size",) to optax.inject_hyperparams.'
         )
     if block_size < MIN_WIDTH:
         raise ValueError(f"adamw_8bit: block_size={block_size} must be at least {MIN_WIDTH}; 256 is bitsandbytes'.")
@@ -192,7 +192,7 @@ def _zeros(path, param, block_size, float32_names):
     """Moments and scales before the first update: mu, mu_scale, nu, nu_scale."""
     if not jnp.issubdtype(param.dtype, jnp.floating):
         raise TypeError(
-            f"adamw_8bit: {_text(path)} is {param.dtype}, and must be of real floating-point numbers. Leave it out "
+            f"adamw_8bit: {_text(path)} is {param.dtype}, and must have a real floating-point dtype. Leave it out "
             "with optax.masked or optax.partition."
         )
     if not _is_in_8_bits(path, param, float32_names):
@@ -216,7 +216,7 @@ def _updated(path, arrays, corrections, settings, block_size):
     if mu_scale.shape != wanted:
         raise ValueError(
             f"adamw_8bit: the state of {_text(path)} has scales of shape {mu_scale.shape}, and block_size={block_size} "
-            f"makes them {wanted}. Pass the block_size with which the state was made."
+            f"makes them {wanted}. Pass the block_size with which the state was initialised."
         )
     return _updated_codes(arrays, corrections, settings, _Blocks.of(grad, block_size))
 

@@ -116,11 +116,11 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, _, size = (word.strip() for word in item.partition("="))
         if name not in AXES:
             raise ValueError(
-                f"mesh={text!r}: {name!r} is no axis. The axes are {', '.join(AXES[:-1])} and {AXES[-1]}, as in "
+                f"mesh={text!r}: {name!r} is not an axis. The axes are {', '.join(AXES[:-1])} and {AXES[-1]}, as in "
                 "'fsdp=2,tensor=2'."
             )
         if not (size.isascii() and size.isdecimal() and int(size) >= 1):
-            raise ValueError(f"mesh={text!r}: {name} needs a number of devices from 1, as in '{name}=2'.")
+            raise ValueError(f"mesh={text!r}: {name} needs a number of devices of at least 1, as in '{name}=2'.")
         if name in named:
             raise ValueError(f"mesh={text!r} names {name} twice. Name it once.")
         named[name] = int(size)

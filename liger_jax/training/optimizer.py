@@ -136,7 +136,7 @@ def adamw(
         mask = matrices
     if mu_dtype is not None and state_dtype is not None:
         raise ValueError(
-            f"adamw: mu_dtype={mu_dtype!r} and state_dtype={state_dtype!r} both say how the first moment is held. "
+            f"adamw: mu_dtype={mu_dtype!r} and state_dtype={state_dtype!r} both set the dtype of the first moment. "
             "Pass one of them."
         )
     optimizer = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
@@ -226,7 +226,7 @@ def _finished(optimizer, max_norm, state_dtype, seed):
     """What is asked for around an optimizer, in this order: clipping, rounding, and the dtype of its state."""
     if max_norm is not None:
         if isinstance(max_norm, (int, float)) and not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm} must be more than 0; None clips no gradient.")
+            raise ValueError(f"max_norm={max_norm} must be more than 0; None does not clip gradients.")
         optimizer = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
     if seed is not None:
         optimizer = stochastic_rounding(optimizer, seed)

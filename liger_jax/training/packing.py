@@ -193,7 +193,7 @@ def _cut(op: str, documents: Any, length: int, labels: Any) -> Bundle:
         for begin in range(0, len(tokens), length)
     ]
     if not segments:
-        raise ValueError(f"{op}: {len(documents)} documents have no token; pass at least one that has.")
+        raise ValueError(f"{op}: {len(documents)} documents have no token; pass at least one with tokens.")
     return segments
 
 
@@ -240,8 +240,8 @@ def _packed_bundles(
         sizes = [len(tokens) for tokens, _ in bundle]
         if 0 in sizes:
             raise ValueError(
-                f"{op}: sequence {sizes.index(0)} of {what} {number} has no token, so that no segment would stand for "
-                f"it; leave the {what} out."
+                f"{op}: sequence {sizes.index(0)} of {what} {number} has no token, so it would have no segment; "
+                f"leave the {what} out."
             )
         if sum(sizes) > length:
             raise ValueError(

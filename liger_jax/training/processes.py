@@ -55,11 +55,11 @@ def begin(place: str) -> None:
         options |= dict(cluster_detection_method="deactivate")
     if jax.distributed.is_initialized():
         raise ValueError(
-            "JAX has joined its processes already. Call processes.begin once, and in the place of "
-            "jax.distributed.initialize: it also watches whether the other processes live."
+            "JAX has joined its processes already. Call processes.begin once, and instead of "
+            "jax.distributed.initialize: it also watches whether the other processes are alive."
         )
     if _has_devices():
-        raise ValueError("JAX has devices already, which would be this process's alone. Call processes.begin first.")
+        raise ValueError("JAX has initialised its devices for this process only. Call processes.begin first.")
     jax.config.update("jax_enable_recoverability", True)  # the service ends no process because another one has died
     relay = None
     try:
@@ -111,7 +111,7 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             _refused.set()
             raise ValueError(
-                f"Process {i} has other {what} than process 0: {shown}{more}. All processes of a run need the same "
+                f"Process {i} has different {what} than process 0: {shown}{more}. All processes of a run need the same "
                 "ones."
             )
 

@@ -138,8 +138,8 @@ def held_in(
     """
     if (dtype := jnp.dtype(dtype)) not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
-            f"held_in: dtype={dtype.name} must be bfloat16 or float32. Moments in other dtypes would be lost where "
-            "gradients are small."
+            f"held_in: dtype={dtype.name} must be bfloat16 or float32. In other dtypes, the moments of small gradients "
+            "would be lost."
         )
     inner = optax.with_extra_args_support(optimizer)
 
@@ -172,8 +172,8 @@ def check_numbers(function: str, **numbers: Any) -> None:
         dtype = getattr(x, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
             raise TypeError(
-                f"{function}: {name} is an array of {dtype}, which has no 0.999, and must be float32. With "
-                "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32, or put stochastic_rounding around it."
+                f"{function}: {name} is an array of {dtype}, which cannot represent 0.999, and must be float32. With "
+                "optax.inject_hyperparams, pass hyperparam_dtype=jnp.float32, or wrap it in stochastic_rounding."
             )
 
 

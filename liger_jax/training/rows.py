@@ -45,7 +45,7 @@ def hold_out(items: Sequence[Item], share: float, seed: int) -> tuple[list[Item]
     if not share:
         return list(items), []
     if len(items) < 2:
-        raise ValueError(f"hold_out: share={share} of {len(items)} items leaves none to train on. Pass share=0.")
+        raise ValueError(f"hold_out: share={share} of {len(items)} items leaves no item to train on. Pass share=0.")
     number = min(max(1, round(share * len(items))), len(items) - 1)
     held_out = set(np.random.default_rng(seed).permutation(len(items))[:number].tolist())
     train = [item for i, item in enumerate(items) if i not in held_out]

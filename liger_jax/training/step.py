@@ -131,11 +131,11 @@ def make_step(
         ()
     """
     if micro_batches < 1:
-        raise ValueError(f"make_step: micro_batches={micro_batches} must be at least 1; 1 takes the batch whole.")
+        raise ValueError(f"make_step: micro_batches={micro_batches} must be at least 1; 1 does not divide the batch.")
     if micro_batches > 1 and getattr(loss_fn, "needs_whole_batch", False):
         raise ValueError(
-            f"make_step: micro_batches={micro_batches}, but loss_fn.needs_whole_batch is set: its value is no sum over "
-            "sequences. Pass micro_batches=1, or a loss that is one, such as KTO's with a baseline that is given."
+            f"make_step: micro_batches={micro_batches}, but loss_fn.needs_whole_batch is set: its value is not a sum "
+            "over sequences. Pass micro_batches=1, or a loss that is one, such as that of KTO with a given baseline."
         )
 
     def step(state, batch, *frozen):
@@ -220,7 +220,7 @@ def _num_sequences(batch: Batch) -> int:
     arrays = [named["input_ids"]] if "input_ids" in named else jax.tree.leaves(batch)
     shapes = [jnp.shape(x) for x in arrays if jnp.ndim(x)]
     if not shapes:
-        raise ValueError("make_step: the batch holds scalars alone, which micro_batches cannot cut. Pass sequences.")
+        raise ValueError("make_step: the batch has only scalars, which micro_batches cannot divide. Pass sequences.")
     return shapes[0][0]
 
 

@@ -28,7 +28,7 @@ def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -
         if not isinstance(index, Tracer):
             wrong = index[(index < -length) | (index >= length)]
             if wrong.size:
-                raise ValueError(f"logits_to_keep holds {wrong[0]}, which is no position in [-{length}, {length}).")
+                raise ValueError(f"logits_to_keep holds {wrong[0]}, which is not a position in [-{length}, {length}).")
         # Under jit, hidden states out of range become NaN, and so do logits and loss.
         return tuple(None if x is None else jnp.take(x, index, axis=1) for x in (hidden, *per_token))
     try:
@@ -66,7 +66,7 @@ def check_call(
         of_loss = dict(loss_weights=loss_weights, loss_normalizer=loss_normalizer, token_scaling=token_scaling)
         for name, value in of_loss.items():
             if value is not None:
-                raise ValueError(f"{name} is given without labels, so there is no loss to use it. Pass labels.")
+                raise ValueError(f"{name} is given without labels, so there is no loss that would use it. Pass labels.")
     if jnp.ndim(loss_normalizer if loss_normalizer is not None else 0):
         raise ValueError(f"loss_normalizer has shape {jnp.shape(loss_normalizer)}; it must be a scalar.")
     for name, value in (("input_ids", input_ids), ("labels", labels), ("shift_labels", shift_labels)):
@@ -101,7 +101,7 @@ def as_key(caller: str, key: Any) -> Key[Array, ""]:
         of_one_key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         if key.dtype != of_one_key.dtype or key.shape[-1:] != of_one_key.shape:
             raise TypeError(
-                f"{caller}: key has shape {key.shape} and dtype {key.dtype}, and is no key of `jax.random`. Pass "
+                f"{caller}: key has shape {key.shape} and dtype {key.dtype}, and is not a key of `jax.random`. Pass "
                 "jax.random.key(0)."
             )
         key = jax.random.wrap_key_data(key)

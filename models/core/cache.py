@@ -66,8 +66,8 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
         raise ValueError(f"init_cache: batch={batch} must be at least 1.")
     if not 1 <= length <= config.longest_sequence:
         raise ValueError(
-            f"init_cache: length={length} must be in [1, {config.longest_sequence}], up to what the model takes "
-            "(max_position_embeddings and rope_scaling). Take fewer tokens, or raise the config's field."
+            f"init_cache: length={length} must be in [1, {config.longest_sequence}], the model's longest sequence "
+            "(max_position_embeddings and rope_scaling). Use fewer tokens, or increase the config's field."
         )
     recurrent, of_layers = None, (config.num_recurrent_layers, batch)
     if (sizes := config.recurrent_sizes) is not None:
@@ -98,7 +98,7 @@ def with_tokens(
         raise ValueError(f"cache has {batch} rows, and input_ids has {shape[0]}; make one with init_cache.")
     if not isinstance(cache.length, Tracer) and (written := int(cache.length)) + shape[1] > slots:
         raise ValueError(
-            f"cache has {slots} slots, of which {written} are written, and input_ids has {shape[1]} positions more. "
+            f"cache has {slots} slots, of which {written} are written, and input_ids has {shape[1]} more positions. "
             f"Make it longer: init_cache(batch, {written + shape[1]})."
         )
     real = jnp.ones(shape, bool) if attention_mask is None else attention_mask.astype(bool)
@@ -146,9 +146,9 @@ def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array
     is_mixed = (before >= 0) & (before < changes_at) & (after >= changes_at)
     if not isinstance(is_mixed, Tracer) and bool(is_mixed):
         raise ValueError(
-            f"cache holds keys of {int(before) + 1} positions, and with {int(after) + 1} rope_scaling turns all of "
-            f"them otherwise, since they are more than original_max_position_embeddings={changes_at}. Call the model "
-            "with all tokens and a new cache, as generate does."
+            f"cache holds keys of {int(before) + 1} positions, and with {int(after) + 1}, which is more than "
+            f"original_max_position_embeddings={changes_at}, rope_scaling rotates all of them differently. Call the "
+            "model with all tokens and a new cache, as generate does."
         )
     return is_mixed
 

@@ -112,10 +112,10 @@ def _law(name: str, value: Any, kinds: tuple[Any, ...]) -> tuple[bool, bool, str
     if any(dataclasses.is_dataclass(kind) for kind in classes):
         return isinstance(value, tuple(classes)), True, f"one of {', '.join(kind.__name__ for kind in classes)}"
     if (items := _items(kinds)) != (str,):
-        laws = [_law(name, part, items) for part in value] if isinstance(value, list | tuple) else [(False, False, "")]
+        laws = [_law(name, item, items) for item in value] if isinstance(value, list | tuple) else [(False, False, "")]
         _, _, law = _law(name, least, items)
         return all(kind for kind, _, _ in laws), all(holds for _, holds, _ in laws), f"a list, each item {law}"
-    strings = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
+    strings = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
     return strings, True, "a list of strings"
 
 

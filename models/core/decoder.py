@@ -129,9 +129,9 @@ class Decoder(nnx.Module):
             sequence.check(config)
         if length >= config.longest_sequence + (1 if sequence is None else sequence.multiple):  # rows may be padded
             raise ValueError(
-                f"input_ids has {length} positions, and {config.longest_sequence} are the most that this model takes "
+                f"input_ids has {length} positions, and this model accepts at most {config.longest_sequence} "
                 f"(max_position_embeddings={config.max_position_embeddings}, rope_scaling={config.rope_scaling}). "
-                "Shorten the sequence, or raise the config's field."
+                "Shorten the sequence, or increase the config's field."
             )
         is_mixed = False
         if cache is not None:
@@ -152,8 +152,8 @@ class Decoder(nnx.Module):
         if (tensor := self.layout.tensor_shards()) is not None:
             if cache is not None:
                 raise ValueError(
-                    f"cache is given on a mesh with {tensor.size} devices along tensor={tensor.axis!r}, on which it "
-                    "cannot be. Generate on a mesh whose devices split the batch."
+                    f"cache is given on a mesh with {tensor.size} devices along tensor={tensor.axis!r}, over which it "
+                    "cannot be sharded. Generate on a mesh whose devices split the batch."
                 )
             positions, ids = tensor.padded(positions), None if ids is None else tensor.padded(ids)
             is_token = tensor.padded_mask(is_token, input_ids) if config.experts is not None else None

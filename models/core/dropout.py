@@ -69,21 +69,21 @@ def token_words(
     manual = {name: mesh.shape[name] for name in mesh.manual_axes if mesh.shape[name] > 1}
     if sequence is not None and sequence.axis in manual:
         raise ValueError(
-            f"with_dropout: the model runs inside jax.shard_map over {manual}, where a device does not know which "
+            f"with_dropout: the model runs inside jax.shard_map over {manual}, where a device cannot know which "
             "positions of a row it has. Call the model outside of it, under jax.set_mesh(mesh)."
         )
     if pieces is None:
         if manual:
             raise ValueError(
-                f"with_dropout: the model runs inside jax.shard_map over {manual}, where each device would count its "
-                "rows from 0 and drop the same as the others. Pass the numbers of the rows in the step, or of the "
-                "pieces in them: with_dropout(model, key, pieces)."
+                f"with_dropout: the model runs inside jax.shard_map over {manual}, where all devices would number "
+                "their rows from 0 and have the same masks. Pass the numbers of rows or of documents in the step: "
+                "with_dropout(model, key, pieces)."
             )
         pieces = jnp.arange(shape[0], dtype=jnp.uint32)[:, None]
     elif pieces.shape not in (shape, (shape[0], 1)):
         raise ValueError(
             f"with_dropout: pieces has shape {pieces.shape}, and the model is called with input_ids of shape {shape}. "
-            f"Pass the piece of each token, {shape}, or the number of each row, ({shape[0]},)."
+            f"Pass the document's number of each token, {shape}, or the number of each row, ({shape[0]},)."
         )
     of_tokens = pieces.shape == shape and shape[1] > 1
     positions = first + _counted(shape, [pieces if of_tokens else None, segment_ids, attention_mask], sequence)

@@ -70,7 +70,7 @@ class KernelOptions:
             raise TypeError(f"KernelOptions: layout={self.layout!r} must be a Layout, or None.")
         if self.layout is not None and axes is not None:
             raise ValueError(
-                f"KernelOptions: layout={self.layout} and batch_axes={axes} say the same thing twice. Pass one of them."
+                f"KernelOptions: layout={self.layout} and batch_axes={axes} have the same meaning. Pass one of them."
             )
 
     @property

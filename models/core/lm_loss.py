@@ -104,8 +104,8 @@ class LanguageModelLoss:
         num = len(per_token)
         if isinstance(head, BlockQuantized):
             raise ValueError(
-                "token_loss: the head is quantised, and only log_probs and the call's loss take it so. Quantise "
-                'the projections alone: quantize(model, "nf4", head=False).'
+                "token_loss: the head is quantised, which only log_probs and the call's loss support. Quantise "
+                'only the projections: quantize(model, "nf4", head=False).'
             )
 
         def local(hidden, targets, *others):

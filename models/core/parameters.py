@@ -148,12 +148,12 @@ class ParameterInfo:
     def pieces(self, shape: tuple[int, ...]) -> list[Piece]:
         """The tensors of a parameter of this shape, each with the part of the parameter that it is."""
         layers = [(i,) for i in range(shape[0])] if self.stacked else [()]
-        parts: list[tuple[int | slice, ...]] = [()]
+        entries: list[tuple[int | slice, ...]] = [()]
         if (count := self.tensors_of_expert) > 0:
             width = shape[-1] // count
             columns = [slice(i * width, (i + 1) * width) for i in range(count)]
-            parts = [(e, slice(None), own) for e in range(shape[self.expert_axis or 0]) for own in columns]
-        indices = [(*layer, *part) for layer in layers for part in parts] if self.tensor_names else []
+            entries = [(e, slice(None), own) for e in range(shape[self.expert_axis or 0]) for own in columns]
+        indices = [(*layer, *entry) for layer in layers for entry in entries] if self.tensor_names else []
         return [
             Piece(name, index, self.transposed, self.interleaved)
             for name, index in zip(self.tensor_names, indices, strict=True)
@@ -175,12 +175,12 @@ def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
     """What the parameter at this path is. A quantised weight may be asked for as a whole."""
     name = ".".join(map(str, path))
     *modules, last = map(str, path)
-    part = last if last in _QUANTIZED_PARTS and modules else None
-    last = modules.pop() if part else last.removesuffix(KEPT)
-    if last not in _KINDS or (part and last not in ("kernel", "lm_head", *EXPERT_WEIGHTS)):
+    field = last if last in _QUANTIZED_PARTS and modules else None
+    last = modules.pop() if field else last.removesuffix(KEPT)
+    if last not in _KINDS or (field and last not in ("kernel", "lm_head", *EXPERT_WEIGHTS)):
         raise ValueError(
-            f"describe: {name} {tuple(shape)} is no parameter of a model: its last name must be one of {list(_KINDS)}. "
-            "An optimizer's state is described by its parameters: layout.shardings((params, state), mesh, optimizer)."
+            f"describe: {name} {tuple(shape)} is not a parameter of a model: its last name must be one of "
+            f"{list(_KINDS)}. For an optimizer's state, call layout.shardings((params, state), mesh, optimizer)."
         )
     kind, axes = _KINDS[last]
     layer, is_stacked = _layer_of(modules)
@@ -190,7 +190,7 @@ def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
     place = {axis: is_stacked + i for i, axis in enumerate(axes)}
     return ParameterInfo(
         name=name,
-        kind=kind if part is None else f"{kind}_{part}",
+        kind=kind if field is None else f"{kind}_{field}",
         layer_axis=0 if is_stacked else None,
         expert_axis=place.get("expert"),
         in_axis=place.get("in"),
@@ -224,8 +224,8 @@ def is_matrix(keys: tuple[Any, ...], x: Any) -> bool:
 
 def path_of(keys: tuple[Any, ...]) -> Path:
     """The names and numbers of a leaf's keys in a tree, without the one that stands for a variable's value."""
-    parts = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in keys)
-    return tuple(part for part in parts if part not in (None, "value"))
+    names = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in keys)
+    return tuple(name for name in names if name not in (None, "value"))
 
 
 def projections(model: nnx.Module) -> list[tuple[Path, Any]]:

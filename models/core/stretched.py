@@ -41,17 +41,19 @@ def stretched(config: Any, length: int, rope_scaling: str | None = None) -> Any:
     if length <= longest:
         return config
     kinds = kinds_for(config)
-    cure = f"ask for a rotary embedding that is stretched: rope_scaling={' or '.join(map(repr, kinds))}"
+    cure = f"scale the rotary embedding: rope_scaling={' or '.join(map(repr, kinds))}"
     if rope_scaling is None:
         raise ValueError(
-            f"length={length} is more than the {longest} positions that the model takes. Pass at most {longest}"
+            f"length={length} is more than the {longest} positions that the model accepts. Pass at most {longest}"
             + (f", or {cure}." if kinds else ".")
         )
     if length > MOST_POSITIONS:
-        raise ValueError(f"length={length} is more than {MOST_POSITIONS} positions, which float32 counts exactly.")
+        raise ValueError(
+            f"length={length} is more than {MOST_POSITIONS}, up to which float32 represents all positions."
+        )
     if rope_scaling not in kinds:
         raise ValueError(
-            f"rope_scaling={rope_scaling!r} does not go with the model's own {type(own).__name__}, which reaches "
+            f"rope_scaling={rope_scaling!r} does not fit the model's {type(own).__name__}, which reaches "
             f"{longest} positions. " + (f"To go beyond, {cure}." if kinds else f"Pass a length of at most {longest}.")
         )
     times = math.ceil(length / longest)

@@ -18,25 +18,25 @@ def check_choice(max_new_tokens: int, temperature: float, top_p: float, top_k: i
         raise ValueError(f"generate: max_new_tokens={max_new_tokens} must be at least 1.")
     if not (temperature == 0 or _LEAST <= temperature <= _MOST):
         raise ValueError(
-            f"generate: temperature={temperature} must be 0, for the likeliest token, or positive and finite in "
+            f"generate: temperature={temperature} must be 0, for the most likely token, or positive and finite in "
             f"float32, from {_LEAST:.2g} to {_MOST:.2g}, since logits are divided by it."
         )
     if not _LEAST <= top_p <= 1:
         raise ValueError(
-            f"generate: top_p={top_p} must be in (0, 1], and be at least {_LEAST:.2g}, which float32 holds; pass 1.0 "
-            "to draw from all tokens."
+            f"generate: top_p={top_p} must be in (0, 1], and at least {_LEAST:.2g}, the smallest number in float32; "
+            "pass 1.0 to sample from all tokens."
         )
     if top_k is not None and top_k < 1:
-        raise ValueError(f"generate: top_k={top_k} must be at least 1; pass None to draw from all tokens.")
+        raise ValueError(f"generate: top_k={top_k} must be at least 1; pass None to sample from all tokens.")
     if temperature == 0 and (top_p != 1 or top_k is not None or key is not None):
         raise ValueError(
-            "generate: temperature=0 takes the likeliest token, and key, top_p and top_k would be ignored. "
+            "generate: temperature=0 takes the most likely token, so key, top_p and top_k would be ignored. "
             "Leave them out, or pass a positive temperature."
         )
     if temperature > 0 and key is None:
         raise ValueError(
-            f"generate: temperature={temperature} draws random tokens, and key is None. "
-            "Pass key=jax.random.key(0), or temperature=0 for the likeliest token."
+            f"generate: temperature={temperature} samples tokens, and key is None. "
+            "Pass key=jax.random.key(0), or temperature=0 for the most likely token."
         )
 
 
@@ -44,8 +44,8 @@ def check_ends(vocab_size: int, stops: tuple[int, ...], pad: int, pad_token_id: 
     """Raises a ValueError unless rows can end with these tokens, and be filled up with that one."""
     if pad_token_id is not None and not stops:
         raise ValueError(
-            f"generate: pad_token_id={pad_token_id} is given without eos_token_id, nor does the model have one: "
-            "no row ends early and nothing is padded. Padding in input_ids is what attention_mask says."
+            f"generate: pad_token_id={pad_token_id} is given without eos_token_id, and the model has none: "
+            "no row ends early, so nothing is padded. Padding in input_ids is marked by attention_mask."
         )
     wrong = [token for token in (*stops, pad) if not 0 <= token < vocab_size]
     if wrong:
@@ -63,18 +63,20 @@ def check_prompts(config: Any, input_ids: jax.Array, mask: jax.Array, max_new_to
     if total > config.longest_sequence:
         raise ValueError(
             f"generate: {input_ids.shape[1]} positions of input_ids and max_new_tokens={max_new_tokens} are more than "
-            f"the {config.longest_sequence} that the model takes (max_position_embeddings and rope_scaling). Ask for "
-            "fewer, or shorten the prompts."
+            f"the {config.longest_sequence} that the model accepts (max_position_embeddings and rope_scaling). "
+            "Generate fewer tokens, or shorten the prompts."
         )
     if any(isinstance(x, Tracer) or not x.is_fully_addressable for x in (input_ids, mask)):
         return  # a wrong id then makes logits NaN, and tokens −1
     ids, is_token = np.asarray(input_ids), np.asarray(mask)
     if not is_token.any(axis=1).all():
-        raise ValueError(f"generate: attention_mask leaves row {is_token.any(axis=1).argmin()} no token. Give it one.")
+        raise ValueError(
+            f"generate: attention_mask hides all tokens of row {is_token.any(axis=1).argmin()}. Keep at least one."
+        )
     wrong = ids[is_token & ((ids < 0) | (ids >= config.vocab_size))]
     if wrong.size:
         raise ValueError(
-            f"generate: input_ids holds {wrong[0]}, which is no token in [0, {config.vocab_size}). "
+            f"generate: input_ids holds {wrong[0]}, which is not a token in [0, {config.vocab_size}). "
             "Mask padding with attention_mask."
         )
 

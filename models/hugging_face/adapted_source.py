@@ -35,11 +35,11 @@ def base_of(source: Source) -> tuple[Source, str]:
         base = find(name)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{source.folder} holds adapters for the model {short(name)}, which is not there: {error}"
+            f"{source.folder} holds adapters for the model {short(name)}, which was not found: {error}"
         ) from error
     if is_adapted(base):
         raise ValueError(
-            f"{path}: base_model_name_or_path={short(name)} holds adapters itself, and no model. Merge them."
+            f"{path}: base_model_name_or_path={short(name)} is a folder of adapters and not a model. Merge them."
         )
     if any(source.tokenizer.values()):
         base.tokenizer = source.tokenizer

@@ -97,13 +97,13 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
         wrong = [name for name, tensor in tensors.items() if not np.isfinite(tensor.astype(np.float32)).all()]
     if wrong:
         raise ValueError(
-            f"load_adapters: {folder / WEIGHTS} has numbers that are no finite float32, in {cut(', '.join(wrong))}. "
+            f"load_adapters: {folder / WEIGHTS} has numbers that are not finite float32, in {cut(', '.join(wrong))}. "
             "The training that made them has failed, or the file is damaged."
         )
     if others:
         warnings.warn(
             f"load_adapters: {folder} has {len(others)} tensors for other parts of a multimodal model, such as "
-            f"{cut(others[0])}. They are left out, as those parts' weights are.",
+            f"{cut(others[0])}. They are ignored, like the weights of these other parts.",
             stacklevel=3,
         )
     if not adapted_names(tensors) and not any(map(EXPERTS.search, tensors)):
@@ -122,12 +122,12 @@ def adapted_names(tensors: Iterable[str]) -> set[str]:
     return {name.removeprefix(PREFIX).removesuffix(end) for name, end in matches}
 
 
-def tensor_name(name: str, part: str | None = None) -> str:
-    """The name in the file of a tensor with this name in a checkpoint, or of a part of an adapter."""
-    if part is None:
+def tensor_name(name: str, kind: str | None = None) -> str:
+    """The name in the file of a tensor with this name in a checkpoint, or of an adapter's A, B or magnitude."""
+    if kind is None:
         return f"{PREFIX}{name}"
     tensors = EMBEDDING_TENSORS if name.endswith("embed_tokens") else ADAPTER_TENSORS
-    return f"{PREFIX}{name}.{tensors[part]}"
+    return f"{PREFIX}{name}.{tensors[kind]}"
 
 
 def targets_of(tensors: Iterable[str], projections: Iterable[str]) -> list[str]:
@@ -144,9 +144,9 @@ def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig)
     result = {}
     for name in names:
         rank, _ = config.of(name)
-        parts = {"lora_a": (rank, in_width), "lora_b": (out_width, rank)}
-        parts |= {"magnitude": (out_width,)} if config.dora else {}
-        result |= {tensor_name(name, part): shape for part, shape in parts.items()}
+        matrices = {"lora_a": (rank, in_width), "lora_b": (out_width, rank)}
+        matrices |= {"magnitude": (out_width,)} if config.dora else {}
+        result |= {tensor_name(name, kind): shape for kind, shape in matrices.items()}
     return result
 
 
@@ -175,18 +175,18 @@ def tensors(ranks: Sequence[tuple[str, int]], arrays: Mapping[str, np.ndarray]) 
     result = {}
     for i, (name, rank) in enumerate(ranks):
         cut = {"lora_a": (..., slice(rank)), "lora_b": (slice(rank),), "magnitude": (...,)}
-        own = {part: np.ascontiguousarray(array[i][cut[part]].T) for part, array in arrays.items()}
-        result |= {tensor_name(name, part): array for part, array in own.items()} if rank else {}
+        own = {kind: np.ascontiguousarray(array[i][cut[kind]].T) for kind, array in arrays.items()}
+        result |= {tensor_name(name, kind): array for kind, array in own.items()} if rank else {}
     return result
 
 
-def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str, shape: tuple[int, ...]) -> np.ndarray:
+def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], kind: str, shape: tuple[int, ...]) -> np.ndarray:
     """One array of a projection in float32, with a first axis of one entry for each name; 0 where it has no tensor.
 
     `shape` is that of one entry. A tensor of a smaller rank is followed by zeros.
     """
     array = np.zeros((len(names), *shape), np.float32)
     for i, name in enumerate(names):
-        if (own := tensors.get(tensor_name(name, part))) is not None:
+        if (own := tensors.get(tensor_name(name, kind))) is not None:
             array[(i, *map(slice, own.T.shape))] = own.T
     return array

@@ -86,8 +86,8 @@ def own_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
     if file.is_relative_to(root) or file.parent in blobs:
         return file
     raise ValueError(
-        f"{path} is a link to {short(str(file))}, which is outside of the checkpoint's folder. Results would hold that "
-        f"file's content. Put a copy in the place of {path.name} if it belongs to the checkpoint; weights may be links."
+        f"{path} is a link to {short(str(file))}, which is outside of the checkpoint's folder, and the file would "
+        f"be copied into results. Replace the link {path.name} by a copy if it belongs here; weights may be links."
     )
 
 
@@ -139,7 +139,9 @@ def weight_files(folder: pathlib.Path) -> list[str]:
         return []
     weight_map = config_json.loads(file.read_bytes(), path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{path}: weight_map must be an object of tensors and files, and is {short(weight_map)}.")
+        raise ValueError(
+            f"{path}: weight_map must be an object with a file for each tensor, and is {short(weight_map)}."
+        )
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", name):
             raise ValueError(

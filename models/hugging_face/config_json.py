@@ -52,15 +52,15 @@ def loads(content: bytes, path: pathlib.Path) -> dict[str, Any]:
 
 def language_part(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
     """The fields of the language model; a multimodal config.json has them in `text_config`."""
-    part = {} if values.get("text_config") is None else values["text_config"]
-    if not isinstance(part, dict):
-        raise ValueError(f"{path}: text_config={config_fields.short(part)} must be an object, {{…}}.")
+    text = {} if values.get("text_config") is None else values["text_config"]
+    if not isinstance(text, dict):
+        raise ValueError(f"{path}: text_config={config_fields.short(text)} must be an object, {{…}}.")
     shared = values
-    if part:
+    if text:
         shared = {name: values[name] for name in _OF_THE_WHOLE if name in values}
         if shared.get("tie_word_embeddings"):  # the whole model's head is what counts, and its files say if it differs
-            part = part | {"tie_word_embeddings": True}
-    fields = {**shared, **part}
+            text = text | {"tie_word_embeddings": True}
+    fields = {**shared, **text}
     if not isinstance(fields.get("model_type"), str | None):
         raise ValueError(f"{path}: model_type={config_fields.short(fields['model_type'])} must be a string.")
     return fields

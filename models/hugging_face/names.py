@@ -52,7 +52,7 @@ def refusing_foreign_names(function: _Function) -> _Function:
     @functools.wraps(function)
     def checked(*args: Any, **arguments: Any) -> Any:
         for name in filter(foreign.__contains__, arguments):
-            raise TypeError(f"{caller}: {name} is a name of transformers. Here {ARGUMENTS[name]}.")
+            raise TypeError(f"{caller}: {name} is the name in transformers. Here {ARGUMENTS[name]}.")
         return function(*args, **arguments)
 
     return cast(_Function, checked)

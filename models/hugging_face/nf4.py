@@ -121,7 +121,7 @@ def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
     for name in [name for name in tensors if _STATE in name]:
         weight, _, kind = name.partition(_STATE)
         if kind != "nf4" or weight not in tensors:
-            raise ValueError(f"from_pretrained: {weight} is bitsandbytes' {kind}, of which only nf4 is read.")
+            raise ValueError(f"from_pretrained: {weight} is bitsandbytes' {kind}; only nf4 is supported.")
         own = {end: views.pop(weight + end) for end in _ENDS if weight + end in views}
         own[""] = tensors[weight]
         views[weight] = Nf4Tensor(weight, own, _fields(weight, own))

@@ -16,20 +16,20 @@ _GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 class Joined:
     """Tensors one after another along their first axis. They are small."""
 
-    def __init__(self, parts: list[Any]):
-        self.parts = parts
+    def __init__(self, tensors: list[Any]):
+        self.tensors = tensors
 
     def get_shape(self) -> list[int]:
         """The shape of all of them."""
-        first, *others = (list(part.get_shape()) for part in self.parts)
+        first, *others = (list(tensor.get_shape()) for tensor in self.tensors)
         return [first[0] + sum(other[0] for other in others), *first[1:]]
 
     def get_dtype(self) -> str:
         """By safetensors' name."""
-        return self.parts[0].get_dtype()
+        return self.tensors[0].get_dtype()
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        return np.concatenate([part[:] for part in self.parts])[index]
+        return np.concatenate([tensor[:] for tensor in self.tensors])[index]
 
 
 class OfExpert:
@@ -63,27 +63,27 @@ def _with_joined_convolutions(tensors: dict[str, Any]) -> dict[str, Any]:
     stems = [name.removesuffix(_CONVOLUTIONS[0]) for name in tensors if name.endswith(_CONVOLUTIONS[0])]
     if not stems:
         return tensors
-    found = {}
+    joined = {}
     for name, tensor in tensors.items():
         for old, new in _OLD_NAMES.items():
             name = name.replace(old, new)
-        found[name] = tensor
+        joined[name] = tensor
     for stem in stems:
-        parts = [found.pop(stem + name, None) for name in _CONVOLUTIONS]
-        found[stem + _CONVOLUTION] = Joined([part for part in parts if part is not None])
-    return found
+        convolutions = [joined.pop(stem + name, None) for name in _CONVOLUTIONS]
+        joined[stem + _CONVOLUTION] = Joined([tensor for tensor in convolutions if tensor is not None])
+    return joined
 
 
 def _experts_one_by_one(tensors: dict[str, Any]) -> dict[str, Any]:
     """Qwen3.5's: gate and up of all experts (E, 2F, D), and down (E, D, F), as tensors of each expert."""
-    found = dict(tensors)
+    of_experts = dict(tensors)
     for name in tensors:
         if name.endswith((_GATE_UP, _DOWN)) and f"{name}_bias" not in tensors:  # gpt-oss has biases
-            whole, stem = found.pop(name), name.rpartition(".")[0]
+            whole, stem = of_experts.pop(name), name.rpartition(".")[0]
             count, rows, _ = whole.get_shape()
             names = ("gate_proj", "up_proj") if name.endswith(_GATE_UP) else ("down_proj",)
             width = rows // len(names)
             for e in range(count):
                 for i, own in enumerate(names):
-                    found[f"{stem}.{e}.{own}.weight"] = OfExpert(whole, e, i * width, width)
-    return found
+                    of_experts[f"{stem}.{e}.{own}.weight"] = OfExpert(whole, e, i * width, width)
+    return of_experts

@@ -231,9 +231,9 @@ class Pretrained(nnx.Module):
 
 def _config_of(model_class: Any, values: dict[str, Any], folder: pathlib.Path) -> Any:
     """The architecture of a language model by the fields of its multimodal checkpoint's config.json."""
-    part = checkpoint.language_values(values, folder)
+    fields = checkpoint.language_values(values, folder)
     with warnings.catch_warnings(action="ignore"):  # they were given when the model was read
-        return config_json.read(part, model_class.config_type, model_class.config_fixed, folder)
+        return config_json.read(fields, model_class.config_type, model_class.config_fixed, folder)
 
 
 def _described(model_class: Any, source: Source) -> tuple[Any, str, checkpoint.Kept]:

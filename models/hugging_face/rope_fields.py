@@ -39,11 +39,11 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
         return {"rope_theta": None, "rope_scaling": None}, []
     defaults = {field.name: field.default for field in dataclasses.fields(config_type)}
     defaults |= getattr(config_type, "rope_defaults", {})
-    given = {name: _renamed(part, getattr(config_type, "rope_aliases", {})) for name, part in given.items()}
+    given = {name: _renamed(each, getattr(config_type, "rope_aliases", {})) for name, each in given.items()}
     is_there = values.get("rope_parameters") is not None  # if only as {}
     rotates_all = {_PART: 1.0} if _PART in values and values[_PART] is None else {}  # as null does in transformers
     values = defaults | {name: value for name, value in values.items() if value is not None} | rotates_all
-    parameters, scaling = (_plain(part) for part in given.values())
+    parameters, scaling = (_plain(each) for each in given.values())
     if _FULL in scaling or _SLIDING in scaling:
         return {}, ["rope_scaling must be one object for all layers; only rope_parameters may have one for each type"]
     of_types = getattr(config_type, "scales_full_layers", False)
@@ -102,10 +102,10 @@ def _of_types_of_layers(values, parameters, scaling, own_base: float | None) -> 
     `own_base`: of a family whose layers may share a base, as OLMo 3, its default; `None` for a base of each type.
     """
     by_type = {kind: parameters.get(kind) or {} for kind in (_FULL, _SLIDING)}
-    for kind, part in by_type.items():
-        if not isinstance(part, dict):
-            return {}, [f"rope_parameters of {kind!r}={config_fields.short(part)} must be an object, {{…}}, or null"]
-    full, local = (_plain(part) for part in by_type.values())
+    for kind, each in by_type.items():
+        if not isinstance(each, dict):
+            return {}, [f"rope_parameters of {kind!r}={config_fields.short(each)} must be an object, {{…}}, or null"]
+    full, local = (_plain(each) for each in by_type.values())
     taken = {"rope_theta": values["rope_theta"]} | full | scaling
     wrong = _lost(full, taken) if scaling else []
     if not full and not local and _lost(parameters, taken):
@@ -185,7 +185,7 @@ def _lost(given: Mapping[str, Any], taken: Mapping[str, Any]) -> list[str]:
         lost.append("rope_type")
     if not lost:
         return []
-    before, now = ({name: part.get(name) for name in lost} | {"rope_type": _kind(part)} for part in (given, taken))
+    before, now = ({name: each.get(name) for name in lost} | {"rope_type": _kind(each)} for each in (given, taken))
     return [
         f"rope_parameters={config_fields.short(before)} disagrees with rope_scaling, by which transformers computes "
         f"with {config_fields.short(now)}: put all fields into rope_parameters, and delete rope_scaling"
@@ -200,8 +200,8 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
         del fields[key]
     if not (isinstance(kind, str) and kind in ("default", *_KINDS)):
         return None, [f"rope_type={config_fields.short(kind)} must be 'default' or one of {list(_KINDS)}"]
-    part = 1.0 if kind == "proportional" else fields.pop(_PART, values.get(_PART, 1.0))
-    wrong = _turns_whole_heads(part)
+    rotated = 1.0 if kind == "proportional" else fields.pop(_PART, values.get(_PART, 1.0))
+    wrong = _turns_whole_heads(rotated)
     scaling_type: Any = _KINDS.get(kind)
     known = dataclasses.fields(scaling_type) if scaling_type else ()
     if kind not in ("linear", "proportional") and scaling_type:

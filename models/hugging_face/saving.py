@@ -85,7 +85,7 @@ def _mended(folder: pathlib.Path, names: Names, small_files: Iterable[str]) -> I
     folder.mkdir(parents=True, exist_ok=True)
     for path in {(folder / name).parent for name in small_files}:
         if path != folder and path.is_symlink():  # files elsewhere would be replaced
-            raise NotADirectoryError(f"{path} is a link, and must be a folder or nothing. Remove the link.")
+            raise NotADirectoryError(f"{path} is a link, and must be a folder or not exist. Remove the link.")
     _mend(folder, names)
     for name in ("new", "earlier"):
         (folder / names.saving / name).mkdir(parents=True)

@@ -147,7 +147,7 @@ def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -
         from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise ImportError(
-            f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
+            f"from_pretrained: {name!r} is not a folder, and downloading a model by its id needs huggingface_hub: "
             "pip install huggingface_hub."
         ) from error
     patterns = [CONFIG, GENERATION, ADAPTERS.config, *ADAPTERS.weights, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
@@ -193,7 +193,7 @@ def tokenizer_files(
     """The tokenizer's files that a save into a folder writes."""
     source = tokenizer_from if isinstance(tokenizer_from, Source) else Source(pathlib.Path(tokenizer_from))
     if not source.folder.is_dir():
-        raise ValueError(f"{caller}: tokenizer_from={str(source.folder)!r} is no folder. Pass a tokenizer's folder.")
+        raise ValueError(f"{caller}: tokenizer_from={str(source.folder)!r} is not a folder. Pass a tokenizer's folder.")
     if not any(source.tokenizer.values()):
         raise ValueError(
             f"{caller}: tokenizer_from={str(source.folder)!r} holds no tokenizer: none of {', '.join(TOKENIZER)}."
@@ -229,4 +229,4 @@ def _check_stops(path, values):
     stops = values.get("eos_token_id")
     stops_list = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if any(type(stop) is not int for stop in stops_list):
-        raise ValueError(f"{path}: eos_token_id must be a token's number or a list of them, and is {short(stops)}.")
+        raise ValueError(f"{path}: eos_token_id must be a token id or a list of ids, and is {short(stops)}.")

@@ -140,7 +140,7 @@ def open_weights(path: pathlib.Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged, or no safetensors file: {error}.") from error
+        raise ValueError(f"{path} is damaged, or not a safetensors file: {error}.") from error
 
 
 def tensors_of(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -305,12 +305,12 @@ def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
         is_here = not is_quantized(leaf) and getattr(leaf, "is_fully_addressable", True)
         whole = np.asarray(leaf) if is_here else leaf
         for piece in info.pieces(leaf.shape):
-            part = whole[piece.index or ...]
-            part = fetched(part.astype(part.dtype) if is_quantized(part) else part)
+            array = whole[piece.index or ...]
+            array = fetched(array.astype(array.dtype) if is_quantized(array) else array)
             if piece.interleaved:
-                part = part[..., np.argsort(interleaved(part.shape[-1]))]
-            tensor = np.empty(part.shape[::-1] if piece.transposed else part.shape, part.dtype)
-            _copy(part, tensor, transposed=piece.transposed)
+                array = array[..., np.argsort(interleaved(array.shape[-1]))]
+            tensor = np.empty(array.shape[::-1] if piece.transposed else array.shape, array.dtype)
+            _copy(array, tensor, transposed=piece.transposed)
             if shard and size + tensor.nbytes > max_shard_bytes:
                 yield shard
                 shard, size = {}, 0

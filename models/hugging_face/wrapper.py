@@ -34,9 +34,9 @@ def config(whole: Whole, values: Mapping[str, Any], same: bool, given: Mapping[s
         text = {name: value for name, value in values.items() if name != "architectures"} | stay
         if of_images := _of_images(before):
             text["rope_scaling"] = {"rope_type": "default"} | text.get("rope_scaling", {}) | of_images
-    for part in (fields, text):
+    for level in (fields, text):
         for name in ("dtype", "quantization_config"):
-            part.pop(name, None)
+            level.pop(name, None)
     dtype = {"torch_dtype": values["torch_dtype"]}
     tied = {"tie_word_embeddings": values["tie_word_embeddings"]}
     ids = {name: given[name] for name in _IDS if name in given}
@@ -99,5 +99,5 @@ def _name(own: str, names: Mapping[str, str]) -> str:
 
 def processors(whole: Whole) -> dict[str, bytes]:
     """The files by which images and sound are prepared, as far as the checkpoint has them."""
-    found = {name: checkpoint.own_file(pathlib.Path(whole.folder), name) for name in _PROCESSORS}
-    return {name: path.read_bytes() for name, path in found.items() if path is not None}
+    files = {name: checkpoint.own_file(pathlib.Path(whole.folder), name) for name in _PROCESSORS}
+    return {name: path.read_bytes() for name, path in files.items() if path is not None}

@@ -124,7 +124,7 @@ def add_lora(
     if parameters and (dropout or dora):
         raise ValueError(
             f"add_lora: parameters={list(parameters)} with dropout={dropout} and dora={dora}, which adapters of "
-            "experts do not have. Leave them out."
+            "experts do not support. Leave them out."
         )
 
     def of_experts(name):
@@ -266,8 +266,8 @@ def _by_rows(pieces: Any) -> Any:
         raise TypeError(f"with_dropout: pieces has dtype {pieces.dtype}; it must be an integer array.")
     if pieces.ndim not in (1, 2):
         raise ValueError(
-            f"with_dropout: pieces has shape {pieces.shape}; it must be (B, T), the piece of each token, or (B,), the "
-            "number of each row."
+            f"with_dropout: pieces has shape {pieces.shape}; it must be (B, T), the document of each token, or (B,), "
+            "the number of each row."
         )
     return pieces if pieces.ndim == 2 else pieces[:, None]
 

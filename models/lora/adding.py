@@ -58,7 +58,7 @@ def of_all_layers(caller: str, projections: Sequence[Found]) -> set[tuple[Any, .
     if projections and not inside:
         raise ValueError(
             f"{caller}: targets=None means the projections of all layers, and the model has neither stacked nor "
-            f"numbered layers. Name what is adapted, of {sorted({str(path[-1]) for path, _ in projections})}."
+            f"numbered layers. Name the projections, of {sorted({str(path[-1]) for path, _ in projections})}."
         )
     return inside
 
@@ -83,7 +83,7 @@ def check_targets(caller: str, projections: Sequence[Found], targets: Targets, o
             for field, value in (("exclude", targets.excluded), ("layers", targets.layers))
             if value
         )
-        raise ValueError(f"{caller}: targets={shown}{others} must name one projection at least.")
+        raise ValueError(f"{caller}: targets={shown}{others} must name at least one projection.")
 
 
 def add_to(

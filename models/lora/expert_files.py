@@ -92,8 +92,8 @@ class _Stored:
             each = {self.config.of(module) for i in range(len(self.weight.names)) for module in self._modules(i)}
         if len(each) > 1:
             raise ValueError(
-                f"load_adapters: the experts of {self.weight.names[0]} and its like have ranks and alphas {each}, and "
-                "must have one. Merge the adapters in PEFT, and load the merged model."
+                f"load_adapters: the experts of {self.weight.names[0]} in all layers have ranks and alphas {each}, and "
+                "must have the same. Merge the adapters in PEFT, and load the merged model."
             )
         ((rank, alpha),) = each
         joined = self._joined

@@ -87,7 +87,9 @@ def check_parameters(caller: str, model: nnx.Module, parameters: Sequence[str]) 
     there = [name for weight in weights_of(model) for name in weight.names]
     if unknown := [end for end in parameters if not any(names_parameter([end], name) for name in there)]:
         has = sorted({name.rpartition(".")[2] for name in there})
-        raise ValueError(f"{caller}: parameters={list(parameters)}: no experts' weight is called {unknown}, but {has}.")
+        raise ValueError(
+            f"{caller}: parameters={list(parameters)}: no weight of experts is called {unknown}. They are {has}."
+        )
 
 
 def add(
@@ -106,8 +108,8 @@ def add(
             continue
         if len(each) > 1 or None in each:
             raise ValueError(
-                f"{caller}: {weight.names[0]} and its like in other layers must have adapters of one rank and alpha, "
-                "all or none of them. Name the weight without a layer's number."
+                f"{caller}: {weight.names[0]} must have adapters of the same rank and alpha in all layers, or in none. "
+                "Name the weight without a layer's number."
             )
         rank, alpha = own(weight.names[0]) or (0, 0)
         count, in_width, out_width = weight.shape

@@ -111,23 +111,23 @@ def unadapt(model: Any) -> None:
 
 def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
     """The projections of a model that has no adapters yet."""
-    found = projections(model)
-    is_adapted = any(hasattr(projection, "lora_a") for _, projection in found)
+    layers = projections(model)
+    is_adapted = any(hasattr(projection, "lora_a") for _, projection in layers)
     if is_adapted or any(each.adapted for each in _experts(model)) or any(table.adapter for table in tables(model)):
         raise ValueError(f"{caller}: the model has adapters already. Merge them first: merge_lora(model).")
-    return found
+    return layers
 
 
 def with_adapters_on(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], LoRALinear]]:
     """The projections whose adapters are on; none if only the embedding, the head or experts have some that are on."""
-    found = [(path, projection) for path, projection in projections(model) if isinstance(projection, LoRALinear)]
+    adapted = [(path, projection) for path, projection in projections(model) if isinstance(projection, LoRALinear)]
     of_experts = any(each.adapted and each.adapters_on for each in _experts(model))
-    if not found and not of_experts and not any(table.adapter and table.adapter.on for table in tables(model)):
+    if not adapted and not of_experts and not any(table.adapter and table.adapter.on for table in tables(model)):
         raise ValueError(
             f"{caller}: the model has no adapters, or they are off. Add them, add_lora(model, …), or turn them on, "
             "with_adapters(model, True)."
         )
-    return found
+    return adapted
 
 
 def _experts(model: nnx.Module) -> list[ExpertWeights]:
@@ -146,8 +146,8 @@ def check_dense(caller: str, table: Table) -> None:
     """Raises a ValueError if the table is quantised."""
     if hasattr(table.holder, table.weight) and is_quantized(getattr(table.holder, table.weight)[...]):
         raise ValueError(
-            f"{caller}: {table.name} is quantised, and only projections have adapters beside quantised weights. Leave "
-            'the head as it is: quantize(model, "nf4", head=False).'
+            f"{caller}: {table.name} is quantised, and only quantised projections can have adapters. Leave "
+            'the head dense: quantize(model, "nf4", head=False).'
         )
 
 

@@ -64,7 +64,7 @@ def train_more(
     if bias not in BIASES:
         raise ValueError(f"train_more: bias={bias!r} must be one of {BIASES}.")
     if wholes(model) or any(table.rows is not None for table in tables(model)):
-        raise ValueError("train_more: the model trains more than adapters already. Pass everything in one call.")
+        raise ValueError("train_more: it was called for this model before. Pass everything in one call.")
     if isinstance(modules, str):
         raise ValueError(f"train_more: modules={modules!r} must be a list of names.")
     adapted = {name for path, x in projections(model) if hasattr(x, "lora_a") for name in of_layers(path, x)}
@@ -161,8 +161,8 @@ def _is_whole(
     saved = [_is_saved(name, modules) for name in held_by]
     if any(saved) and not all(saved):
         raise ValueError(
-            f"train_more: modules={list(modules)} name some layers of {'.'.join(map(str, path))}, which the model has "
-            "in one stack. Load the model with scan_layers=False."
+            f"train_more: modules={list(modules)} name some layers of {'.'.join(map(str, path))}, which are stacked. "
+            "Load the model with scan_layers=False."
         )
     return any(saved)
 
@@ -205,7 +205,7 @@ def _check_modules(model: Any, modules: Sequence[str], adapted: Set[str]) -> Non
             where = ".".join(map(str, path))
             if is_quantized(projection.kernel[...]):
                 raise ValueError(
-                    f"train_more: {where} is quantised, and quantised weights are not trained. Leave it out."
+                    f"train_more: {where} is quantised, and quantised weights cannot be trained. Leave it out."
                 )
             if not adapted.isdisjoint(names(path, projection)):
                 raise ValueError(f"train_more: {where} has an adapter. Train it as a whole or by an adapter, not both.")
@@ -235,12 +235,12 @@ def _check_tokens(model: Any, listed: Mapping[str, Sequence[int]], modules: Sequ
     others = [table.name for table in tables(model) if table.adapter is not None or _is_saved(table.name, modules)]
     if others and (model.config.tie_word_embeddings or getattr(model, "untied", False)):
         raise ValueError(
-            f"train_more: tokens={dict(listed)} of a head that is tied to the embedding, of which {others} have an "
-            "adapter or are trained as a whole. Do one of the two."
+            f"train_more: tokens={dict(listed)} of a head that is tied to the embedding, but {others} have an "
+            "adapter or are trained as a whole. Choose one of them."
         )
     if model.config.tie_word_embeddings and any("lm_head" in name for name in listed):
         raise ValueError(
-            "train_more: tokens of 'lm_head', which is the embedding. Name the tokens of 'embed_tokens', for both."
+            "train_more: tokens of 'lm_head', which is tied to the embedding. Name them as tokens of 'embed_tokens'."
         )
 
 

@@ -91,8 +91,8 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         kinds = {config.feed_forward_of(i) for i in range(config.num_hidden_layers)}
         if scan_layers and len(kinds) > 1:
             raise ValueError(
-                f"scan_layers=True stacks equal layers, and by decoder_sparse_step={config.decoder_sparse_step} and "
-                f"mlp_only_layers={config.mlp_only_layers} some have experts and some have none. Pass "
+                f"scan_layers=True needs equal layers, but with decoder_sparse_step={config.decoder_sparse_step} and "
+                f"mlp_only_layers={config.mlp_only_layers} only some layers have experts. Pass "
                 "scan_layers=False."
             )
         super().__init__(config, scan_layers=scan_layers, **options)

@@ -278,7 +278,7 @@ def test_a_length_that_a_run_has_added_up_goes_with_its_terms(options):
             "--f-alpha=nan must be a finite number",
         ),
         ("finetune --model x --data y --mesh fsdp", "--mesh='fsdp': fsdp needs a number of devices"),
-        ("plan --model qwen2-0.5b --device h200:8 --mesh=", "--mesh='': '' is no axis"),
+        ("plan --model qwen2-0.5b --device h200:8 --mesh=", "--mesh='': '' is not an axis"),
         (
             "plan --model qwen2-0.5b --device h200:4 --mesh tensor=4",
             "--mesh: tensor has 4 devices, which do not divide",

@@ -51,7 +51,7 @@ def test_a_tokenizer_and_stops_beside_the_adapters_count_before_the_model_s(fold
             FileNotFoundError,
             "holds adapters for the model '../nowhere/x'",
         ),
-        (dict(base_model_name_or_path="."), ValueError, "'.' holds adapters itself"),
+        (dict(base_model_name_or_path="."), ValueError, "'.' is a folder of adapters"),
         (dict(revision="v2"), ValueError, "revision='v2' of"),
     ],
     ids=["none", "absent", "adapters", "revision"],

@@ -476,7 +476,9 @@ def test_input_ids_without_a_batch_axis_are_refused(model):
 
 
 def test_a_sequence_longer_than_the_model_takes_is_refused(model):
-    with pytest.raises(ValueError, match="65 positions, and 64 are the most.*max_position_embeddings=64"):
+    with pytest.raises(
+        ValueError, match="65 positions, and this model accepts at most 64 .*max_position_embeddings=64"
+    ):
         model(jnp.zeros((1, 65), jnp.int32))
 
 
@@ -487,7 +489,9 @@ def test_a_sequence_longer_than_the_model_takes_is_refused(model):
 def test_a_rope_scaling_makes_the_model_take_longer_sequences(scaling, longest):
     model = make_model(dataclasses.replace(CONFIG, rope_scaling=scaling))
     assert jnp.isfinite(model(jnp.zeros((1, longest), jnp.int32), logits_to_keep=1).logits).all()
-    with pytest.raises(ValueError, match=f"{longest + 1} positions, and {longest} are the most .*rope_scaling="):
+    with pytest.raises(
+        ValueError, match=f"{longest + 1} positions, and this model accepts at most {longest} .*rope_scaling="
+    ):
         model(jnp.zeros((1, longest + 1), jnp.int32))
 
 

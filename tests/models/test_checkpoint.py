@@ -341,7 +341,7 @@ def test_an_id_fetches_the_model_s_and_the_tokenizer_s_files_only(folder, monkey
 
 def test_an_id_without_huggingface_hub_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match="'org/name' is no folder here, .* pip install huggingface_hub"):
+    with pytest.raises(ImportError, match="'org/name' is not a folder, .* pip install huggingface_hub"):
         LlamaForCausalLM.from_pretrained("org/name")
 
 
@@ -530,10 +530,10 @@ JSON = {
     b'{"weight_map": 1e999}': "cannot be read as JSON: '1e999' is no finite",
 }
 INDICES = {
-    b"{}": "weight_map must be an object of tensors and files, and is None",
-    b'{"weight_map": null}': "weight_map must be an object of tensors and files, and is None",
-    b'{"weight_map": {}}': "weight_map must be an object of tensors and files, and is {}",
-    b'{"weight_map": ["x"]}': "weight_map must be an object of tensors and files, and is .'x'.",
+    b"{}": "weight_map must be an object with a file for each tensor, and is None",
+    b'{"weight_map": null}': "weight_map must be an object with a file for each tensor, and is None",
+    b'{"weight_map": {}}': "weight_map must be an object with a file for each tensor, and is {}",
+    b'{"weight_map": ["x"]}': "weight_map must be an object with a file for each tensor, and is .'x'.",
 }
 
 
@@ -576,7 +576,7 @@ def test_damaged_safetensors_are_named_with_the_reason(damage, reason, tmp_path)
     make_model().save_pretrained(tmp_path, max_shard_bytes=20_000)
     path = sorted(tmp_path.glob("*.safetensors"))[-1]
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"{path.name} is damaged, or no safetensors file: .*({reason})"):
+    with pytest.raises(ValueError, match=f"{path.name} is damaged, or not a safetensors file: .*({reason})"):
         LlamaForCausalLM.from_pretrained(tmp_path)
 
 

@@ -145,7 +145,7 @@ def test_inside_shard_map_rows_need_numbers(rng, devices):
 
     by_rows: Any = dict(mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     split = lambda *arrays: jax.shard_map(local, **by_rows)(*arrays)
-    with pytest.raises(ValueError, match=r"inside jax.shard_map over \{'data': \d\}, where each device would count"):
+    with pytest.raises(ValueError, match=r"inside jax.shard_map over \{'data': \d\}, where all devices would number"):
         jax.eval_shape(split, tokens)
     found = jax.jit(split)(tokens, jnp.arange(len(tokens)))
     np.testing.assert_allclose(found, jax.jit(local)(tokens), rtol=1e-4, atol=1e-5)
@@ -157,7 +157,7 @@ def test_inside_shard_map_rows_need_numbers(rng, devices):
     jax.eval_shape(jax.shard_map(reference, **by_rows), tokens)  # drops nothing, and needs no numbers
     parts = Layout(batch=(), fsdp=(), sequence="data").sequence_shards({"data": len(devices)})
     of_split_rows = lambda tokens: token_words(tokens.shape, pieces=tokens, sequence=parts)
-    with pytest.raises(ValueError, match="where a device does not know which positions of a row it has"):
+    with pytest.raises(ValueError, match="where a device cannot know which positions of a row it has"):
         jax.eval_shape(jax.shard_map(of_split_rows, **by_rows), tokens)
 
 

@@ -212,7 +212,7 @@ def test_what_cannot_be_done_with_experts_is_refused():
         dataclasses.replace(CONFIGS["mixtral"], num_local_experts=1)
     with pytest.raises(ValueError, match=r"mlp_only_layers=\(0, 1\) must leave experts to a layer"):
         dataclasses.replace(CONFIGS["qwen3_moe"], mlp_only_layers=(0, 1))
-    with pytest.raises(ValueError, match="some have experts and some have none. Pass scan_layers=False"):
+    with pytest.raises(ValueError, match="only some layers have experts. Pass scan_layers=False"):
         make("qwen3_moe", scan_layers=True)
 
 

@@ -31,7 +31,7 @@ TOKENS = jnp.ones((1, 4), jnp.int32)
     ],
 )
 def test_an_argument_of_transformers_is_answered_with_ours(call, name, ours, model):
-    with pytest.raises(TypeError, match=rf": {name} is a name of transformers\. Here .*{ours}"):
+    with pytest.raises(TypeError, match=rf": {name} is the name in transformers\. Here .*{ours}"):
         call(model, **{name: 1})
 
 

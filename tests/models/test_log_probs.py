@@ -114,7 +114,7 @@ def test_a_batch_that_is_sharded_stays_so(axis_type, devices, tokens):
 
 
 def test_log_probs_without_labels_are_refused(model, tokens):
-    with pytest.raises(ValueError, match="log_probs needs the labels whose probabilities are wanted. Pass labels="):
+    with pytest.raises(ValueError, match="log_probs needs the labels whose log-probabilities to return. Pass labels="):
         model.log_probs(tokens)
 
 

@@ -543,8 +543,8 @@ DAMAGED = {
     "int": (with_tensors(lambda x: x.astype(np.int32)), r"must be of \['BF16', .*and there are base_model.* I32"),
     "bool": (with_tensors(lambda x: x > 0), "and there are base_model.* BOOL"),
     "complex": (with_tensors(lambda x: x.astype(np.complex64)), "and there are base_model.* C64"),
-    "nan": (with_tensors(lambda x: x * np.nan), "has numbers that are no finite float32, in base_model"),
-    "large": (with_tensors(lambda x: x.astype(np.float64) + 1e300), "has numbers that are no finite float32"),
+    "nan": (with_tensors(lambda x: x * np.nan), "has numbers that are not finite float32, in base_model"),
+    "large": (with_tensors(lambda x: x.astype(np.float64) + 1e300), "has numbers that are not finite float32"),
 }
 
 
@@ -589,7 +589,7 @@ def test_arguments_that_do_not_fit_are_refused():
     add = lambda rank=2, **options: add_lora(model, rank, **{"alpha": 4, **options}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"no projection is called \['c_attn'\]. The model has \['down_proj', 'embed"):
         add(targets=("q_proj", "c_attn"))
-    with pytest.raises(ValueError, match=r"targets=\[\] must name one projection at least"):
+    with pytest.raises(ValueError, match=r"targets=\[\] must name at least one projection"):
         add(targets=())
     with pytest.raises(ValueError, match="rank=0 must be at least 1"):
         add(0)

@@ -233,7 +233,7 @@ def test_what_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match=r"add_lora: lm_head is quantised.*head=False"):
         add(quantize(make_model(SMALL), "nf4", block_size=16, head=True), targets=("lm_head",))
     model = add(quantize(make_model(SMALL), "nf4", block_size=16), targets=("q_proj", "lm_head"))
-    with pytest.raises(ValueError, match=r"train_more: .*v_proj is quantised, and quantised weights are not trained"):
+    with pytest.raises(ValueError, match=r"train_more: .*v_proj is quantised, and quantised weights cannot be trained"):
         train_more(model, modules=["v_proj"])
     with pytest.raises(ValueError, match=r"train_more: lm_head has an adapter. Train it as a whole or by an adapter"):
         train_more(model, modules=["lm_head"])

@@ -147,9 +147,9 @@ def test_layers_without_an_adapter_stay_as_they_are_in_a_stack(dora, rng, tmp_pa
 
 def test_targets_that_name_nothing_are_refused():
     add = lambda **options: add_lora(make_model(), 2, alpha=4, rngs=nnx.Rngs(0), **options)
-    with pytest.raises(ValueError, match=r"targets='q_proj' must name one projection at least"):
+    with pytest.raises(ValueError, match=r"targets='q_proj' must name at least one projection"):
         add(targets="q_proj")
-    with pytest.raises(ValueError, match=r"targets=\['q_proj'\], layers=\[7\] must name one projection at least"):
+    with pytest.raises(ValueError, match=r"targets=\['q_proj'\], layers=\[7\] must name at least one projection"):
         add(targets=["q_proj"], layers=[7])
     with pytest.raises(ValueError, match=r"add_lora: rank_pattern: {'k_proj': 0} must be an int of at least 1"):
         add(rank_pattern={"k_proj": 0})

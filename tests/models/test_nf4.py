@@ -151,7 +151,7 @@ def test_what_is_damaged_or_contradicts_is_refused(folder):
         with pytest.raises(ValueError, match=f"up_proj.weight.*{message}"):
             read(folder)
     save_file({name.replace("__nf4", "__fp4"): x for name, x in original.items()}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="is bitsandbytes' fp4, of which only nf4 is read"):
+    with pytest.raises(ValueError, match="is bitsandbytes' fp4; only nf4 is supported"):
         read(folder)
 
 

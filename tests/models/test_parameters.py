@@ -92,9 +92,9 @@ def test_layers_after_a_scan_are_numbered():
 
 
 def test_a_leaf_that_is_no_parameter_is_refused():
-    with pytest.raises(ValueError, match=r"0.count \(\) is no parameter of a model.*shardings\(\(params, state\)"):
+    with pytest.raises(ValueError, match=r"0.count \(\) is not a parameter of a model.*shardings\(\(params, state\)"):
         parameter((0, "count"), ())
     with pytest.raises(ValueError, match=r"up_proj.kernel has shape \(8, 16\).*after an axis of layers"):
         parameter(("model", "layers", "mlp", "up_proj", "kernel"), (8, 16))
-    with pytest.raises(ValueError, match=r"bias.codes \(4,\) is no parameter"):
+    with pytest.raises(ValueError, match=r"bias.codes \(4,\) is not a parameter"):
         parameter(("q_proj", "bias", "codes"), (4,))

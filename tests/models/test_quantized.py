@@ -198,7 +198,7 @@ def test_what_cannot_be_quantised_is_refused():
         quantize(make_model(), "nf4")
     with pytest.raises(ValueError, match="the head is the embedding"):
         quantize(make_model(dataclasses.replace(WIDE, tie_word_embeddings=True)), "nf4", head=True)
-    with pytest.raises(ValueError, match="quantised weights are not trained"):
+    with pytest.raises(ValueError, match="quantised weights cannot be trained"):
         planning.make_run("llama-3-8b", batch=1, seq=128, device="h100", quantize="nf4")
 
 

@@ -323,7 +323,7 @@ def test_a_linked_folder_of_templates_is_not_written_through(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "additional_chat_templates").symlink_to(tmp_path / "outside")
     small = {"adapter_config.json": b"{}", "additional_chat_templates/x.jinja": b"x"}
-    with pytest.raises(NotADirectoryError, match="additional_chat_templates is a link, and must be a folder or noth"):
+    with pytest.raises(NotADirectoryError, match="additional_chat_templates is a link, and must be a folder or not"):
         saving.write_adapters(tmp_path / "out", {"a": np.zeros(1)}, small)
     assert not list((tmp_path / "outside").iterdir())
 
@@ -437,7 +437,7 @@ def test_generate_stops_by_its_argument_then_by_generation_config_then_by_config
 def test_stops_that_are_no_tokens_are_refused(name, stops, folder):
     values = json.loads((folder / name).read_text()) | {"eos_token_id": json.loads(stops)}
     (folder / name).write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=rf"model/{name}: eos_token_id must be a token's number or a list of them"):
+    with pytest.raises(ValueError, match=rf"model/{name}: eos_token_id must be a token id or a list of ids"):
         LlamaForCausalLM.from_pretrained(folder)
 
 
@@ -460,7 +460,7 @@ def test_a_tokenizer_comes_along_whole(folder, tmp_path):
     assert sorted(found) == ["config.json", "generation_config.json"]
     model.save_pretrained(folder)  # without a word on tokenizers
     assert (folder / "chat_template.jinja").exists()
-    with pytest.raises(ValueError, match="tokenizer_from='.*nowhere' is no folder"):
+    with pytest.raises(ValueError, match="tokenizer_from='.*nowhere' is not a folder"):
         model.save_pretrained(folder, tokenizer_from=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="tokenizer_from='.*' holds no tokenizer: none of tokenizer.json, "):
         model.save_pretrained(folder, tokenizer_from=tmp_path)

@@ -23,7 +23,7 @@ def test_longer_rows_are_refused_with_the_ways_to_ask_for_them():
         stretched(CONFIG, 101)
     with pytest.raises(ValueError, match=r"rope_scaling='ntk' must be one of"):
         stretched(CONFIG, 101, "ntk")
-    with pytest.raises(ValueError, match="more than 16777216 positions"):
+    with pytest.raises(ValueError, match="more than 16777216, up to which"):
         stretched(CONFIG, 2**24 + 1, "yarn")
 
 
@@ -47,7 +47,7 @@ def test_a_scaling_grows_and_stays_of_its_kind():
     yarn = dataclasses.replace(CONFIG, rope_scaling=YarnRope(factor=4.0, original_max_position_embeddings=100))
     found = stretched(yarn, 401, "yarn")
     assert found.rope_scaling == YarnRope(factor=8.0, original_max_position_embeddings=100)
-    with pytest.raises(ValueError, match="'linear' does not go with the model's own YarnRope.*'yarn'"):
+    with pytest.raises(ValueError, match="'linear' does not fit the model's YarnRope.*'yarn'"):
         stretched(yarn, 401, "linear")
 
 

@@ -124,7 +124,7 @@ def test_a_scalar_belongs_to_every_micro_batch():
     (loss, noise), (sum_of_losses, sum_of_noises) = values[1], values[4]
     np.testing.assert_allclose(sum_of_losses, loss, rtol=1e-6)
     np.testing.assert_allclose(sum_of_noises, 4 * noise, rtol=1e-6)
-    with pytest.raises(ValueError, match="the batch holds scalars alone, which micro_batches cannot cut"):
+    with pytest.raises(ValueError, match="the batch has only scalars, which micro_batches cannot divide"):
         step((params, SGD.init(params)), dict(beta=pairs["beta"]))
 
 
@@ -148,7 +148,7 @@ def test_a_batch_in_which_nothing_is_scored_has_loss_0(batch):
 def test_micro_batches_must_divide_the_batch(batch):
     with pytest.raises(ValueError, match="micro_batches=3 does not divide a batch of 8 sequences"):
         stepped(batch, micro_batches=3)
-    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1; 1 takes the batch whole"):
+    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1; 1 does not divide the batch"):
         make_step(split()[0], SGD, micro_batches=0)
 
 
@@ -221,5 +221,5 @@ def test_a_loss_that_needs_the_whole_batch_has_no_micro_batches():
 
     vars(loss_fn)["needs_whole_batch"] = True
     make_step(split()[0], SGD, loss_fn)
-    with pytest.raises(ValueError, match="micro_batches=2, but loss_fn.needs_whole_batch is set: .* no sum over"):
+    with pytest.raises(ValueError, match="micro_batches=2, but loss_fn.needs_whole_batch is set: .* not a sum over"):
         make_step(split()[0], SGD, loss_fn, micro_batches=2)

@@ -182,9 +182,9 @@ def test_a_checkpoint_of_bitsandbytes_keeps_its_codes(tmp_path):
     found, named = (plan(name, device="t4", lora=16) for name in (tmp_path, "unsloth/Qwen2-0.5B-bnb-4bit"))
     assert found.run.quantize == named.run.quantize == "nf4" and found.needed == named.needed
     assert found.needed < plan("qwen2-0.5b", device="t4", lora=16).needed
-    with pytest.raises(ValueError, match="holds its weights in nf4, and quantised weights are not trained"):
+    with pytest.raises(ValueError, match="has weights in nf4, and quantised weights cannot be trained"):
         plan(tmp_path, device="t4")
-    with pytest.raises(ValueError, match="quantize='int8': .* holds its weights in nf4"):
+    with pytest.raises(ValueError, match="quantize='int8': .* has weights in nf4"):
         plan(tmp_path, device="t4", lora=16, quantize="int8")
     how["bnb_4bit_quant_type"] = "fp4"
     (tmp_path / "config.json").write_text(json.dumps(values))

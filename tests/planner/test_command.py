@@ -53,13 +53,13 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tm
         (dict(device="h200:²"), "1 to 8, or a multiple of 8"),
         (dict(device="v5e:3x3"), "must be a topology of 2 axes that 2x2.*such as 'v5e:8x8'"),
         (dict(device="v5p:4x4"), "must be a topology of 3 axes"),
-        (dict(device="v5e:32x32"), "has 1024 chips, and a pod of them has 256"),
+        (dict(device="v5e:32x32"), "has 1024 chips, and a pod has 256"),
         (dict(device="h200:8", mesh=dict(data=3, fsdp=2)), "has 6 devices, and the target has 8.*fsdp=8"),
         (
             dict(device="h200:8", mesh=dict(pipeline=8)),
             "must be sizes of data, fsdp, expert, sequence, tensor, as in 'fsdp=4,tensor=2'",
         ),
-        (dict(device="h200:8", batch=12), "batch=12 is not divided by the 8 devices.*Take batch=8"),
+        (dict(device="h200:8", batch=12), "batch=12 is not divisible by the 8 devices.*Pass batch=8"),
         (dict(device="h200:24", batch=24), "fsdp=24 does not divide.*give the other devices to data"),
         (dict(batch=0), "batch=0 must be at least 1"),
         (dict(batch=10**30), "batch=10+ must be below"),
@@ -208,7 +208,7 @@ def test_a_device_or_its_memory_is_needed(capsys):
     assert main("plan --model qwen2-0.5b --memory 24GiB".split()) == 0
     assert " on gpu (GPU of 24.0 GiB, " in capsys.readouterr().out
     printed = refused("plan --model qwen2-0.5b --memory 24GiB --level compiled".split(), capsys)
-    assert "name one, such as --device='rtx4090', beside the memory" in printed
+    assert "name one, such as --device='rtx4090', in addition to the memory" in printed
 
 
 def test_what_is_not_said_is_as_in_finetune(capsys):
@@ -279,7 +279,7 @@ def test_widths_that_a_run_does_not_quantise_are_refused_and_not_advised(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config | dict(num_attention_heads=43)))
     command = ["plan", "--model", str(tmp_path), "--device=t4", "--lora=4", "--seq=2048"]
     assert main([*command, "--quantize=nf4"]) == 2
-    assert "--quantize='nf4' cuts a projection's input into blocks of 64, which do not" in capsys.readouterr().err
+    assert "--quantize='nf4' divides a projection's input into blocks of 64, which do not" in capsys.readouterr().err
     assert main(command) == 1  # quantised, its 16 billion parameters would fit
     assert "--quantize" not in capsys.readouterr().out
     assert main([*command, "--lora-targets=("]) == 2

@@ -34,7 +34,7 @@ def test_a_device_is_known_by_the_names_that_people_type(typed):
         "rtx6000": "is unknown. Did you mean .*'rtx-6000-ada'",
         "mi300x": "is unknown. GPUs: h100.*give its memory",
         "v5e-8": "named by the topology of their chips, such as 'v5e:2x2'",
-        "gpu": "say how much memory it has",
+        "gpu": "pass its memory, such as memory",
         "": "is unknown",
         "80gb": "is unknown",
     }.items(),
@@ -52,7 +52,7 @@ def test_a_gpu_is_known_by_its_memory_alone_or_has_another_than_the_table():
     assert target("rtx4090", "24564MiB").capacity_bytes == pytest.approx(target("rtx4090").capacity_bytes, rel=0.01)
     with pytest.raises(ValueError, match="a TPU has 15.75 GiB"):
         target("v5e", "24GiB")
-    with pytest.raises(ValueError, match="device=None: say which"):
+    with pytest.raises(ValueError, match="device=None: name one"):
         target()
 
 

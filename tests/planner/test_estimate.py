@@ -162,7 +162,7 @@ def test_micro_batches_hold_the_activations_of_one_and_a_sum_of_gradients():
         assert four.bytes_of[name] * 4 == one.bytes_of[name] > 0
     assert four.bytes_of["gradients"] == one.bytes_of["gradients"] + 4 * architecture("qwen2-0.5b").num_parameters
     with pytest.raises(
-        ValueError, match="batch=12 is not divided by the 2 devices .* in micro_batches=4. Take batch=8"
+        ValueError, match="batch=12 is not divisible by the 2 devices .* in micro_batches=4. Pass batch=8"
     ):
         make_run("qwen2-0.5b", batch=12, seq=128, device="h200:2", micro_batches=4)
 

@@ -80,7 +80,7 @@ def test_an_expert_axis_splits_parameters_and_state_as_fsdp_does():
     run = make_run(**OLMOE | dict(mesh=dict(fsdp=2, expert=2)))
     assert (run.batch_devices, run.tokens) == (4, 4 * 2048)
     assert make_run(**OLMOE | dict(batch=None, device="h200:16", mesh=dict(fsdp=2, expert=8))).batch == 16
-    with pytest.raises(ValueError, match="batch=6 is not divided by the 4 devices of 'h200:4'"):
+    with pytest.raises(ValueError, match="batch=6 is not divisible by the 4 devices of 'h200:4'"):
         make_run(**OLMOE | dict(batch=6, mesh=dict(expert=4)))
 
 

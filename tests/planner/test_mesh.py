@@ -59,7 +59,9 @@ def test_adapters_are_split_with_their_matrices():
 def test_the_devices_of_a_tensor_axis_share_a_batch():
     assert make_run(**LLAMA | dict(batch=None, device="h200:32", mesh=dict(fsdp=4, tensor=8))).batch == 8
     assert make_run(**LLAMA | dict(batch=1, mesh=dict(tensor=8))).tokens == 4096
-    with pytest.raises(ValueError, match="batch=6 is not divided by the 4 groups of devices of 'h200:8'.*Take batch=4"):
+    with pytest.raises(
+        ValueError, match="batch=6 is not divisible by the 4 groups of devices of 'h200:8'.*Pass batch=4"
+    ):
         make_run(**LLAMA | dict(batch=6, mesh=dict(fsdp=4, tensor=2)))
 
 
@@ -69,7 +71,9 @@ def test_the_devices_of_a_sequence_axis_have_their_positions_of_each_row():
     padded = make_run(**LLAMA | dict(batch=3, seq=4001, mesh=dict(sequence=4, tensor=2)))
     assert (padded.positions, padded.tokens) == (1002, 3006)  # 4,001 are padded to 4,008, eight equal parts
     assert make_run(**LLAMA | dict(batch=None, device="h200:32", mesh=dict(fsdp=4, sequence=8))).batch == 8
-    with pytest.raises(ValueError, match="batch=3 is not divided by the 2 groups of devices of 'h200:8'.*Take batch=2"):
+    with pytest.raises(
+        ValueError, match="batch=3 is not divisible by the 2 groups of devices of 'h200:8'.*Pass batch=2"
+    ):
         make_run(**LLAMA | dict(batch=3, mesh=dict(fsdp=2, sequence=4)))
 
 
@@ -117,7 +121,7 @@ def test_meshes_are_tried_by_what_they_send():
         {"data": 1, "fsdp": 4, "tensor": 2},
         {"data": 1, "fsdp": 2, "tensor": 4},
     ]  # a batch of 4 has no 8 parts, and 28 heads neither
-    with pytest.raises(ValueError, match="batch=3 is not divided by the 8 devices"):
+    with pytest.raises(ValueError, match="batch=3 is not divisible by the 8 devices"):
         runs_on_meshes("qwen2.5-7b", device="h200:8", batch=3, seq=1024)
 
 

@@ -145,8 +145,8 @@ def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
         ("tensor=4", "--mesh: tensor has 4 devices, which do not divide num_attention_heads=2. The nearest number"),
         ("fsdp=3", "mesh='fsdp=3' splits the batch into 3 shards, which do not divide the 4 rows that are computed at"),
         ("expert=2", "--mesh: expert has 2 devices, and Qwen2Config has no experts. Give the devices to fsdp."),
-        ("model=2", "mesh='model=2': 'model' is no axis. The axes are data, fsdp, expert, sequence and tensor, as in"),
-        ("fsdp=0", "mesh='fsdp=0': fsdp needs a number of devices from 1, as in 'fsdp=2'."),
+        ("model=2", "mesh='model=2': 'model' is not an axis. The axes are data, fsdp, expert, sequence and tensor"),
+        ("fsdp=0", "mesh='fsdp=0': fsdp needs a number of devices of at least 1, as in 'fsdp=2'."),
         ("fsdp=2,fsdp=2", "mesh='fsdp=2,fsdp=2' names fsdp twice. Name it once."),
     ],
 )  # fmt: skip

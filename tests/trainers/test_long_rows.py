@@ -133,7 +133,7 @@ def test_longer_rows_are_refused_or_reached_by_the_option():
     told = dict(data="d", length=200_000)
     with pytest.raises(UserError, match="200000 is more than the 131072 positions of .* --rope-scaling llama3"):
         long_rows.stretched_for(RowOptions(**told), MODEL)
-    with pytest.raises(UserError, match="--rope-scaling=yarn: .* does not go with the model's own Llama3Rope"):
+    with pytest.raises(UserError, match="--rope-scaling=yarn: .* does not fit the model's Llama3Rope"):
         long_rows.stretched_for(RowOptions(**told, rope_scaling="yarn"), MODEL)
     found = long_rows.stretched_for(RowOptions(**told, rope_scaling="llama3"), MODEL)
     assert found.config.longest_sequence == 262_144

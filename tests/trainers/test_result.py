@@ -128,7 +128,7 @@ def test_fresh_removes_checkpoints_and_nothing_else(tmp_path):
     assert {"other", "1"} <= names and "7.orbax-checkpoint-tmp" not in names
     (out / CHECKPOINTS / "2024").mkdir()
     (out / CHECKPOINTS / "2024" / "photo").write_text("")
-    with pytest.raises(UserError, match=r"2024 is no checkpoint of a run. Move it, or pass another --out\."):
+    with pytest.raises(UserError, match=r"2024 is not a checkpoint of a run. Move it, or pass another --out\."):
         run_in(out, fresh=True)
 
 

@@ -283,7 +283,7 @@ def test_the_last_whole_checkpoint_is_offered(command, finished, capsys):
     (finished / "checkpoints" / "999").mkdir()
     error = command.error(capsys, finished)
     newest = finished / "checkpoints" / "999"
-    assert f"The checkpoint of step 2 is whole: move {newest} elsewhere to go on from it." in error
+    assert f"The checkpoint of step 2 is intact: move {newest} elsewhere to resume from it." in error
     assert "--fresh" not in error
 
 

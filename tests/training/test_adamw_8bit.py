@@ -376,7 +376,7 @@ def test_parameters_and_states_that_do_not_fit_are_refused():
     params = dict(kernel=jnp.ones((16, 1024)))
     with pytest.raises(ValueError, match=r"float32_names has 'embedding', .* Name one of \['kernel'\]"):
         adamw_8bit(1e-3, float32_names=("embedding",)).init(params)
-    with pytest.raises(TypeError, match="adamw_8bit: kernel is int8, and must be of real floating-point numbers"):
+    with pytest.raises(TypeError, match="adamw_8bit: kernel is int8, and must have a real floating-point dtype"):
         adamw_8bit(1e-3).init(dict(kernel=jnp.ones((16, 1024), jnp.int8)))
     state = adamw_8bit(1e-3, block_size=128).init(params)
     with pytest.raises(ValueError, match=r"scales of shape \(16, 8\), and block_size=256 makes them \(16, 4\)"):

@@ -41,12 +41,12 @@ def test_a_checkpoint_is_read_back_with_its_step(folder):
 
 def test_a_state_of_other_shapes_or_dtypes_is_one_sentence(folder):
     checkpoints = Checkpoints(folder, {"steps": 3})
-    said = r"/1 holds another state: \[0\] is float32\(6,\), and {} is asked for\. Pass fresh=True to start over"
+    said = r"/1 holds another state: \[0\] is float32\(6,\), and {} in the run\. Pass fresh=True to start over"
     for other in (jnp.zeros(7), jnp.zeros(6, jnp.bfloat16)):
         asked = f"{other.dtype}\\({other.size},\\)"
         with pytest.raises(CheckpointError, match=said.format(asked)):
             checkpoints.restore([other, STATE[1]])
-    with pytest.raises(CheckpointError, match=r"/1 holds a state of 2 arrays, and one of 1 is asked for\."):
+    with pytest.raises(CheckpointError, match=r"/1 holds a state of 2 arrays, and the run has one of 1\."):
         checkpoints.read(1, STATE[:1])
 
 
@@ -139,7 +139,7 @@ def test_the_newest_whole_checkpoint_is_named_where_a_newer_one_is_damaged(tmp_p
         _truncate(tmp_path / "12" / damage if damage != "all" else tmp_path / "12")
     newest = tmp_path / "12"
     with pytest.raises(
-        DamagedError, match=rf"{newest} cannot be read .* step 8 is whole: move {newest} elsewhere"
+        DamagedError, match=rf"{newest} cannot be read .* step 8 is intact: move {newest} elsewhere"
     ) as error:
         Checkpoints(tmp_path, {}).restore([STATE[0]])
     assert "fresh" not in str(error.value)

@@ -122,7 +122,9 @@ def test_vectors_of_other_models_are_known_by_their_axes_and_names():
 def test_two_options_for_one_thing_are_refused():
     with pytest.raises(ValueError, match="mask and decays_all=False both say which parameters decay"):
         adamw(1e-3, mask={"kernel": True, "scale": False}, decays_all=False)
-    with pytest.raises(ValueError, match="mu_dtype='bfloat16' and state_dtype='float16' both say how the first"):
+    with pytest.raises(
+        ValueError, match="mu_dtype='bfloat16' and state_dtype='float16' both set the dtype of the first"
+    ):
         adamw(1e-3, mu_dtype="bfloat16", state_dtype="float16")
 
 
@@ -268,5 +270,7 @@ def test_a_learning_rate_that_is_none_is_refused(rate):
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
 def test_gradients_are_not_clipped_at_a_norm_that_is_none(max_norm):
     for make in (adamw, sgd, functools.partial(optimizer_named, "adamw8bit")):
-        with pytest.raises(ValueError, match=rf"^max_norm={max_norm} must be more than 0; None clips no gradient\.$"):
+        with pytest.raises(
+            ValueError, match=rf"^max_norm={max_norm} must be more than 0; None does not clip gradients\.$"
+        ):
             make(1.0, max_norm=max_norm)

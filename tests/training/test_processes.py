@@ -105,7 +105,7 @@ def test_processes_that_end_in_order_lose_nobody(code, started):
 
 @pytest.mark.full
 def test_values_that_differ_are_named_in_all_processes(started):
-    said = "Process 1 has other options than process 0: seed=1 for 0. All processes of a run need the same ones.\n"
+    said = "Process 1 has different options than process 0: seed=1 for 0. All processes of a run need the same ones.\n"
     for process in started(2, ("same",)):
         printed, error = process.communicate(timeout=100)
         assert (process.returncode, printed) == (2, said), error
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_the_others(victim, started):
 
 def test_processes_are_joined_once_and_before_there_are_devices():
     jax.devices()
-    with pytest.raises(ValueError, match="JAX has devices already.* Call processes.begin first"):
+    with pytest.raises(ValueError, match="JAX has initialised its devices.* Call processes.begin first"):
         processes.begin("127.0.0.1:1,0/2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.distributed, "is_initialized", lambda: True)

@@ -53,7 +53,7 @@ def test_what_is_held_out_is_drawn_once_and_trained_on_never():
     assert rows.hold_out(range(20), 0.1, seed=3) == (train, held_out)
     assert rows.hold_out(range(20), 0.0, seed=3) == (list(range(20)), [])
     assert [len(part) for part in rows.hold_out(range(2), 0.99, seed=0)] == [1, 1]
-    with pytest.raises(ValueError, match="share=0.5 of 1 items leaves none to train on. Pass share=0."):
+    with pytest.raises(ValueError, match="share=0.5 of 1 items leaves no item to train on. Pass share=0."):
         rows.hold_out(["one"], 0.5, seed=0)
 
 

@@ -84,9 +84,9 @@ def _check_batch(spec: P, layout: Layout, arguments: dict[str, Any]) -> None:
     lie, wanted = ([names(entry) for entry in full_spec(x, 2)] for x in (spec, _of_tokens(layout)))
     if not layout.axes or lie != wanted:
         raise ValueError(
-            f"input_ids are sharded over a mesh with Explicit axes as {spec}, and the axes that split the model's "
-            f"batch are {layout.batch}. Pass KernelOptions(layout=Layout(batch=…)) with those that split input_ids, "
-            "and split nothing else of them, or place the batch by layout.place(batch)."
+            f"input_ids are sharded over a mesh with Explicit axes as {spec}, but the layout shards the batch over "
+            f"{layout.batch}. Pass KernelOptions(layout=Layout(batch=…)) with the axes that split input_ids, "
+            "which must split only their rows, or place the batch by layout.place(batch)."
         )
     if arguments.get("cache") is not None:
         raise ValueError(

@@ -77,7 +77,7 @@ class Layout:
             object.__setattr__(self, "batch", (*self.batch, self.expert))
         for axes in (self.axes, self.fsdp_axes):
             if twice := sorted({name for name in axes if axes.count(name) > 1}):
-                raise ValueError(f"{self}: {twice} is named twice. An axis splits one thing.")
+                raise ValueError(f"{self}: {twice} is named twice. An axis can have only one role.")
         if idle := [name for name in self.fsdp_axes if name not in (*self.batch, self.sequence)]:
             raise ValueError(
                 f"{self}: fsdp names {idle}, which split neither the batch nor its sequences, so that all devices "

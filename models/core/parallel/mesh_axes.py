@@ -24,8 +24,8 @@ def check_takes_all_axes(caller: str, layout: Any) -> None:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual and open_axes(layout):
         raise ValueError(
-            f"{caller} is called inside a jax.shard_map over {tuple(manual)} alone, and the layout takes other axes of "
-            "the mesh. Leave that jax.shard_map out, and let the layout split the batch over all axes."
+            f"{caller} is called inside a jax.shard_map over {tuple(manual)} only, and the layout uses other axes of "
+            "the mesh. Remove that jax.shard_map, and let the layout split the batch over all axes."
         )
 
 

@@ -178,8 +178,8 @@ def state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, who
         children, structure = jax.tree.flatten(params, is_leaf=lambda x: x is not params)
         if jax.tree_util.treedef_is_leaf(structure):
             return jax.tree.map(lambda x: _Placed(sharding_like(_shape(x), params.shape, shardings), shardings), state)
-        parts = zip(structure.flatten_up_to(state), children, structure.flatten_up_to(shardings), strict=True)
-        return jax.tree.unflatten(structure, [of_subtree(*part) for part in parts])
+        subtrees = zip(structure.flatten_up_to(state), children, structure.flatten_up_to(shardings), strict=True)
+        return jax.tree.unflatten(structure, [of_subtree(*subtree) for subtree in subtrees])
 
     placed = optax.tree_map_params(
         lambda params: jax.eval_shape(optimizer.init, params),

@@ -60,8 +60,8 @@ class SequenceShards:
         named = dict(batch) if isinstance(batch, Mapping) else dict(input_ids=batch, labels=batch)
         if named.get("input_ids") is None:
             raise ValueError(
-                f"place: {self.size} devices share rows along sequence={self.axis!r}, and the batch has no input_ids "
-                f"but {sorted(map(str, named))}. Pass a model's arguments by name, each batch by itself."
+                f"place: {self.size} devices share rows along sequence={self.axis!r}, and the batch has no input_ids, "
+                f"but {sorted(map(str, named))}. Pass one batch, as a model's arguments by name."
             )
         if (labels := named.pop("labels", None)) is not None:
             if named.get("shift_labels") is not None:
@@ -107,8 +107,8 @@ class SequenceShards:
         if positions is None or length % self.multiple:
             problem = "positions is not given" if positions is None else f"input_ids has {length} positions"
             raise ValueError(
-                f"{problem} {where}, each of which has chunks of a row of {self.multiple}·n positions. Pass what "
-                "layout.place(batch) makes: it pads rows, puts them in order and attaches positions."
+                f"{problem} {where}, each of which has chunks of a row of {self.multiple}·n positions. Pass the "
+                "result of layout.place(batch), which pads and reorders rows and adds positions."
             )
 
     def check(self, config: Any) -> None:
@@ -116,7 +116,7 @@ class SequenceShards:
         if config.num_recurrent_layers:
             raise ValueError(
                 f"sequence={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of linear "
-                "attention or convolutions, whose state passes through a row from token to token. Give the devices to "
+                "attention or convolutions, whose state is passed from token to token of a row. Give the devices to "
                 "fsdp."
             )
 
@@ -125,11 +125,11 @@ class SequenceShards:
         where = f"on a mesh with {self.size} devices along sequence={self.axis!r}"
         if labels is not None:
             raise ValueError(
-                f"labels are given {where}, where a position's next one may be on another device. Pass what "
-                "layout.place(batch) makes: it shifts labels, as shift_labels."
+                f"labels are given {where}, where a position's next label may be on another device. Pass the "
+                "result of layout.place(batch), which has shifted labels, shift_labels."
             )
         if not isinstance(logits_to_keep, int) or logits_to_keep:
             raise ValueError(
-                f"logits_to_keep is given {where}, on which rows are not in their own order. Give the other positions "
+                f"logits_to_keep is given {where}, where rows are in another order. Instead, give the other positions "
                 "the label -100, or loss weights of 0."
             )

@@ -76,8 +76,8 @@ class TensorShards:
         at = info.tensor_axis
         if at is None and info.kind.startswith("kernel"):
             raise ValueError(
-                f"{info.name} is a matrix of which nothing says how {self.axis}={self.size} splits it: tensor "
-                f"parallelism knows the projections of dense models. Give the devices to an axis of the batch."
+                f"{info.name} is a matrix that {self.axis}={self.size} cannot split: tensor parallelism "
+                f"supports only the projections of known models. Give the devices to an axis of the batch."
             )
         if at is not None and shape[at] % self.size == 0:
             entries[at] = (self.axis,)
@@ -103,7 +103,7 @@ class TensorShards:
             )
         if config.layers_differ:
             raise ValueError(
-                f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of several "
+                f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has layers of different "
                 "sizes, which the axis cannot split. Give the devices to fsdp."
             )
         numbers = dict(num_attention_heads=config.num_attention_heads)

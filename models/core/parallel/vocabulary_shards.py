@@ -119,9 +119,9 @@ def vocabulary_of(shards: TensorShards, head: Any, config: Any) -> dict[str, Any
         return dict(vocab_axis=shards.axis)
     if config.final_logit_softcapping is not None:
         raise ValueError(
-            f"tensor={shards.axis!r} has {shards.size} devices, which do not divide vocab_size={vocab_size}. Entries "
-            f"that pad it would count, since final_logit_softcapping={config.final_logit_softcapping} bounds their "
-            f"logits. The nearest number that divides it is {nearest_divisor(vocab_size, shards.size)}."
+            f"tensor={shards.axis!r} has {shards.size} devices, which do not divide vocab_size={vocab_size}. The "
+            f"vocabulary cannot be padded, since final_logit_softcapping={config.final_logit_softcapping} bounds the "
+            f"logits of padding. The nearest number that divides it is {nearest_divisor(vocab_size, shards.size)}."
         )
     is_entry = jax.lax.axis_index(shards.axis) * size + jnp.arange(size) < vocab_size
     return dict(vocab_axis=shards.axis, bias=jnp.where(is_entry, 0.0, NO_LOGIT).astype(jnp.float32))

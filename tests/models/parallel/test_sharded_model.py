@@ -263,10 +263,10 @@ def test_on_an_explicit_mesh_the_batch_must_lie_as_the_options_say(make_mesh):
     tokens = jnp.zeros((8, 5), jnp.int32)
     with jax.set_mesh(mesh):
         place = lambda *axes: jax.device_put(tokens, NamedSharding(mesh, P(*axes)))
-        with pytest.raises(ValueError, match=r"P\('data', None\), and the axes that split the model's batch are \(\)"):
+        with pytest.raises(ValueError, match=r"P\('data', None\), but the layout shards the batch over \(\)"):
             FAMILIES["llama"]()(place("data"))
         model = FAMILIES["llama"](kernels=KernelOptions(batch_axes=("data",)))
-        with pytest.raises(ValueError, match=r"P\('fsdp', None\), and the axes .* are \('data',\)"):
+        with pytest.raises(ValueError, match=r"P\('fsdp', None\), but the layout shards the batch over \('data',\)"):
             model(place("fsdp"))
         with pytest.raises(ValueError, match="cache is given on a mesh with Explicit axes"):
             model(place("data"), cache=model.init_cache(8, 8))

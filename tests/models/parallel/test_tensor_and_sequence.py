@@ -118,7 +118,7 @@ def test_loss_metrics_and_gradients_are_those_of_one_device(problem, split, axis
 def test_a_tensor_axis_is_refused_where_layers_differ(devices):
     if len(devices) < 2:
         pytest.skip("one device splits nothing")
-    with pytest.raises(ValueError, match="Gemma4TextConfig has layers of several sizes, which the axis cannot split"):
+    with pytest.raises(ValueError, match="Gemma4TextConfig has layers of different sizes, which the axis cannot split"):
         assert_like_one_device(
             Problem("gemma4", (("num_kv_shared_layers", 0), ("hidden_size_per_layer_input", 0))), TENSOR, devices
         )

@@ -70,7 +70,7 @@ def test_tokens_alone_are_their_own_labels_and_padding_fits_a_tensor_axis(device
 
 def test_what_cannot_be_split_into_rows_is_refused(devices):
     mesh, layout, tokens = mesh_of(SEQUENCE, devices[:2]), layout_of(SEQUENCE), jnp.zeros((2, 4), jnp.int32)
-    with pytest.raises(ValueError, match=r"the batch has no input_ids but \['chosen', 'rejected'\]"):
+    with pytest.raises(ValueError, match=r"the batch has no input_ids, but \['chosen', 'rejected'\]"):
         layout.place(dict(chosen=dict(input_ids=tokens), rejected=dict(input_ids=tokens)), mesh)
     with pytest.raises(ValueError, match="labels and shift_labels exclude each other"):
         layout.place(dict(input_ids=tokens, labels=tokens, shift_labels=tokens), mesh)
@@ -226,7 +226,7 @@ def test_a_model_s_shardings_ask_for_whole_heads():
 
 
 def test_a_matrix_without_a_rule_is_refused():
-    with pytest.raises(ValueError, match="router.kernel is a matrix of which nothing says how tensor=2 splits it"):
+    with pytest.raises(ValueError, match="router.kernel is a matrix that tensor=2 cannot split"):
         LAYOUT.shardings({"router": {"kernel": jnp.zeros((4, 4))}}, AbstractMesh((1, 2), AXES))
     with pytest.raises(ValueError, match="tensor=3 does not divide axis 1 of q_proj.kernel.* nearest to 3 is 2"):
         LAYOUT.shardings({"q_proj": {"kernel": jnp.zeros((4, 8))}}, AbstractMesh((1, 3), AXES))
