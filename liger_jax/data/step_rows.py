@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from liger_jax.data.laid_rows import LaidRows
+from liger_jax.data.laid_rows import LaidRows, RowBatches
+from liger_jax.data.stream import Stream
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import packing, row_sizes
 from liger_jax.training.row_sizes import Size
-from liger_jax.training.rows import Rows
+from liger_jax.training.rows import Rows, batched
 
 _LONGEST = 2**14  # places in a row of several bundles, unless one of them needs more
 _SHARED = 1.02  # what a place of such a row costs, beside one of a row with a single document
@@ -32,6 +33,7 @@ class Laying:
     shards: int = 1  # devices that split the rows of a micro-batch
     padded: bool = False  # each bundle has a row of the whole length
     alone: bool = False  # each bundle has its own row
+    in_segments: bool = False  # rows say where their documents are, even where each has its own
     # How a place's cost grows with its row, as attention's does that computes all of a row: by this for each place. 0
     # where attention computes what a document sees.
     growth: float = 0.0
@@ -145,7 +147,8 @@ class StepRows:
             places = [(row, i, 0, 0) for i, row in enumerate(chosen.tolist())]
             return Laid(_packed(laid, names, chosen, size, mine), None, places)
         tokens, together, count = laid.tokens, laid.tokens.together, size.micro_batches
-        shape, in_segments = (size.num_rows, size.length), laid.in_segments or size.rows < self._laying.at_once
+        shape, in_segments = (size.num_rows, size.length), laid.in_segments or self._laying.in_segments
+        in_segments |= size.rows < self._laying.at_once
         arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in packing.columns(in_segments)}
         arrays["labels"][:] = IGNORE_INDEX
         for name, column in beside.items():  # of segments (rows, S), or of tokens (rows, length, …)
@@ -241,6 +244,38 @@ class StepRows:
         made = lambda level, count: Size(min(level * granule, cap), best, count)
         scored = made(max(levels[-1], of_scores), 1)
         return [made(level, count) for level in levels], np.searchsorted(levels, need), scored
+
+
+class StreamRows:
+    """The rows of a stream's steps, as `StepRows` has them: all of one size, since nobody knows its documents."""
+
+    def __init__(self, stream: Stream, held_out: LaidRows, laying: Laying):
+        self._stream, self._size = stream, Size(held_out.length, laying.at_once, laying.micro_batches)
+        self._scored, self.sizes, self.num_segments = RowBatches(held_out, laying.at_once), [self._size], 1
+
+    def size_of(self, step: int) -> Size:
+        """The size of all rows."""
+        return self._size
+
+    def rows_of(self, step: int, own: np.ndarray | None = None) -> Rows:
+        """The rows of a step, which each process reads by itself."""
+        return next(batched(self._stream.rows_of(step), self._size.num_rows))
+
+    def numbers_of(self, step: int) -> np.ndarray:
+        """(rows, length), the number of each token's piece."""
+        return self._stream.pieces_of(step)
+
+    def some_of(self, step: int) -> Rows:
+        """The first rows of a step."""
+        return next(batched(self._stream.rows_of(step), self._size.rows))
+
+    def scored(self) -> RowBatches:
+        """The rows that are held out."""
+        return self._scored
+
+    def empty(self, size: Size) -> Rows:
+        """Rows of the size, those of the first step."""
+        return self.rows_of(0)
 
 
 class _Scored(Sequence[Rows]):

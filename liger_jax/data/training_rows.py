@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from liger_jax.data.options import RowOptions
 from liger_jax.data.pieces import NO_TOKEN, Piece, nothing_to_train_on
 from liger_jax.data.sources import DataSource, data_sources, in_both
 from liger_jax.data.sources import weight as weight_of
-from liger_jax.data.step_rows import Laying, StepRows
+from liger_jax.data.step_rows import Laying, StepRows, StreamRows
 from liger_jax.data.stream import Stream
 from liger_jax.data.token_cache import Tokens
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.training import digests, disk, rows
-from liger_jax.training.rows import Mixture, Rows, hold_out, num_mixed
+from liger_jax.training.rows import Mixture, hold_out, num_mixed
 from liger_jax.training.waiting import telling
 from liger_jax.user_errors import UserError, counted, user_errors
 
@@ -48,7 +48,7 @@ class TrainingRows:
     mixture: Mixture | None
     summary: str  # how many there are, in words
     stream: Stream | None = None  # the stream
-    in_steps: StepRows | None = None  # the rows of each step; `None` for a stream, and before `laid_in_steps`
+    in_steps: StepRows | StreamRows | None = None  # the rows of each step; `None` before `laid_in_steps`
 
     @property
     def num_in_epoch(self) -> int:
@@ -77,21 +77,16 @@ class TrainingRows:
         }
 
     def laid_in_steps(self, batch: int, seed: int, epochs: float | None, steps: int, laying: Laying) -> "TrainingRows":
-        """The same with the rows of each step, which a stream makes itself."""
-        if self.rows is None:
-            return self
-        chosen_of = rows.drawn(self.rows.num_rows, batch, seed, epochs, self.mixture)
-        return dataclasses.replace(self, in_steps=StepRows(self.rows, self.held_out_rows, chosen_of, steps, laying))
-
-    def batches(self) -> Callable[[int], Rows]:
-        """The rows of each step of a stream by its number, from 0."""
-        assert self.stream is not None
-        return self.stream.rows_of
-
-    def pieces_of(self, step: int) -> np.ndarray:
-        """(rows, length), the piece of each token of a stream's step."""
-        assert self.stream is not None
-        return self.stream.pieces_of(step)
+        """The same with the rows of each step."""
+        in_steps: StepRows | StreamRows
+        if self.stream is not None:
+            assert self.held_out_rows is not None
+            in_steps = StreamRows(self.stream, self.held_out_rows, laying)
+        else:
+            assert self.rows is not None
+            chosen_of = rows.drawn(self.rows.num_rows, batch, seed, epochs, self.mixture)
+            in_steps = StepRows(self.rows, self.held_out_rows, chosen_of, steps, laying)
+        return dataclasses.replace(self, in_steps=in_steps)
 
     @property
     def num_stored(self) -> int:

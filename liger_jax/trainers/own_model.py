@@ -11,16 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax.data import token_cache, training_rows
-from liger_jax.data.laid_rows import RowBatches
 from liger_jax.losses import causal_lm_loss
 from liger_jax.models.hugging_face import source
-from liger_jax.trainers import log, result
+from liger_jax.trainers import log, result, step_sizes
 from liger_jax.trainers.errors import training_errors, writable_folder
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.task import TEXT
-from liger_jax.training import Checkpoints, Loop, digests, lock, make_step, rows, scoring
+from liger_jax.training import Checkpoints, Loop, digests, lock, make_step, scoring
 from liger_jax.training.loop import figure
 from liger_jax.user_errors import UserError, need, of_option
 
@@ -75,7 +74,7 @@ def train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, after
 
 
 def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, after: After | None, out: Path) -> Outcome:
-    recipe, size = settings.recipe, settings.recipe.rows_at_once
+    recipe = settings.recipe
     with of_option("--tokenizer"):
         found = source.find(tokenizer, weights=False)
     encoder = training_rows.tokenizer(found, _head(model).shape[0])
@@ -85,33 +84,47 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
     graph, params, frozen = nnx.split(Whole(model), kind, ...)
     params, frozen = jax.tree.map(jnp.copy, (params, frozen))  # a step overwrites the first
     print(f"trained: {sum(x.size for x in jax.tree.leaves(params)):,} parameters")
-    steps = recipe.num_steps(data.num_in_epoch)
+    steps, names = recipe.num_steps(data.num_in_epoch), _parameters(model)
+    takes_segments = {"segment_ids", "positions"} <= names.keys()
+    laying = step_sizes.laying_of(
+        settings, _head(model).shape[1], whole=True, takes_segments=takes_segments, in_segments=takes_segments
+    )
+    if not (takes_segments or settings.rows.pack):
+        print(
+            f"rows: each document has its own row of {settings.rows.length:,} places; they share rows if the model's "
+            "hidden_states takes segment_ids and positions"
+        )
+    data = data.laid_in_steps(*recipe.order, steps, laying)
+    in_steps = data.in_steps
+    assert in_steps is not None
+    for line in step_sizes.lines(settings, data, steps, laying):
+        print(line)
     rate = recipe.rate(settings.peak_rate, steps)
     optimizer = recipe.optimizer_of(rate)
     made_of = data.made_of() | {"weights": digests.of_json(digests.of_leaves((params, frozen))), "steps": steps}
+    made_of |= step_sizes.identity(data, laying)
     checkpoints = Checkpoints(
         out / result.CHECKPOINTS, settings.of_the_run() | made_of, fresh=settings.folder.fresh,
         keep=settings.folder.keep, growing=("steps", "epochs"),
     )  # fmt: skip
     checkpoints.check()
     data.keep()
-    step = make_step(
-        graph, optimizer, TEXT.loss(settings, data), normalizer=TEXT.normalizer(settings, data), has_aux=True,
-        micro_batches=recipe.num_micro_batches,
-    )  # fmt: skip
-    program, sums = jax.jit(step, donate_argnums=0), TEXT.sums(graph, settings, data)
+    options: dict[str, Any] = dict(normalizer=TEXT.normalizer(settings, data), has_aux=True)
+    step_of = lambda size: make_step(
+        graph, optimizer, TEXT.loss(settings, data), micro_batches=size.micro_batches, **options
+    )
+    programs = {size: jax.jit(step_of(size), donate_argnums=0) for size in in_steps.sizes}
+    sums = TEXT.sums(graph, settings, data)
     restored = checkpoints.restore((params, optimizer.init(params)))
     state, entries = restored or ((params, optimizer.init(params)), {"steps": []})
     figures = entries["steps"]
-    rows_of = data.batches(*recipe.order)
-    filled = lambda step: next(rows.batched(rows_of(step), recipe.batch))
-    score, held_out = scoring(sums, frozen, TEXT.scores), RowBatches(data.held_out_rows, size)
-    its_rows = lambda step: [next(rows.batched(rows_of(max(0, step - 1)), size))]
+    score, held_out = scoring(sums, frozen, TEXT.scores), in_steps.scored()
+    its_rows = lambda step: [in_steps.some_of(max(0, step - 1))]
     whole = lambda params: nnx.merge(graph, params, frozen).own
     with log.Log(settings.folder.log, out, TEXT.columns, figures, settings.to_write()) as files:
         loop = Loop(
-            step=lambda state, batch: program(state, batch, frozen),
-            batch_of=filled,
+            step=lambda state, batch: programs[in_steps.size_of(len(figures))](state, batch, frozen),
+            batch_of=in_steps.rows_of,
             steps=steps,
             checkpoints=checkpoints,
             every=settings.folder.every,

@@ -15,6 +15,7 @@ from flax import nnx
 
 from liger_jax import losses
 from liger_jax.data.laid_rows import LaidRows
+from liger_jax.data.step_rows import StepRows
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
@@ -58,7 +59,7 @@ def fill(settings: Settings[PairOptions], data: TrainingRows, model: Any, made_o
 def _computed(settings: Settings[PairOptions], data: TrainingRows, laid: LaidRows, model: Any) -> np.ndarray:
     graph, state = nnx.split(model)
     ld_alpha, num_segments, stored = settings.method.ld_alpha, data.num_segments, data.num_stored
-    assert data.in_steps is not None
+    assert isinstance(data.in_steps, StepRows)
 
     @jax.jit
     def log_probs(state, rows):

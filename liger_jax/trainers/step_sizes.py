@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from liger_jax.data.step_rows import Laying
+from liger_jax.data.step_rows import Laying, StepRows
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.trainers import result
 from liger_jax.trainers.decided_run import Run
@@ -21,29 +21,44 @@ _FEW = 4096  # tokens of a step on each device, below which kernels do not fill 
 
 def laying(run: Run) -> Laying:
     """What decides how the rows of a run are laid."""
-    settings, config, sizes = run.settings, run.architecture.config, run.devices.sizes
-    is_cpu = jax.default_backend() == "cpu"
-    # Kernels compute what a document sees. XLA's attention computes all of a row, 4·D operations a place for each place
-    # of the row beside about 24·D² of the layer's matrices; and a recurrent layer passes through a row in order.
-    growth = 1 / (6 * config.hidden_size) if is_cpu or config.num_recurrent_layers else 0.0
+    config, whole = run.architecture.config, jax.default_backend() == "cpu"
+    shards = meshes.shards_of_batch(run.devices.sizes)
+    return laying_of(run.settings, config.hidden_size, whole=whole or config.num_recurrent_layers > 0, shards=shards)
+
+
+def laying_of(
+    settings: Settings,
+    width: int,
+    *,
+    whole: bool,
+    takes_segments: bool = True,
+    in_segments: bool = False,
+    shards: int = 1,
+) -> Laying:
+    """The same of a model of this width. `whole`: whether it computes all of a row, and not what a document sees.
+
+    XLA's attention takes 4·D operations a place for each place of the row, beside about 24·D² of the layer's matrices;
+    and a recurrent layer passes through a row in order.
+    """
     return Laying(
         batch=settings.recipe.batch,
         micro_batches=settings.recipe.num_micro_batches,
-        shards=meshes.shards_of_batch(sizes),
-        padded=_began_padded(settings),
+        shards=shards,
+        padded=not settings.rows.pack and not takes_segments or _began_padded(settings),
         alone=settings.placement.remat == "offload_attention",
-        growth=growth,
+        in_segments=in_segments,
+        growth=1 / (6 * width) if whole else 0.0,
         # A GPU computes more in the seconds of a compilation, but programs are kept for later starts.
-        program=2.0**13 if is_cpu else 2.0**15,
+        program=2.0**13 if jax.default_backend() == "cpu" else 2.0**15,
     )
 
 
 def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) -> Iterator[str]:
     """What a run says of its steps."""
     in_steps = data.in_steps
-    if in_steps is None:
+    if not isinstance(in_steps, StepRows):
         return
-    if laying.padded and not settings.rows.pack:
+    if _began_padded(settings) and not settings.rows.pack:
         yield (
             f"rows: each document has its own row of {settings.rows.length:,} places, as when the run began; with "
             "--fresh, or in another --out, documents share rows, with the same loss in less time"
@@ -84,4 +99,5 @@ def _has_padded(settings: Settings) -> bool:
 
 def identity(data: Any, laying: Laying | None) -> dict[str, str]:
     """What checkpoints say of how rows are laid."""
-    return LAYOUT if laying is not None and not laying.padded and isinstance(data, TrainingRows) else {}
+    is_laid = isinstance(data, TrainingRows) and data.stream is None
+    return LAYOUT if is_laid and laying is not None and not laying.padded else {}

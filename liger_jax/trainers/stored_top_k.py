@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from liger_jax.data.laid_rows import Column, LaidRows
+from liger_jax.data.step_rows import StepRows
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.models.core.embedding import head_logits, logit_options_of
 from liger_jax.models.quantized import is_quantized
@@ -141,7 +142,7 @@ def _contents(
     def teach(state, rows):
         return top_k(nnx.merge(graph, state), rows, k, settings.method.temperature, teacher.vocab_size)
 
-    assert data.in_steps is not None
+    assert isinstance(data.in_steps, StepRows)
     for stored in some:
         for batch, _, places in data.in_steps.in_order(stored.laid):
             rows = {name: batch[name] for name in INPUTS if name in batch}

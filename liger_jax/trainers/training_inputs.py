@@ -48,7 +48,7 @@ def training_inputs(run: Run) -> TrainingInputs:
     print(data.summary)
     recipe, laid = settings.recipe, None
     steps = recipe.num_steps(data.num_in_epoch)
-    if isinstance(data, training_rows.TrainingRows) and data.stream is None:
+    if isinstance(data, training_rows.TrainingRows):
         laid = step_sizes.laying(run)
         data = data.laid_in_steps(*recipe.order, steps, laid)
         for line in step_sizes.lines(settings, data, steps, laid):
@@ -62,11 +62,11 @@ def training_inputs(run: Run) -> TrainingInputs:
 
 def _rows(run: Run, data: RunRows) -> tuple[Any, Sequence[Example], Any, Batches]:
     """The batches of the run: by their step, one of each size, rows of a step that are scored, and those held out."""
-    settings, devices = run.settings, run.devices
-    has_dropout = bool(settings.adapters.lora_dropout) and run.task.rollouts is None
-    if not isinstance(data, training_rows.TrainingRows) or data.stream is not None:
-        return _rows_of_one_size(run, data, has_dropout)
-    in_steps = data.in_steps
+    recipe, devices = run.settings.recipe, run.devices
+    if isinstance(data, PromptRows):
+        some_of = lambda step: next(rows.batched(data.batches()(step), recipe.rows_at_once))
+        return lambda step: devices.place(data.batches()(step)), [], some_of, ()
+    has_dropout, in_steps = bool(run.settings.adapters.lora_dropout), data.in_steps
     assert in_steps is not None
 
     def batch_of(step: int) -> Any:
@@ -82,15 +82,3 @@ def _rows(run: Run, data: RunRows) -> tuple[Any, Sequence[Example], Any, Batches
         return devices.place(batch), size.micro_batches
 
     return batch_of, [example(size) for size in in_steps.sizes], in_steps.some_of, in_steps.scored()
-
-
-def _rows_of_one_size(run: Run, data: Any, has_dropout: bool) -> tuple[Any, Sequence[Example], Any, Batches]:
-    """The same where each step has its whole batch in rows of the whole length."""
-    recipe, devices, rows_of = run.settings.recipe, run.devices, data.batches()
-    filled = lambda step: next(rows.batched(rows_of(step), recipe.batch))
-    batch_of = lambda step: devices.place(filled(step))
-    if has_dropout:
-        batch_of = lambda step: devices.place(adapters.numbered(filled(step), data.pieces_of(step), step))
-    some_of = lambda step: next(rows.batched(rows_of(step), recipe.rows_at_once))
-    examples = [(batch_of(0), recipe.num_micro_batches)] if run.task.rollouts is None else []
-    return batch_of, examples, some_of, RowBatches(data.held_out_rows, recipe.rows_at_once)

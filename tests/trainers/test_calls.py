@@ -206,6 +206,18 @@ def test_a_model_of_the_users_own_trains_as_ours(source, rows, tmp_path):
     assert_equal(mine, before)
 
 
+def test_documents_share_rows_of_the_users_own_model_if_it_says_so(source, rows, capsys):
+    options = dict(adapters=None, tokenizer=source, pack=False, length=64, steps=2)
+    ours, mine, unpacked = (
+        finetune(each(AutoModelForCausalLM.from_pretrained(source)), rows, **options)
+        for each in (lambda model: model, Mine, Unpacked)
+    )
+    printed = capsys.readouterr().out
+    assert printed.count("rows: each document has its own row of 64 places; they share rows if the model's") == 1
+    np.testing.assert_allclose(mine.metrics["loss"], ours.metrics["loss"], rtol=1e-4)
+    np.testing.assert_allclose(unpacked.metrics["loss"][0], ours.metrics["loss"][0], rtol=1e-4)  # its head is not tied
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
