@@ -16,6 +16,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands imp
 from liger_jax.pallas_kernels.tiles import cdiv, round_up
 
 _CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace, for XLA's products
+_ROW_BYTES = 128  # statistics, labels and cotangents of a row, where no other buffer leaves room for them
 
 
 def fast(sizes: Sizes, tokens: int) -> Buffers:
@@ -77,7 +78,8 @@ def kept(sizes: Sizes, budget_bytes: int) -> tuple[config.KeptEntries, Buffers] 
         of_kept, of_others = (4 * rows * cdiv(entries, tile) for entries in (kept.total, v - kept.total))
         # A kept tile leaves maximum and sum, another one their log-sum-exp; and both the target that is not gathered.
         numbers = (2 + (not in_turn)) * of_kept + (1 + (not in_turn)) * of_others
-        return arrays + _padded_hidden_bytes(sizes) + max(numbers, of_kept + masked_hidden + sizes.hidden_sum_bytes)
+        most = max(numbers, of_kept + masked_hidden + sizes.hidden_sum_bytes)
+        return arrays + _padded_hidden_bytes(sizes) + most + _ROW_BYTES * rows
 
     most = max(0, budget_bytes - beside) // (sizes.itemsize * rows)
     arrays = min(most, v)
