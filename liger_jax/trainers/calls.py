@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -44,6 +45,8 @@ class Result:
         folder: where the model or its adapters were written, for `from_pretrained` and transformers; `None` without
             `out`, and for a run that was interrupted.
         interrupted: whether Ctrl-C, or a notebook's stop button, has ended the run early.
+        mesh: the devices of a run on several, over which `model` splits its weights and its batches: call it within
+            `jax.set_mesh(result.mesh)`. `None` for one device.
     """
 
     model: Any
@@ -52,6 +55,7 @@ class Result:
     best_step: int | None
     folder: Path | None
     interrupted: bool
+    mesh: jax.sharding.Mesh | None = None
 
 
 def finetune(
@@ -302,4 +306,4 @@ def _result(outcome: Outcome, keeps: bool) -> Result:
     names = dict.fromkeys(name for row in outcome.steps for name in row)
     metrics = {name: np.array([row.get(name, np.nan) for row in outcome.steps], float) for name in names}
     folder = outcome.target if keeps else None
-    return Result(outcome.model(), metrics, outcome.step, outcome.best, folder, interrupted=bool(outcome.code))
+    return Result(outcome.model(), metrics, outcome.step, outcome.best, folder, bool(outcome.code), outcome.mesh)

@@ -19,3 +19,4 @@ class Outcome:
     best: int | None = None  # the step with the least held-out loss, of the checkpoints that are kept
     target: Path | None = None  # where the result was written; `None` if it was not
     model: Callable[[], Any] = lambda: None  # returns the model
+    mesh: Any = None  # the mesh that the model is on; `None` for one device

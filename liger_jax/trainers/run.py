@@ -113,7 +113,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     if stopped_by:
         print(f"stopped after step {done} of {steps}, which is saved; the same command goes on from there")
         tuned = run_model.tuned(graph, state, frozen, keeps)
-        return Outcome(128 + stopped_by, log["steps"], done, best, model=lambda: tuned)
+        return Outcome(128 + stopped_by, log["steps"], done, best, model=lambda: tuned, mesh=devices.mesh)
     finish.check_learned(run, log["steps"])
     if early := done < steps and loop.is_over(log["steps"]):
         state = resume.shapes(state)
@@ -123,7 +123,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     target = result.write(tuned, settings, run.source, inputs.tokenizer.stops)
     processes.by_first(lambda: finish.record_result(settings, checkpoints, target, early))
     finish.print_result(run, log["steps"], done, target, checkpoints)
-    return Outcome(0, log["steps"], done, best, target, lambda: tuned)
+    return Outcome(0, log["steps"], done, best, target, lambda: tuned, devices.mesh)
 
 
 def _finished(run: Run, checkpoints: Checkpoints) -> Outcome:
@@ -159,4 +159,4 @@ def _write_result_of(
     tuned = run_model.tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
     target = result.write(tuned, run.settings, run.source, inputs.tokenizer.stops)
     print(f"the result of step {step} is in {target}")
-    return Outcome(0, step=step, target=target, model=lambda: tuned)
+    return Outcome(0, step=step, target=target, model=lambda: tuned, mesh=run.devices.mesh)

@@ -25,9 +25,14 @@ def ran(notebook) -> tuple[dict[str, Any], Any]:
     shown = None
     for code in cells(notebook):
         tree = ast.parse(code)
-        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        last = tree.body[-1]
+        tree.body = tree.body[:-1] if isinstance(last, ast.Expr) else tree.body
         exec(compile(tree, notebook.name, "exec"), names)
-        shown = None if last is None else eval(compile(ast.Expression(last.value), notebook.name, "eval"), names)
+        shown = (
+            eval(compile(ast.Expression(last.value), notebook.name, "eval"), names)
+            if isinstance(last, ast.Expr)
+            else None
+        )
     return names, shown
 
 

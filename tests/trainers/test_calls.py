@@ -166,6 +166,20 @@ def test_each_method_is_that_of_its_command(name, source, tmp_path, capsys):
     assert name != "grpo" or capsys.readouterr().out.count("--fresh is mine\n") == 6
 
 
+@pytest.mark.full
+def test_a_model_on_several_devices_is_called_on_their_mesh(source, rows):
+    result = finetune(source, rows, mesh="fsdp=2")
+    ids = jnp.ones((2, 8), jnp.int32)
+    with jax.set_mesh(result.mesh):
+        assert np.isfinite(result.model(ids, labels=ids).loss) and result.mesh.size == 2
+
+
+@pytest.mark.full
+def test_a_dataset_of_hugging_faces_is_rows(source, rows, command):
+    datasets = pytest.importorskip("datasets")
+    assert_is_of(finetune(source, datasets.Dataset.from_list(rows)), command)
+
+
 class Mine(nnx.Module):
     """A model of the user's own, around one of ours, so that its run is known."""
 
