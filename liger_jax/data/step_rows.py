@@ -18,7 +18,6 @@ from liger_jax.training import packing, row_sizes
 from liger_jax.training.row_sizes import Size
 from liger_jax.training.rows import Rows, batched
 
-_LONGEST = 2**14  # places in a row of several bundles, unless one of them needs more
 _SHARED = 1.02  # what a place of such a row costs, beside one of a row with a single document
 _SAMPLED = 2**12  # steps by which the number of rows is chosen
 _TRIED = 12  # numbers of rows that are tried
@@ -33,6 +32,7 @@ class Laying:
     shards: int = 1  # devices that split the rows of a micro-batch
     padded: bool = False  # each bundle has a row of the whole length
     alone: bool = False  # each bundle has its own row
+    longest: int = 2**14  # the most places in a row of several bundles, or the length of all rows if that is more
     in_segments: bool = False  # rows say where their documents are, even where each has its own
     # How a place's cost grows with its row, as attention's does that computes all of a row: by this for each place. 0
     # where attention computes what a document sees.
@@ -230,7 +230,7 @@ class StepRows:
             need, of_scores = needs(rows, slice(0, None, -(-len(chosen) // _SAMPLED)))
             most = max(int(need.max()), of_scores)
             fits = rows * most * granule <= at_once * length + rows * granule
-            if rows < at_once and (not fits or most * granule > max(_LONGEST, length)):
+            if rows < at_once and (not fits or most * granule > max(laying.longest, length)):
                 return np.inf
             each = costs(rows, most)
             return row_sizes.cost(need, each, laying.program, row_sizes.levels(need, each, laying.program))

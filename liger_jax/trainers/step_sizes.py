@@ -9,6 +9,7 @@ import jax
 
 from liger_jax.data.step_rows import Laying, StepRows
 from liger_jax.data.training_rows import TrainingRows
+from liger_jax.ops import DynamicRope, LongRope
 from liger_jax.trainers import result
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.options import Settings
@@ -22,8 +23,21 @@ _FEW = 4096  # tokens of a step on each device, below which kernels do not fill 
 def laying(run: Run) -> Laying:
     """What decides how the rows of a run are laid."""
     config, whole = run.architecture.config, jax.default_backend() == "cpu"
-    shards = meshes.shards_of_batch(run.devices.sizes)
-    return laying_of(run.settings, config.hidden_size, whole=whole or config.num_recurrent_layers > 0, shards=shards)
+    shards, settings = meshes.shards_of_batch(run.devices.sizes), run.settings
+    return laying_of(
+        settings,
+        config.hidden_size,
+        whole=whole or config.num_recurrent_layers > 0,
+        longest=min(Laying.longest, config.longest_sequence),
+        in_segments=reads_largest_position(config, settings.rows.length),
+        shards=shards,
+    )
+
+
+def reads_largest_position(config: Any, length: int) -> bool:
+    """Whether the rotary embedding follows from the largest position of a call, which must then be a document's."""
+    scaling = config.rope_scaling
+    return isinstance(scaling, DynamicRope | LongRope) and length > scaling.original_max_position_embeddings
 
 
 def laying_of(
@@ -31,6 +45,7 @@ def laying_of(
     width: int,
     *,
     whole: bool,
+    longest: int = Laying.longest,
     takes_segments: bool = True,
     in_segments: bool = False,
     shards: int = 1,
@@ -46,6 +61,7 @@ def laying_of(
         shards=shards,
         padded=not settings.rows.pack and not takes_segments or _began_padded(settings),
         alone=settings.placement.remat == "offload_attention",
+        longest=longest,
         in_segments=in_segments,
         growth=1 / (6 * width) if whole else 0.0,
         # A GPU computes more in the seconds of a compilation, but programs are kept for later starts.

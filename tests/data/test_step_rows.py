@@ -73,7 +73,7 @@ def test_each_step_has_its_documents_in_the_micro_batch_of_padded_rows(micro_bat
             assert (batch["segment_ids"].max(axis=1) % 2 == 0).all()
             assert batch["segment_ids"].max() <= in_steps.num_segments
     places = sum(in_steps.size_of(step).places for step in range(9))
-    assert places == in_steps.places and in_steps.tokens / places > 0.4 and len(in_steps.sizes) <= 4
+    assert places == in_steps.places and places <= 9 * 8 * 128 * 0.75 and len(in_steps.sizes) <= 4
     scored = [documents(batch) for batch in in_steps.scored()]
     some = *in_steps.scored(), in_steps.some_of(0), in_steps.some_of(8)
     assert len({batch["input_ids"].shape for batch in some}) == 1
@@ -111,6 +111,14 @@ def test_packed_rows_that_a_step_lacks_are_not_computed(rng):
     )
     many, _, chosen_of = steps_of(Tokens(np.full(22, 256)), 256, 6, Laying(batch=8, micro_batches=2), packed=True)
     assert [len(chosen_of(step)) for step in range(3)] == [8, 8, 6] and many.sizes == [row_sizes.Size(256, 4, 2)]
+
+
+def test_no_row_is_longer_than_the_model_takes(rng):
+    tokens = Tokens(rng.integers(2, 60, 40))
+    for longest, most in ((64, 64), (128, 128), (10**6, 64 * 8)):
+        in_steps, _, _ = steps_of(tokens, 64, 5, Laying(batch=8, longest=longest, program=0.0))
+        assert all(size.length <= most for size in in_steps.sizes) and in_steps.scored_size.length <= most
+        assert longest == 64 or in_steps.sizes[-1].rows < 8
 
 
 def test_sizes_are_the_cheapest_of_all_choices(rng):

@@ -1,9 +1,12 @@
 """Runs whose documents share rows learn what those with a padded row for each document learn."""
 
+import types
+
 import numpy as np
 import pytest
 
 from liger_jax.commands import main
+from liger_jax.ops import DynamicRope, LongRope
 from liger_jax.trainers import step_sizes
 from tests import _tiny
 from tests.trainers._runs import figures_of
@@ -62,6 +65,13 @@ def test_documents_that_share_rows_teach_what_padded_rows_teach(command, source,
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - set(speed):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("scaling", [DynamicRope(2.0, 64), LongRope((1.0,) * 8, (2.0,) * 8, 2.0, 64)])
+def test_rows_say_where_documents_begin_where_the_largest_position_counts(scaling):
+    config = types.SimpleNamespace(rope_scaling=scaling)
+    assert [step_sizes.reads_largest_position(config, length) for length in (64, 65)] == [False, True]
+    assert not step_sizes.reads_largest_position(types.SimpleNamespace(rope_scaling=None), 65)
 
 
 def test_a_folder_of_before_keeps_its_rows_and_a_new_run_says_what_changed(source, tmp_path, capsys, monkeypatch):
