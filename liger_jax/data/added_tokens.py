@@ -53,8 +53,8 @@ def add(tokenizer: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
         if token.content not in before and given != number:
             file = CONFIG if _DECODER in config else ADDED
             raise UserError(
-                f"{folder}: {file} gives the token {short(token.content)} the number {number}, and tokenizer.json, "
-                f"which lacks it, leaves it {given}. Save the tokenizer again: "
+                f"{folder}: {file} gives the token {short(token.content)} the id {number}, but tokenizer.json does "
+                f"not have the token, which would get the id {given}. Save the tokenizer again: "
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
             )
 

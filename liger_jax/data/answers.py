@@ -129,7 +129,7 @@ class UnpairedWithOthers(UnpairedTokenizer):
                 has = "has one answer" if len(pieces) == 1 else f"begins with {len(pieces):,} answers to one prompt"
                 with refusals_kept(refused, piece.document.where):
                     raise UserError(
-                        f"The baseline of --loss kto is of answers to other prompts, and the data {has}. Pass answers "
+                        f"The baseline of --loss kto needs answers to other prompts, and the data {has}. Pass answers "
                         "to several prompts in mixed order, or --loss apo_zero_unpaired."
                     )
                 continue

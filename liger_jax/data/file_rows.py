@@ -82,8 +82,8 @@ def _of_text(path: Path, end: str, file: io.TextIOWrapper) -> Iterator[Found | D
             return
         if _is_object(first) or _is_json(text, is_whole=len(text) <= MOST_AT_ONCE):
             raise UserError(
-                f"{path} holds JSON, which would be trained on as prose. If its rows are meant, give it a name that "
-                'ends in .jsonl or .json. If JSON itself is the text, make it the text of a JSON line: {"text": "…"}.'
+                f"{path} holds JSON, which would be trained on as plain text. If it has rows of data, give it a name "
+                'that ends in .jsonl or .json. If JSON is the text to train on, write it as JSON lines: {"text": "…"}.'
             )
         yield Document(str(path), text) if len(text) <= MOST_AT_ONCE else Document(str(path), path=path)
 
@@ -124,7 +124,7 @@ def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Foun
                 )
             yield where, dict(zip(names, cells, strict=True))
     except csv.Error as error:
-        raise UserError(f"{path}, line {begin}: {error}, so that the table cannot be read.") from error
+        raise UserError(f"{path}, line {begin}: {error}, so the table cannot be read.") from error
 
 
 def _check_delimiter(path: Path, names: Sequence[str], delimiter: str) -> None:
@@ -188,7 +188,7 @@ def _of_long_array(path: Path, text: str, file: io.TextIOWrapper) -> Iterator[Fo
             raise UserError(f"{where}: {text[end]!r} follows it, and must be ',' or ']'.")
         at, wanted = end + 1, _CHUNK
     if (text[end + 1 :] + file.read(_CHUNK)).strip():
-        raise UserError(f"{path}: more follows the end of the array. The file must be one array of objects.")
+        raise UserError(f"{path}: there is text after the end of the array. The file must be one array of objects.")
 
 
 def _behind_space(text: str, at: int) -> int:

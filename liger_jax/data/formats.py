@@ -88,11 +88,11 @@ def _document(where: str, values: Row, column: str | None, form: str | None) -> 
     if len(forms) > 1:
         cures = " or ".join(f"--format {name}" for name in forms)
         problem = "; ".join(f"{name} ({_fields_of(name)})" for name in forms)
-        raise UserError(f"the row has the fields of more than one format: {problem}. Say which is meant: {cures}.")
+        raise UserError(f"the row has the fields of more than one format: {problem}. Choose one: {cures}.")
     if form is None and all(name in values for name in _PAIRS):
         raise UserError(
-            "the row is a pair of answers, chosen and rejected, and finetune would take neither; liger-jax dpo trains "
-            f"on both. Say what is trained on: --format {forms[0]}, or --column chosen."
+            "the row is a pair of answers, chosen and rejected, and it is unclear what finetune should train on; "
+            f"liger-jax dpo trains on both. Choose one: --format {forms[0]}, or --column chosen."
         )
     return FORMATS[forms[0]][1](where, values)
 
@@ -115,7 +115,7 @@ def _of_text(where: str, values: Row) -> Document:
 def _of_sharegpt(where: str, values: Row) -> Document:
     names = [name for name in CONVERSATIONS if name in values]
     if len(names) > 1:
-        raise UserError(f"the row has both {names[0]} and {names[1]}. Say which is meant: --column {names[0]}.")
+        raise UserError(f"the row has both {names[0]} and {names[1]}. Choose one, as in --column {names[0]}.")
     return conversation(where, {name: each for name, each in values.items() if name not in names}, values[names[0]])
 
 
@@ -136,14 +136,14 @@ def _of_completion(where: str, values: Row) -> Document:
     prompt, completion = (parsed(values[name]) for name in ("prompt", "completion"))
     if str(values.get("label")).strip().lower() in ("true", "false", "1", "0", "1.0", "0.0"):  # as tables write them
         raise UserError(
-            "label says whether the completion is wanted, and finetune would train on those that are not, too. Leave "
-            "out their rows, and then the field; or train on both by liger-jax dpo --loss kto."
+            "label says whether the completion is good, but finetune would train on bad ones too. Remove their rows "
+            "and then the field, or train on both with liger-jax dpo --loss kto."
         )
     if isinstance(prompt, str) and isinstance(completion, str):
         if str(values.get("system") or "").strip():
-            raise UserError("the row has a system message beside a prompt that is a text. Write it into the prompt.")
+            raise UserError("the row has a system message, but its prompt is a text. Write it into the prompt.")
         if not completion.strip():
-            raise UserError("the completion is empty, so that there is nothing to train on. Leave the row out.")
+            raise UserError("the completion is empty, so there is nothing to train on. Leave the row out.")
         return Document(where, completion, prompt=prompt)
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise UserError("prompt and completion must both be texts, or both be lists of messages.")
@@ -181,7 +181,7 @@ def message(value: Any) -> Any:
             raise UserError("messages must be a list of objects, each with a role and a content.")
         return value
     if "role" in value or "content" in value:
-        raise UserError("a message has 'from' beside a role or a content. Leave out what is not meant.")
+        raise UserError("a message has both 'from' and a role or a content. Remove the fields that are not meant.")
     role = value["from"]
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"a message is from {role!r}, and must be from one of {', '.join(ROLES)}.")

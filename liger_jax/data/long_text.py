@@ -62,7 +62,7 @@ def _joint(encoding: Any, begin: int, following: Any) -> int:
     ours, theirs = _tokens(encoding, begin, least, most), _tokens(following, 0, least, most)
     if ours != theirs or not ours:
         raise UserError(
-            f"the tokenizer splits a section of the text differently than the whole text, which is longer than "
+            f"the tokenizer splits a section of the text differently from the whole text, which is longer than "
             f"{WINDOW:,} characters. Split the file."
         )
     return ours[len(ours) // 2][0]

@@ -72,7 +72,7 @@ def _unscored(messages: list[Row]) -> list[Row]:
 def _pair(where: str, values: Row) -> Document:
     if "label" in values and "completion" in values:
         raise UserError(
-            "the row is one completion with a label, and pairs are trained on. Pass --loss kto, or rows that have "
+            "the row is one completion with a label, but this loss needs pairs. Pass --loss kto, or rows that have "
             "chosen and rejected."
         )
     if missing := [name for name in SIDES if name not in values]:
@@ -82,9 +82,9 @@ def _pair(where: str, values: Row) -> Document:
         )
     prompts = [name for name in _PROMPTS if values.get(name) not in (None, "", [])]
     if len(prompts) > 1:
-        raise UserError(f"the row has both {prompts[0]} and {prompts[1]}. Leave out what is not the prompt.")
+        raise UserError(f"the row has both {prompts[0]} and {prompts[1]}. Remove the one that is not the prompt.")
     if not prompts and (others := [name for name in _NOT_READ if values.get(name)]):
-        raise UserError(f"the row has {others[0]!r} beside chosen and rejected, and no prompt. Rename it to prompt.")
+        raise UserError(f"the row has chosen, rejected and {others[0]!r}, but no prompt. Rename it to prompt.")
     prompt = parsed(values[prompts[0]]) if prompts else None
     chosen, rejected = (parsed(values[name]) for name in SIDES)
     if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
@@ -96,7 +96,7 @@ def _texts(where: str, values: Row, prompt: Any, chosen: str, rejected: str) -> 
     if prompt is not None and not isinstance(prompt, str):
         raise UserError(f"prompt holds {kind_of(prompt)}, and must hold a text or a list of messages.")
     if str(values.get("system") or "").strip():
-        raise UserError("the row has a system message beside answers that are texts. Write it into the prompt.")
+        raise UserError("the row has a system message, but its answers are texts. Write it into the prompt.")
     if prompt is None:
         size = _same_beginning(chosen, rejected)
         prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
@@ -195,8 +195,8 @@ def labelled(where: str, values: Row, column: str | None = None, form: str | Non
 def _labelled(where: str, values: Row) -> Document:
     if "chosen" in values and "rejected" in values:
         raise UserError(
-            "the row is a pair of chosen and rejected, and single answers with labels are trained on. --loss apo_zero "
-            "and --loss bco_pair score each answer of a pair by itself."
+            "the row is a pair of chosen and rejected, but this loss needs single answers with labels. --loss apo_zero "
+            "and --loss bco_pair score each answer of a pair separately."
         )
     if missing := [name for name in ("completion", "label") if name not in values]:
         raise UserError(
@@ -207,7 +207,7 @@ def _labelled(where: str, values: Row) -> Document:
     prompt, completion = (parsed(values[name]) if name in values else None for name in ("prompt", "completion"))
     if isinstance(completion, str) and not isinstance(prompt, list):
         if str(values.get("system") or "").strip():
-            raise UserError("the row has a system message beside a completion that is text. Write it into the prompt.")
+            raise UserError("the row has a system message, but its completion is a text. Write it into the prompt.")
         if not isinstance(prompt, str | None):
             raise UserError(f"prompt holds {kind_of(prompt)}, and must hold a text or a list of messages.")
         return Document(where, completion, prompt=prompt or "", desirable=label)

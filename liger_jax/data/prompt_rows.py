@@ -151,6 +151,6 @@ def _rows(source: DataSource, subset: str | None) -> Iterator[tuple[str, Any]]:
     for path in source.paths:
         for item in file_rows.of_file(path):
             if isinstance(item, Document):
-                raise UserError(f"{path} holds prose, and must hold lines with a prompt or with messages.")
+                raise UserError(f"{path} is plain text, and must have lines with a prompt or with messages.")
             where, values = item
             yield where, file_rows.of_line(where, values) if isinstance(values, file_rows.Line) else values

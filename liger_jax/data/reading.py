@@ -62,7 +62,7 @@ def dataset(name: str, subset: str | None, **options: Any) -> Any:
         return datasets.load_dataset(name, subset, split="train", **options)
     except Exception as error:  # whatever the hub, the network and the dataset's files may raise
         raise UserError(
-            f"--data={name} is no file here, and the dataset cannot be loaded: {in_one_line(error)}"
+            f"--data={name} is not a file, and the dataset cannot be loaded: {in_one_line(error)}"
         ) from error
 
 

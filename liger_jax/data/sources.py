@@ -76,7 +76,7 @@ def _name_and_weight(text: str, flag: str) -> tuple[str, float]:
         if weight is None:
             return text, 1.0
         longer = number + ("0" if "." in number else ".0")  # the same number, which no file is called by
-        raise UserError(f"{flag}={text}: both {name} and {text} are there. Write {name}={longer} or {text}=1.")
+        raise UserError(f"{flag}={text}: both {name} and {text} exist. Write {name}={longer} or {text}=1.")
     if weight is None:
         raise UserError(f"{flag}={text}: what comes after {name}= must be a number above 0, such as {name}=2.")
     return name, weight
@@ -128,8 +128,8 @@ def _of_folder(folder: Path, flag: str) -> list[Path]:
     others = sorted({*paths} - {*rows})
     if rows and (unclear := [path for path in others if not _ABOUT.fullmatch(path.name)]):
         raise UserError(
-            f"{folder} holds rows, such as {rows[0]}, and other files, such as {unclear[0]}. Name what is meant: "
-            f"{flag} '{folder}/**/*{rows[0].suffix}'."
+            f"{folder} holds rows, such as {rows[0]}, and other files, such as {unclear[0]}. Name the files that are "
+            f"meant: {flag} '{folder}/**/*{rows[0].suffix}'."
         )
     if rows and others:
         print(f"data: {_some(others)}: passed over, as what tells about the data")
@@ -150,7 +150,7 @@ def _of_split(folder: Path, paths: list[Path], flag: str) -> list[Path]:
             f"{folder} holds files of several splits by their names: {names}. Name the files that are meant."
         )
     left = sorted({*paths} - {*wanted})
-    print(f"data: {_some(left)}: passed over, as by their names they are not to be trained on; --eval-data takes them")
+    print(f"data: {_some(left)}: skipped, since by their names they are not for training; --eval-data accepts them")
     return wanted
 
 

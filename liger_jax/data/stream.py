@@ -33,7 +33,7 @@ class Stream:
         self._own = options.rows.get(self._name)  # rows that a program has: noted places may be of others
         if self._own is None and (files.found(self._name) or not sources.may_be_id(self._name)):
             raise UserError(
-                f"--stream reads a dataset of the hub, and --data={self._name} is none. Leave out --stream."
+                f"--stream reads a dataset of the hub, and --data={self._name} is not one. Leave out --stream."
             )
         made_of = [encoder.identity(), options.data, options.subset, options.column, options.format]
         made_of += [options.length, batch, options.pack]
@@ -128,7 +128,7 @@ class Stream:
             yield from self._rows.skip(row) if row else self._rows
         except Exception as error:  # whatever the hub and the network may raise
             raise UserError(
-                f"--data={self._name} cannot be read any more: {in_one_line(error)} The same command goes on from the "
+                f"--data={self._name} cannot be read any more: {in_one_line(error)} The same command resumes from the "
                 "last checkpoint."
             ) from error
 

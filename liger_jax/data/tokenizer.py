@@ -47,7 +47,7 @@ class Tokenizer:
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
             )
         if wrong := [stop for stop in stops if not 0 <= stop <= MOST]:
-            raise UserError(f"{folder}: eos_token_id names {short(wrong[0])}, which is no token. Mend its config.")
+            raise UserError(f"{folder}: eos_token_id names {short(wrong[0])}, which is not a token. Correct it.")
         check_growth(folder / FILE, content)
         self._folder, self._files, self._vocab_size = folder, files, vocab_size
         self._media = source.media_tokens
@@ -172,7 +172,7 @@ class Tokenizer:
             encoded = self._tokenizer.encode(text, add_special_tokens=is_text)
         ids = encoded.ids[self._once.of(encoded, to_go_on=is_text)]
         if not ids:
-            raise UserError(f"{document.where} has no tokens, and a model goes on after at least one.")
+            raise UserError(f"{document.where} has no tokens, and a model needs at least one to continue.")
         return self._checked(ids, document)
 
     def text(self, tokens: Sequence[int], special: bool = True) -> str:
@@ -323,7 +323,7 @@ class Tokenizer:
         if wrong is not None:
             name = self._tokenizer.id_to_token(wrong) if 0 <= wrong < 2**32 else "that ends a text"
             raise UserError(
-                f"{document.where}: the token {name!r} has the number {wrong}, and the model's vocabulary has "
+                f"{document.where}: the token {name!r} has the id {wrong}, and the model's vocabulary has "
                 f"{self._vocab_size} entries. Pass a model with its own tokenizer."
             )
         media = next((each for each in ids if each in self._media), None) if self._media else None

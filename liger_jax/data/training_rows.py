@@ -130,13 +130,13 @@ def sources_of(options: RowOptions) -> dict[str, list[DataSource]]:
     for source in sources.get("--eval-data", []):
         if source.weight != 1:
             raise UserError(
-                f"--eval-data={source.name} has a weight, and all that is scored counts alike. Leave it out."
+                f"--eval-data={source.name} has a weight, but all held-out rows are weighted equally. Leave it out."
             )
     trained = sources.get("--data") or [DataSource(name) for name in options.data]  # of a stream
     if (both := in_both(trained, sources.get("--eval-data", []))) is not None:
         raise UserError(
-            f"--eval-data: {both} is in --data, too, so that its score would say nothing. Name it in one of them; "
-            "without --eval-data a share of --data is held out."
+            f"--eval-data: {both} is in --data too, so its score would be meaningless. Name it in one of them; "
+            "without --eval-data, a fraction of --data is held out."
         )
     if (
         options.subset
@@ -172,7 +172,7 @@ def prepared(
         return lay(options, seed, train)
     scored = tokens_of(options, encoder, place, sources["--eval-data"], "--eval-data")
     if train.meta["documents"] == scored.meta["documents"]:
-        raise UserError("--eval-data has the content of --data, so that its score would say nothing. Pass other data.")
+        raise UserError("--eval-data has the content of --data, so its score would be meaningless. Pass other data.")
     return lay(options, seed, train, scored)
 
 
@@ -212,7 +212,7 @@ def lay(options: RowOptions, seed: int, train: Tokens, scored: Tokens | None = N
     number = len(train) // together
     if options.share_held_out and number < 2:
         raise UserError(
-            f"The data is one {train.kind}, so that nothing can be held out. Pass more of it, or --eval-share 0."
+            f"The data has only one {train.kind}, so nothing can be held out. Pass more data, or --eval-share 0."
         )
     drawn = hold_out(range(number), options.share_held_out, seed)
     pieces_of = lambda some: (np.array(some, np.int64)[:, None] * together + np.arange(together)).ravel()

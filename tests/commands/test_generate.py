@@ -147,7 +147,7 @@ def test_characters_of_several_tokens_come_whole_and_nothing_is_lost(source):
         (["--prompt=one", "--temperature=1e-39"], "--temperature=1e-39 must be 0, for the most likely token"),
         (["--prompt=one", "--temperature=-1"], "--temperature=-1.0 must be 0, for the most likely token"),
         (["--prompt=one", "--max-new-tokens=600"], "--prompt has 1 token, and --max-new-tokens=600 adds to them: the"),
-        (["--prompt="], "--prompt has no tokens, and a model goes on after at least one."),
+        (["--prompt="], "--prompt has no tokens, and a model needs at least one to continue."),
         (["--file=none"], "--file=none is not a file."),
         (["--prompt=one", "--base=x"], "--base is for adapters, and"),
     ],

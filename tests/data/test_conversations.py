@@ -379,5 +379,5 @@ def test_a_strange_tokenizer_is_one_sentence(case, folder, tmp_path):
 
 @pytest.mark.parametrize("stop", [-1, -100, 10**30])
 def test_a_stop_that_is_no_token_is_refused(stop, folder):
-    with pytest.raises(UserError, match=f"eos_token_id names .*{str(stop)[:9]}.*, which is no token. Mend its config."):
+    with pytest.raises(UserError, match=f"eos_token_id names .*{str(stop)[:9]}.*, which is not a token. Correct it."):
         Tokenizer(Source(folder), 2048, (3, stop))

@@ -82,7 +82,7 @@ def test_what_is_named_is_what_is_trained_on(row, options, found):
     [
         (
             {"instruction": "one", "output": "two", "text": "one two"},
-            r"more than one format: alpaca \(instruction and output\); text \(text\). Say which is meant: "
+            r"more than one format: alpaca \(instruction and output\); text \(text\). Choose one: "
             "--format alpaca or --format text.",
         ),
         ({"messages": [USER, ANSWER], "conversations": [HUMAN, GPT]}, "--format messages or --format sharegpt."),
@@ -90,7 +90,7 @@ def test_what_is_named_is_what_is_trained_on(row, options, found):
             {"conversations": [{"from": "bing", "value": "one"}, GPT]},
             "from 'bing', and must be from one of human, user",
         ),
-        ({"conversations": [{"from": "human", "role": "user", "value": "one"}, GPT]}, "'from' beside a role"),
+        ({"conversations": [{"from": "human", "role": "user", "value": "one"}, GPT]}, "both 'from' and a role"),
         ({"conversations": [HUMAN, {"from": "gpt"}]}, "message 2, the assistant's, has no content."),
         ({"conversations": [3]}, "messages must be a list of objects, each with a role and a content."),
         ({"conversations": [HUMAN]}, "no message is the assistant's"),
@@ -102,11 +102,11 @@ def test_what_is_named_is_what_is_trained_on(row, options, found):
         ({"instruction": "one", "output": "two", "history": [["a", "b"]]}, "the row has a history, and it is unclear"),
         ({"instruction": "one", "output": 2}, "output holds a number, and must hold a text."),
         ({"instruction": "one", "output": " "}, "the assistant's, is empty"),
-        ({"prompt": "one", "completion": "two", "label": False}, "label says whether the completion is wanted"),
-        ({"prompt": "one", "completion": " "}, "the completion is empty, so that there is nothing to train on"),
+        ({"prompt": "one", "completion": "two", "label": False}, "label says whether the completion is good"),
+        ({"prompt": "one", "completion": " "}, "the completion is empty, so there is nothing to train on"),
         ({"prompt": "one", "completion": [ANSWER]}, "must both be texts, or both be lists of messages."),
         ({"prompt": [USER], "completion": [USER]}, "no message of the completion is the assistant's"),
-        ({"prompt": "one", "completion": "two", "system": "ten"}, "a system message beside a prompt that is a text"),
+        ({"prompt": "one", "completion": "two", "system": "ten"}, "a system message, but its prompt is a text"),
         ({"text": 3}, "text holds a number, and must hold a text."),
         (
             {"prompt": "one", "chosen": "two", "rejected": "three"},

@@ -59,8 +59,8 @@ def test_labels_are_of_what_the_assistant_wrote(source):
         ("nowhere.jsonl", {}, ValueError,
          "No file matches 'nowhere.jsonl'. Pass data a file, a folder or a quoted glob."),
         ([{"text": "a", "messages": [{"role": "user", "content": "b"}]}], {}, ValueError,
-         "data, row 1: the row has the fields of more than one format: messages (messages); text (text). Say which is "
-         "meant: format='messages' or format='text'."),
+         "data, row 1: the row has the fields of more than one format: messages (messages); text (text). Choose "
+         "one: format='messages' or format='text'."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_in_the_words_of_python(given, options, error, words):

@@ -98,7 +98,7 @@ def answers(plain, piece):
             "line 1: message 1, the assistant's, has",
         ),
         ("a.jsonl", b'{"text": ""}', "has no text."),
-        ("a.txt", b"!", "The data is one piece, so that nothing can be held out."),
+        ("a.txt", b"!", "The data has only one piece, so nothing can be held out."),
     ],
     ids=str,
 )
@@ -201,7 +201,7 @@ def test_a_cell_of_a_table_holds_any_text(tmp_path):
         ("a.csv", 'text,label\n"one\ntwo",0,0', "line 2: the row has 3 fields"),
         ("a.csv", 'text\n\n"one\ntwo', "line 3: unexpected end of data"),
         ("a.csv", "text,label\none, two,0", "line 2: the row has 3 fields, and the first one names 2 columns. Put"),
-        ("a.csv", 'text\n"one', "line 2: unexpected end of data, so that the table cannot be read"),
+        ("a.csv", 'text\n"one', "line 2: unexpected end of data, so the table cannot be read"),
         ("a.csv", "text,text\none,two", "line 1: two columns have one name"),
         ("a.json", "[1]", "element 1, holds a number, and must hold an object"),
         (
@@ -209,8 +209,8 @@ def test_a_cell_of_a_table_holds_any_text(tmp_path):
             '{\n"text": ',
             "line 2, is no JSON: .* The file must be an array of objects, or each",
         ),
-        ("a.txt", ROWS, "holds JSON, which would be trained on as prose. .* a name that ends in .jsonl"),
-        ("a", '[\n{"text": "one"}]', "holds JSON, which would be trained on as prose"),
+        ("a.txt", ROWS, "holds JSON, which would be trained on as plain text. .* a name that ends in .jsonl"),
+        ("a", '[\n{"text": "one"}]', "holds JSON, which would be trained on as plain text"),
         ("a.gz", "one", "a.gz cannot be read: Not a gzipped file"),
         ("a.feather", "one", "is a .feather file, which is not read as it is. Write its table as Parquet: "),
         ("a.parquet.gz", "one", "is compressed as a whole, and is read by parts. Unpack it first."),
@@ -267,11 +267,11 @@ DEEPER = b'{"text": "ok", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     [
         ("a.jsonl", b'{"text": "ok"}\n' + HUGE, "a.jsonl, line 2, cannot be read: Exceeds the limit"),
         ("a.json", b"[\n" + HUGE + b"]", "a.json, line 1, cannot be read: Exceeds the limit"),
-        ("a.txt", HUGE, "a.txt holds JSON, which would be trained on as prose"),
+        ("a.txt", HUGE, "a.txt holds JSON, which would be trained on as plain text"),
         ("a.jsonl", DEEP, "a.jsonl, line 1: lists and objects are nested to more than 100 levels"),
         ("a.jsonl", DEEPER, "a.jsonl, line 1, is nested too deep"),
         ("a.json", b"[\n" + DEEPER + b"]", "a.json, line 1, is nested too deep"),
-        ("a.txt", DEEPER, "a.txt holds JSON, which would be trained on as prose"),
+        ("a.txt", DEEPER, "a.txt holds JSON, which would be trained on as plain text"),
     ],
 )
 def test_numbers_and_nestings_beyond_python_s_are_one_sentence(tmp_path, name, content, message):

@@ -55,7 +55,7 @@ def test_a_name_with_an_equals_sign_is_a_name_first():
     assert names(part) == ["a=2.jsonl"] and part.weight == 1
     write(x_jsonl=LINE)
     Path("x.jsonl=2").write_text(LINE)
-    with pytest.raises(UserError, match=r"both x.jsonl and x.jsonl=2 are there. Write x.jsonl=2.0 or x.jsonl=2=1."):
+    with pytest.raises(UserError, match=r"both x.jsonl and x.jsonl=2 exist. Write x.jsonl=2.0 or x.jsonl=2=1."):
         sources.data_sources(["x.jsonl=2"])
     assert [(names(p), p.weight) for p in sources.data_sources(["x.jsonl=2.0", "x.jsonl=2=1"])] == [
         (["x.jsonl"], 2.0), (["x.jsonl=2"], 1.0)
@@ -74,7 +74,7 @@ def test_a_name_with_an_equals_sign_is_a_name_first():
         (["empty"], "empty holds no files."),
         (
             ["mixed"],
-            r"mixed holds rows, such as mixed/a.jsonl, and other files, such as mixed/b.txt. Name what is meant",
+            r"mixed holds rows, such as mixed/a.jsonl, and other files, such as mixed/b.txt. Name the files",
         ),
         (["splits"], r"files of several splits by their names: no split \(splits/other.jsonl\), train \(splits/train"),
         (["e*y"], "No file matches 'e.y'."),
@@ -101,7 +101,7 @@ def test_of_a_folder_with_splits_the_training_data_is_taken(capsys):
     write(d__train_0_jsonl=LINE, d__train_1_jsonl=LINE, d__test_0_jsonl=LINE, e__validation__a_csv="text\none")
     (part,) = sources.data_sources(["d"])
     assert names(part) == ["d/train_0.jsonl", "d/train_1.jsonl"]
-    assert "d/test_0.jsonl: passed over, as by their names they are not to be trained on" in capsys.readouterr().out
+    assert "d/test_0.jsonl: skipped, since by their names they are not for training" in capsys.readouterr().out
     assert names(sources.data_sources(["e"], "--eval-data")[0]) == ["e/validation/a.csv"]
     with pytest.raises(UserError, match="d holds files of several splits"):
         sources.data_sources(["d"], "--eval-data")
@@ -115,7 +115,7 @@ def test_what_is_trained_on_is_not_scored_by_whatever_name(here):
     for data, scored in [(["d/b.jsonl"], "./d/b.jsonl"), (["d"], "link.jsonl"), (["d/a.jsonl", "hard.jsonl"], "d/*b*")]:
         with pytest.raises(UserError, match=r"^--eval-data: .*(b|link|hard)\.jsonl is in --data, too"):
             sources_of(options(*data, eval_data=scored))
-    with pytest.raises(UserError, match="^--eval-data: org/words is in --data, too"):
+    with pytest.raises(UserError, match="^--eval-data: org/words is in --data too"):
         sources_of(options("org/words", eval_data="org/words", stream=True))
     with pytest.raises(UserError, match="--data names link.jsonl more than once, also as d/b.jsonl. Leave"):
         sources_of(options("d", "link.jsonl"))
@@ -165,7 +165,7 @@ def test_an_array_that_is_read_by_parts_has_all_its_elements(here, small_parts, 
     [
         ("", "element 3, is no JSON: the array does not end"),
         (',{"text": "x', "element 4, is no JSON"),
-        ('] {"more": 1}', "more follows the end of the array"),
+        ('] {"more": 1}', "there is text after the end of the array"),
         (' {"text": "x"}]', "element 3: '{' follows it, and must be ',' or ']'"),
     ],
 )
@@ -188,7 +188,7 @@ def test_long_prose_is_not_held_in_memory_and_json_is_found_in_it(here, small_pa
     (document,) = reading.read(str(here / "a.txt"))
     assert document.path == here / "a.txt" and not document.text
     (here / "b.txt").write_text('[ {"text": "one"}, ' + '{"text": "two"},' * 9)
-    with pytest.raises(UserError, match="b.txt holds JSON, which would be trained on as prose"):
+    with pytest.raises(UserError, match="b.txt holds JSON, which would be trained on as plain text"):
         reading.read(str(here / "b.txt"))
 
 

@@ -110,7 +110,7 @@ def test_what_a_stream_needs_is_said(source, dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "words").write_text("one")
-    with pytest.raises(UserError, match="--stream reads a dataset of the hub, and --data=org/words is none."):
+    with pytest.raises(UserError, match="--stream reads a dataset of the hub, and --data=org/words is not one."):
         stream(source, tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_a_stream_that_breaks_or_is_empty_is_a_sentence(source, dataset, tmp_pat
             raise ConnectionError("the hub is away")
 
     dataset.rows = Broken()
-    with pytest.raises(UserError, match="cannot be read any more: the hub is away The same command goes on"):
+    with pytest.raises(UserError, match="cannot be read any more: the hub is away The same command resumes"):
         stream(source, tmp_path / "c").rows_of(0)
 
 

@@ -168,14 +168,14 @@ def test_other_data_is_scored_and_not_trained_on(source, tmp_path):
     data.keep()
     assert len(list(tmp_path.iterdir())) == 2
     same = options_of(source, "chats.jsonl", eval_data=options_of(source, "chats.jsonl").data, eval_share=None)
-    with pytest.raises(UserError, match="chats.jsonl is in --data, too"):
+    with pytest.raises(UserError, match="chats.jsonl is in --data too"):
         rows_of(same, tokenizer(source), tmp_path)
     (source.parent / "copy.jsonl").write_bytes((source.parent / "chats.jsonl").read_bytes())
     copied = options_of(source, "chats.jsonl", eval_data=(str(source.parent / "copy.jsonl"),), eval_share=None)
     with pytest.raises(UserError, match="--eval-data has the content of --data"):
         rows_of(copied, tokenizer(source), tmp_path)
     weighed = options_of(source, "mixed.jsonl", eval_data=(scored[0] + "=2",), eval_share=None)
-    with pytest.raises(UserError, match="has a weight, and all that is scored counts alike"):
+    with pytest.raises(UserError, match="has a weight, but all held-out rows are weighted equally"):
         rows_of(weighed, tokenizer(source), tmp_path)
     with pytest.raises(UserError, match="--eval-share=0.1 and --eval-data both say what is scored"):
         options_of(source, "chats.jsonl", eval_data=scored, eval_share=0.1)
@@ -207,7 +207,7 @@ def test_windows_that_nowhere_agree_are_refused(monkeypatch):
 
     left = iter("abcdefgh" * 20)
     read = lambda size: "".join(character for _, character in zip(range(size), left, strict=False))
-    with pytest.raises(UserError, match="splits a section of the text differently than the whole text"):
+    with pytest.raises(UserError, match="splits a section of the text differently from the whole text"):
         list(long_text.encoded(read, Encoded))
 
 

@@ -279,8 +279,8 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
         (dict(rows=iter([])), ValueError, "rows has no text."),
         (dict(rows={"text": "one"}), TypeError, "rows is dict, and must be files, or an iterable of dicts."),
         (dict(rows=[{"chosen": "a", "rejected": "b", "text": "c"}]), ValueError,
-         "rows, row 1: the row is a pair of answers, chosen and rejected, and finetune would take neither; "
-         "trainers.dpo trains on both. Say what is trained on: format='text', or column chosen."),
+         "rows, row 1: the row is a pair of answers, chosen and rejected, and it is unclear what finetune should train "
+         "on; trainers.dpo trains on both. Choose one: format='text', or column chosen."),
         (dict(tokenizer="x"), TypeError,
          "tokenizer is for a model in memory, and a checkpoint has its own. Leave it out."),
         (dict(model=3), TypeError, 

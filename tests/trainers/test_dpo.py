@@ -195,7 +195,7 @@ def test_texts_without_a_prompt_have_what_both_begin_with():
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "a", "completion": "b", "label": True}, "one completion with a label, and pairs are trained on"),
+        ({"prompt": "a", "completion": "b", "label": True}, "one completion with a label, but this loss needs pairs"),
         ({"chosen": "a"}, "there is no 'rejected' among ['chosen']"),
         ({"question": "a", "chosen": "b", "rejected": "c"}, "no prompt. Rename it to prompt"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt holds a number"),

@@ -263,7 +263,7 @@ def test_one_answer_alone_has_no_baseline(source, tmp_path, capsys):
     (source.parent / "answers_of_one.jsonl").write_text(_tiny.answers(1))
     data = f"--data={source.parent / 'answers_of_one.jsonl'}"
     assert main(["dpo", f"--model={source}", data, f"--out={tmp_path}", "--loss=kto", "--length=64"]) == 2
-    assert "is of answers to other prompts, and the data has one answer" in capsys.readouterr().err
+    assert "needs answers to other prompts, and the data has one answer" in capsys.readouterr().err
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_good_answers_become_likelier_than_bad_ones(source, tmp_path, options):
         (["--desirable-weight=2"], "--desirable-weight does not go with --loss sigmoid. Leave it out."),
         (["--loss=kto", "--undesirable-weight=-1"], "--undesirable-weight=-1.0 must be a finite number, at least 0."),
         (["--loss=kto", "--beta=0"], "beta=0.0 must be a finite number > 0"),
-        ([], "the row is one completion with a label, and pairs are trained on. Pass --loss kto"),
+        ([], "the row is one completion with a label, but this loss needs pairs. Pass --loss kto"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
