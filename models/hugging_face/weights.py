@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
 from liger_jax.models.core.parameters import ParameterInfo, Piece, describe, kernel_of, parameter, path_of, projections
-from liger_jax.models.hugging_face import mxfp4, nf4, other_forms
+from liger_jax.models.hugging_face import mxfp4, nf4, other_forms, transfers
 from liger_jax.models.hugging_face.checkpoint import weight_file, weight_files, why_no_weights
 from liger_jax.models.quantized import QuantizedParam
 from liger_jax.ops.block_quantized import BlockQuantized
@@ -24,7 +24,6 @@ _PREDICTORS = "mtp."  # layers that predict several tokens, which transformers d
 _LANGUAGE_PART = "language_model."  # of a multimodal checkpoint
 _DECODER, _OF_DECODER = "model.", ("embed_tokens.", "layers.", "norm.", "embedding_norm.")
 FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
-_STRIP = 64  # rows that are transposed at a time
 _COMPARED = 4096  # rows that are compared at a time
 
 
@@ -92,6 +91,7 @@ def read(
         _say_what_becomes_dense(folder, tensors, wanted)
         parameters = []
         for (info, leaf), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True):
+            jax.block_until_ready(parameters[-2:-1])  # the host holds what is on its way to a device
             like = nf4.quantized_shapes(info, tensors)
             if like is None:
                 layers = range(leaf.shape[0]) if info.stacked and by_layers(info) else (None,)
@@ -99,6 +99,7 @@ def read(
                 parameters.append(read[0] if len(read) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *read))
             else:
                 parameters.append(nf4.read(info, like, tensors, sharding))
+        jax.block_until_ready(parameters)  # the files may change from here on
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
 
 
@@ -146,7 +147,11 @@ def open_weights(path: pathlib.Path) -> Any:
 def tensors_of(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Slices of a folder's tensors, by their names in a language model; of a quantised weight, a view that is dense."""
     files = open_files(folder, stack)
-    tensors = {own: files[name].get_slice(name) for own, name in language_part(files).items()}
+    mapped: dict[str, Any] = {}
+    for path in (weight_file(folder, name) for name in weight_files(folder)):
+        assert path is not None
+        mapped.update(transfers.mapped_floats(path))
+    tensors = {own: mapped.get(name) or files[name].get_slice(name) for own, name in language_part(files).items()}
     return other_forms.as_in_models(nf4.with_dense_views(mxfp4.with_dense_views(tensors)))
 
 
@@ -208,31 +213,45 @@ def _read(
 ) -> jax.Array:
     """Reads one parameter, or one layer of it, to its devices.
 
-    The host holds the shards of its own devices, and one tensor at a time.
+    The host of a CPU holds the shards of its own devices. Other devices get one tensor after another.
     """
     shape = leaf.shape if layer is None else (1, *leaf.shape[1:])
 
-    def shard(index):
+    def ranges_of(index):
         index = index if layer is None else (slice(layer, layer + 1), *index[1:])
-        ranges = [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
-        whole = np.empty([len(axis) for axis in ranges], leaf.dtype)
+        return [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
+
+    def parts(ranges):
         for piece in info.pieces(leaf.shape):
             if (places := _places(piece, leaf.shape, ranges)) is not None:
                 target, stored = places
-                _copy(_of_tensor(tensors[piece.name], piece, stored), whole[target], transposed=piece.transposed)
+                yield target, _of_tensor(tensors[piece.name], piece, stored), piece.transposed
+
+    def on_host(index):
+        ranges = ranges_of(index)
+        whole = np.empty([len(axis) for axis in ranges], leaf.dtype)
+        for target, part, transposed in parts(ranges):
+            transfers.copy(part, whole[target], transposed=transposed)
         return whole
 
+    def on_device(index, device):
+        ranges = ranges_of(index)
+        return transfers.made_on_device(tuple(map(len, ranges)), leaf.dtype, parts(ranges), device)
+
+    everything = (slice(None),) * len(leaf.shape)
     if sharding is None:
-        return jax.device_put(shard([slice(None)] * len(leaf.shape)))
-    shards: dict[str, np.ndarray] = {}
-
-    def shard_once(index):
-        """Reads a shard once, since JAX asks for it once for each device that holds it."""
-        if str(index) not in shards:
-            shards[str(index)] = shard(index)
-        return shards[str(index)]
-
-    return jax.make_array_from_callback(shape, sharding, shard_once)
+        of_cpu = transfers.is_cpu(jnp.zeros(()).devices())
+        return jax.device_put(on_host(everything)) if of_cpu else on_device(everything, None)
+    make = on_host if transfers.is_cpu(sharding.device_set) else None
+    shards: dict[str, Any] = {}
+    arrays = []
+    # A shard is read once, for all devices that hold it.
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        known = shards.get(str(index))
+        if known is None:
+            known = shards[str(index)] = on_device(index, device) if make is None else make(index)
+        arrays.append(jax.device_put(known, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[tuple[Any, ...], list[slice]] | None:
@@ -272,18 +291,6 @@ def interleaved(width: int) -> np.ndarray:
     return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
 
 
-def _copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
-    """Copies a tensor, or its transpose in strips of rows, whose lines then stay in the processor's cache.
-
-    For bfloat16 (8192, 2048), 64 rows at a time take a seventh of the time of all at once.
-    """
-    if not transposed:
-        target[...] = source
-        return
-    for row in range(0, source.shape[0], _STRIP):
-        target[:, row : row + _STRIP] = source[row : row + _STRIP].T
-
-
 def fetched(x: Any) -> np.ndarray:
     """The whole array on the host, in every process; what several processes hold shards of is gathered for it."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
@@ -295,24 +302,32 @@ def fetched(x: Any) -> np.ndarray:
 def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields a state's tensors in groups of at most `max_shard_bytes`, unless one tensor has more.
 
-    The parameters are fetched to the host one after another, and a quantised one layer by layer, as is one that several
-    processes hold: all of them iterate, and each gets all tensors.
+    A CPU's parameters are transposed by the host, and those of other devices tensor by tensor on the device. What
+    several processes hold is fetched by all of them: all iterate, and each gets all tensors.
     """
     shard, size = {}, 0
     is_quantized = lambda x: isinstance(x, BlockQuantized)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
         info = parameter(path_of(keys), leaf.shape)
-        is_here = not is_quantized(leaf) and getattr(leaf, "is_fully_addressable", True)
-        whole = np.asarray(leaf) if is_here else leaf
+        of_host = not isinstance(leaf, BlockQuantized) and _is_of_host(leaf)
+        whole = np.asarray(leaf) if of_host else leaf
         for piece in info.pieces(leaf.shape):
-            array = whole[piece.index or ...]
-            array = fetched(array.astype(array.dtype) if is_quantized(array) else array)
+            array: Any = whole[piece.index] if piece.index else whole
+            array = array.astype(array.dtype) if is_quantized(array) else array
             if piece.interleaved:
                 array = array[..., np.argsort(interleaved(array.shape[-1]))]
-            tensor = np.empty(array.shape[::-1] if piece.transposed else array.shape, array.dtype)
-            _copy(array, tensor, transposed=piece.transposed)
+            if of_host:
+                tensor = np.empty(array.shape[::-1] if piece.transposed else array.shape, array.dtype)
+                transfers.copy(array, tensor, transposed=piece.transposed)
+            else:
+                tensor = fetched(array.T if piece.transposed else array)
             if shard and size + tensor.nbytes > max_shard_bytes:
                 yield shard
                 shard, size = {}, 0
             shard[piece.name], size = tensor, size + tensor.nbytes
     yield shard
+
+
+def _is_of_host(x: Any) -> bool:
+    """Whether an array is in the memory of this process's host."""
+    return not isinstance(x, jax.Array) or (x.is_fully_addressable and transfers.is_cpu(x.devices()))

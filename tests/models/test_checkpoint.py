@@ -30,6 +30,7 @@ from liger_jax.models import (
 )
 from liger_jax.models.hugging_face import config_json, saving, source, weights
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from tests.models._hugging_face import GOLDEN
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first
 
@@ -191,7 +192,7 @@ def test_a_parameter_s_name_says_layers_once(scan, name, mesh, tmp_path):
 
 def test_of_a_sharded_parameter_parts_are_read_and_each_once(mesh, tmp_path, monkeypatch):
     make_model().save_pretrained(tmp_path)
-    most, total, open_file = {}, {}, weights.safe_open
+    most, total, mapped = {}, {}, weights.transfers.mapped_floats
 
     class Slice:
         def __init__(self, name, inner):
@@ -204,30 +205,31 @@ def test_of_a_sharded_parameter_parts_are_read_and_each_once(mesh, tmp_path, mon
             total[self.name] = total.get(self.name, 0) + part.size
             return part
 
-    class File:
-        def __init__(self, *args, **options):
-            self.inner = open_file(*args, **options)
-
-        def __enter__(self):
-            self.inner.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self.inner.__exit__(*error)
-
-        def keys(self):
-            return self.inner.keys()
-
-        def get_slice(self, name):
-            return Slice(name, self.inner.get_slice(name))
-
-    monkeypatch.setattr(weights, "safe_open", File)
+    noted = lambda path: {name: Slice(name, inner) for name, inner in mapped(path).items()}
+    monkeypatch.setattr(weights.transfers, "mapped_floats", noted)
     LlamaForCausalLM.from_pretrained(tmp_path, mesh=mesh, partition_specs=lambda _, shape: split_last(shape))
     assert most["model.layers.1.mlp.up_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
     assert most["model.layers.1.mlp.down_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
     assert most["lm_head.weight"] == CONFIG.vocab_size * CONFIG.hidden_size // 2
     assert total["model.layers.1.mlp.up_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size
     assert total["lm_head.weight"] == CONFIG.vocab_size * CONFIG.hidden_size
+
+
+@pytest.mark.parametrize("scan", first(1, [True, False]), ids=["scan", "unrolled"])
+@pytest.mark.parametrize("family", first(1, ["gpt_oss", "llama", "gemma3", "mixtral", "qwen3_5_moe"]))
+def test_devices_get_tensors_as_they_are_stored_and_make_the_same_of_them(family, scan, mesh, monkeypatch):
+    folder, found = GOLDEN / family, []
+    specs = lambda _, shape: split_last(shape) if shape and shape[-1] % 2 == 0 else P()
+    for is_cpu in (True, False):
+        monkeypatch.setattr(weights.transfers, "is_cpu", lambda _, own=is_cpu: own)
+        read = functools.partial(AutoModelForCausalLM.from_pretrained, folder, scan_layers=scan)
+        models = read(), read(mesh=mesh, partition_specs=specs), read(param_dtype="bfloat16")
+        found.append([nnx.state(model) for model in models])
+        tensors = [written for model in found[-1] for written in weights.shards(model, 2**30)]
+        found[-1].append([dict(sorted(group.items())) for group in tensors])
+    is_same = lambda a, b: a.dtype == b.dtype and np.array_equal(a, b)
+    assert all(jax.tree.leaves(jax.tree.map(is_same, *found)))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.sharding == b.sharding, *(models[:3] for models in found))))
 
 
 def test_specs_that_do_not_fit_are_refused(mesh, tmp_path):
