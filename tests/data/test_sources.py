@@ -113,7 +113,7 @@ def test_what_is_trained_on_is_not_scored_by_whatever_name(here):
     (here / "hard.jsonl").hardlink_to("d/b.jsonl")
     options = lambda *data, **others: RowOptions(data, **others)
     for data, scored in [(["d/b.jsonl"], "./d/b.jsonl"), (["d"], "link.jsonl"), (["d/a.jsonl", "hard.jsonl"], "d/*b*")]:
-        with pytest.raises(UserError, match=r"^--eval-data: .*(b|link|hard)\.jsonl is in --data, too"):
+        with pytest.raises(UserError, match=r"^--eval-data: .*(b|link|hard)\.jsonl is in --data too"):
             sources_of(options(*data, eval_data=scored))
     with pytest.raises(UserError, match="^--eval-data: org/words is in --data too"):
         sources_of(options("org/words", eval_data="org/words", stream=True))
