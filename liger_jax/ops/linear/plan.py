@@ -117,7 +117,10 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
     modes = ["fast", "lean"] if has_fast else ["lean"]
     for mode in modes:
         if plan := _best_that_fits(problem, mode, least_tokens):
-            cheaper = problem.memory.products and mode == "fast" and products(problem, plan) > PRODUCTS_OF_LEAN
+            # One chunk was faster than the lean mode in all that was timed.
+            is_split = plan.kept is not None or plan.chunk_size < problem.n
+            counts = mode == "fast" and is_split and problem.memory.products is not None
+            cheaper = counts and products(problem, plan) > PRODUCTS_OF_LEAN
             lean = _first_that_fits(problem, "lean", least_tokens) if cheaper else None
             return lean or plan
     lean, *others = (
