@@ -16,4 +16,4 @@ from liger_jax.commands._training_command import of_method
 from liger_jax.trainers.finetune_options import FinetuneOptions
 
 SUMMARY = "train a model on your text or conversations"
-add_arguments, run = of_method(FinetuneOptions, "task.TEXT")
+add_arguments, run = of_method(FinetuneOptions, "text.TASK")

@@ -100,7 +100,7 @@ def finetune(
         >>> result = finetune("./llama", rows, adapters=LoRA(16), epochs=2, out="runs/a")  # doctest: +SKIP
         >>> result.metrics["loss"]  # doctest: +SKIP
     """
-    return _run(FinetuneOptions, "task.TEXT", model, rows, adapters, out, callbacks, tokenizer, fields)
+    return _run(FinetuneOptions, "text.TASK", model, rows, adapters, out, callbacks, tokenizer, fields)
 
 
 def dpo(

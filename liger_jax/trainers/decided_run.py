@@ -46,9 +46,9 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
     settings = dataclasses.replace(settings, placement=placement)
     dtypes = placement.precision(adapted.lora, source.dtype)
     architecture = long_rows.stretched_for(settings.rows, architecture_of(source), result.only_adapters(settings))
-    if not isinstance(task, Task):
+    if callable(task):
         task = task(settings, source, architecture)
-    if task.alone and jax.process_count() > 1:
+    if settings.method.is_alone and jax.process_count() > 1:
         raise UserError("--distributed: this command trains in one process. Leave it out.")
     shape = lambda layout: nnx.eval_shape(lambda: run_model.new(settings, task, source, architecture, dtypes, layout))
     devices = _devices(settings, task, shape)
@@ -78,13 +78,15 @@ def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> mes
     """Where the run is computed; `shape` gives the model's types by its layout."""
     # A model that writes its own batches gathers split weights for each token: several devices are asked for.
     mesh = settings.placement.mesh
-    there = jax.devices() if task.rollouts is None or mesh else jax.devices()[:1]
-    devices = meshes.chosen(mesh, there, task.rows(settings), shape)
-    if task.rollouts is not None and devices.layout_of_rows != devices.layout:
+    sampling = task.sampling
+    there = jax.devices() if sampling is None or mesh else jax.devices()[:1]
+    rows = settings.recipe.rows_at_once if sampling is None else sampling.rows(settings)
+    devices = meshes.chosen(mesh, there, rows, shape)
+    if sampling is not None and devices.layout_of_rows != devices.layout:
         raise UserError(
             f"--mesh={mesh}: devices that share completions cannot sample them. Give the devices to data or fsdp."
         )
-    if task.alone and devices.sizes["sequence"] > 1:
+    if settings.method.is_alone and devices.sizes["sequence"] > 1:
         raise UserError(f"--mesh={mesh}: this command's rows stay whole. Give the devices to fsdp or tensor.")
     return devices
 

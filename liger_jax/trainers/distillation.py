@@ -1,7 +1,5 @@
 """What `liger-jax distill` trains for: that a student gives the next token the probabilities that its teacher gives."""
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from liger_jax.data.training_rows import TrainingRows
 from liger_jax.losses import shifted_labels
 from liger_jax.models.core.embedding import logit_options_of
 from liger_jax.models.core.experts import without_router_loss
@@ -21,11 +20,9 @@ from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.stored_top_k import COLUMNS
 from liger_jax.trainers.task import Task
-from liger_jax.trainers.teacher import found
+from liger_jax.trainers.teacher import Teacher, found
 from liger_jax.training import scored_tokens
 from liger_jax.training.rows import ARGUMENTS, INPUTS
-
-_SCORED = ("eval_loss", "eval_divergence", "eval_nll_loss", "eval_token_accuracy")
 
 
 def divergence(
@@ -71,51 +68,63 @@ def loss_of(options: DistillOptions, vocab_size: int) -> Callable[..., Any]:
     return loss
 
 
-def _sums(vocab_size: int, graph: Any, settings: Settings[DistillOptions], data: Any) -> Any:
-    """A micro-batch's divergence, its negative log-likelihood, right predictions and scored tokens."""
-    options = dict(vocab_size=vocab_size, hard_weight=0.0, **settings.method.divergence_options())
-
-    @jax.jit
-    def sums(params, frozen, batch):
-        model = without_router_loss(nnx.merge(graph, params, frozen))
-        rows = {name: batch[name] for name in ARGUMENTS if name in batch}
-        out = model(**rows, loss_normalizer=1.0, return_metrics=True)
-        tokens, of_teacher = out.metrics.num_tokens, divergence(model, batch, jnp.float32(1), **options)
-        return jnp.stack([of_teacher, out.loss, tokens * out.metrics.accuracy, tokens])
-
-    return sums
-
-
-def _scores(hard_weight: float, totals: Sequence[float]) -> dict[str, float]:
-    of_teacher, of_labels, right = (total / totals[-1] for total in totals[:-1])
-    loss = (1 - hard_weight) * of_teacher + hard_weight * of_labels
-    return dict(zip(_SCORED, (loss, of_teacher, of_labels, right), strict=True))
-
-
 def _dense(head: Any, hidden: jax.Array) -> jax.Array:
     return head.astype(hidden.dtype) if is_quantized(head) else head
 
 
+class Distillation(Task):
+    """That a student gives the next token the probabilities of its teacher, which is beside it in each step, or has
+    read the rows before the first one.
+    """
+
+    scored = ("eval_loss", "eval_divergence", "eval_nll_loss", "eval_token_accuracy")
+    shown = ("loss", "tokens_per_second", "memory_gib")
+
+    def __init__(self, teacher: Teacher, hard_weight: float):
+        self.teacher, self._vocab_size, self._hard_weight = teacher, teacher.vocab_size, hard_weight
+        self._stored: list[stored_top_k.Stored] = []
+
+    def add_columns(self, settings: Settings[DistillOptions], data: TrainingRows) -> None:
+        """Those of a teacher that does not stay."""
+        if not self.teacher.stays:
+            self._stored += stored_top_k.add_columns(settings, data)
+
+    def loss(self, settings: Settings[DistillOptions], data: TrainingRows) -> Callable[..., Any]:
+        """`loss_of`."""
+        return loss_of(settings.method, self._vocab_size)
+
+    def normalizer(self, settings: Settings[DistillOptions], data: TrainingRows) -> Callable[[Any], Any]:
+        """The number of scored tokens."""
+        return scored_tokens
+
+    def sums(self, graph: Any, settings: Settings[DistillOptions], data: TrainingRows) -> Callable[..., Any]:
+        """Divergence, negative log-likelihood, right predictions and scored tokens."""
+        options = dict(vocab_size=self._vocab_size, hard_weight=0.0, **settings.method.divergence_options())
+
+        @jax.jit
+        def sums(params, frozen, batch):
+            model = without_router_loss(nnx.merge(graph, params, frozen))
+            rows = {name: batch[name] for name in ARGUMENTS if name in batch}
+            out = model(**rows, loss_normalizer=1.0, return_metrics=True)
+            tokens, of_teacher = out.metrics.num_tokens, divergence(model, batch, jnp.float32(1), **options)
+            return jnp.stack([of_teacher, out.loss, tokens * out.metrics.accuracy, tokens])
+
+        return sums
+
+    def before(
+        self, settings: Settings[DistillOptions], data: TrainingRows, model: Any, made_of: Mapping[str, str]
+    ) -> None:
+        """Has the teacher read the rows, if it does not stay."""
+        if not self.teacher.stays:
+            stored_top_k.fill(self._stored, self.teacher, settings, data, model, made_of)
+
+    def scores(self, totals: Sequence[float]) -> dict[str, float]:
+        """Their means, and the loss that they make."""
+        of_teacher, of_labels, right = (total / totals[-1] for total in totals[:-1])
+        loss = (1 - self._hard_weight) * of_teacher + self._hard_weight * of_labels
+        return dict(zip(self.scored, (loss, of_teacher, of_labels, right), strict=True))
+
+
 def of_run(settings: Settings[DistillOptions], source: Source, student: Architecture) -> Task:
     """The task of a run whose model was found."""
-    teacher, stored = found(settings, source, student), []
-    task = Task(
-        teacher=teacher,
-        loss=lambda settings, data: loss_of(settings.method, teacher.vocab_size),
-        normalizer=lambda settings, data: scored_tokens,
-        sums=functools.partial(_sums, teacher.vocab_size),
-        scores=functools.partial(_scores, settings.method.hard_weight),
-        figures=(),
-        scored=_SCORED,
-        shown=("loss", "tokens_per_second", "memory_gib"),
-        alone=True,
-    )
-    if teacher.stays:
-        return task
-    return dataclasses.replace(
-        task,
-        add_columns=lambda settings, data: stored.extend(stored_top_k.add_columns(settings, data)),
-        before=lambda settings, data, model, made_of: stored_top_k.fill(
-            stored, teacher, settings, data, model, made_of
-        ),
-    )
+    return Distillation(found(settings, source, student), settings.method.hard_weight)

@@ -21,7 +21,7 @@ def read_model(run: Run) -> Any:
     """Reads the weights of a run's model."""
     rows, placement, devices = run.settings.rows, run.settings.placement, run.devices
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
-    options |= dict(remat=placement.remat, quantize=placement.quantize, scan_layers=run.task.scan_layers)
+    options |= dict(remat=placement.remat, quantize=placement.quantize, scan_layers=run_model.scans_layers(run.task))
     options |= dict(length=rows.length, rope_scaling=rows.rope_scaling)
     return AutoModelForCausalLM.from_pretrained(run.source, mesh=devices.mesh, kernels=devices.kernels, **options)
 

@@ -1,23 +1,19 @@
-"""What `liger-jax dpo --loss kto` trains for: that good answers become likelier, and bad ones less likely."""
+"""Scored answers with labels, for `--loss kto`: good ones are to become likelier, and bad ones less likely."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from liger_jax import losses
 from liger_jax.data.answers import UnpairedTokenizer, UnpairedWithOthers
-from liger_jax.data.training_rows import TrainingRows
+from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import reference_log_probs
-from liger_jax.trainers.dpo_options import PairOptions
-from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Unpaired
 from liger_jax.trainers.reference_log_probs import responses, sides
-from liger_jax.trainers.task import Task
 
 # TRL's names. Each is a mean over the answers that are counted under the second name.
 _FIGURES = {
@@ -108,44 +104,43 @@ def figures_of(unpaired: Unpaired) -> tuple[str, ...]:
     return (*names, "kl") if unpaired.needs_others else names
 
 
-def _sums(graph: Any, settings: Settings[PairOptions], data: TrainingRows) -> Any:
-    """A micro-batch's loss, figures and numbers of answers, all of them sums."""
+@dataclasses.dataclass(frozen=True)
+class OfAnswers:
+    """What is made of the scores of single answers: good ones are to become likelier, and bad ones less likely."""
 
-    @jax.jit
-    def sums(params, frozen, batch):
-        model = nnx.merge(graph, params, frozen)
-        value, figures, counts = sums_of(settings.method.unpaired, data.num_segments, model, batch)
+    unpaired: Unpaired
+    shown = ("rewards/margins",)
+
+    @property
+    def tokenizer(self) -> type[Tokenizer]:
+        """One that gives each answer another one, where the loss has a baseline."""
+        return UnpairedWithOthers if self.unpaired.needs_others else UnpairedTokenizer
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """`figures_of`."""
+        return figures_of(self.unpaired)
+
+    def loss(self, num_segments: int) -> Callable[..., Any]:
+        """`loss_of`."""
+        return loss_of(self.unpaired, num_segments)
+
+    def normalizer(self, num_segments: int) -> Callable[[Any], Any]:
+        """`normalizer_of`."""
+        return normalizer_of(self.unpaired, num_segments)
+
+    def sums(self, model: Any, batch: Mapping[str, Any], num_segments: int) -> jax.Array:
+        """Loss, figures and numbers of answers, all of them sums."""
+        value, figures, counts = sums_of(self.unpaired, num_segments, model, batch)
         return jnp.stack([value, *figures.values(), *counts.values()])
 
-    return sums
-
-
-def _scores(unpaired: Unpaired, totals: Sequence[float]) -> dict[str, float]:
-    value, *others = totals
-    counts = dict(zip(_COUNTS, others[-len(_COUNTS) :], strict=True))
-    sums = dict(zip(_FIGURES, others[: len(_FIGURES)], strict=True))
-    without = {name for name, of in _FIGURES.items() if not counts[of]}
-    without |= {"rewards/margins"} if without else set()
-    means = {name: sums[name] / max(counts[of], 1.0) for name, of in _FIGURES.items()}
-    scores = {f"eval_{name}": x for name, x in _with_margins(unpaired, means).items() if name not in without}
-    return {"eval_loss": value / max(counts["answers"], 1.0)} | scores
-
-
-def task_of(options: PairOptions) -> Task:
-    """The task of a run."""
-    unpaired = options.unpaired
-    assert unpaired is not None
-    figures = figures_of(unpaired)
-    return Task(
-        tokenizer=UnpairedWithOthers if unpaired.needs_others else UnpairedTokenizer,
-        loss=lambda settings, data: loss_of(unpaired, data.num_segments),
-        alone=True,
-        normalizer=lambda settings, data: normalizer_of(unpaired, data.num_segments),
-        sums=_sums,
-        scores=functools.partial(_scores, unpaired),
-        figures=figures,
-        scored=("eval_loss", *(f"eval_{name}" for name in figures)),
-        shown=("loss", "rewards/margins", "tokens_per_second", "memory_gib"),
-        add_columns=reference_log_probs.add_columns,
-        before=reference_log_probs.fill,
-    )
+    def scores(self, totals: Sequence[float]) -> dict[str, float]:
+        """Their means; without those of good answers, or of bad ones, where there are none."""
+        value, *others = totals
+        counts = dict(zip(_COUNTS, others[-len(_COUNTS) :], strict=True))
+        sums = dict(zip(_FIGURES, others[: len(_FIGURES)], strict=True))
+        without = {name for name, of in _FIGURES.items() if not counts[of]}
+        without |= {"rewards/margins"} if without else set()
+        means = {name: sums[name] / max(counts[of], 1.0) for name, of in _FIGURES.items()}
+        shown = {f"eval_{name}": x for name, x in _with_margins(self.unpaired, means).items() if name not in without}
+        return {"eval_loss": value / max(counts["answers"], 1.0)} | shown

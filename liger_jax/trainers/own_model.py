@@ -18,7 +18,7 @@ from liger_jax.trainers.errors import training_errors, writable_folder
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
-from liger_jax.trainers.task import TEXT
+from liger_jax.trainers.text import TASK
 from liger_jax.training import Checkpoints, Loop, digests, lock, make_step, scoring
 from liger_jax.training.loop import figure
 from liger_jax.user_errors import UserError, need, of_option
@@ -78,7 +78,7 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
     with of_option("--tokenizer"):
         found = source.find(tokenizer, weights=False)
     encoder = training_rows.tokenizer(found, _head(model).shape[0])
-    data = TEXT.prepared(settings, encoder, out / token_cache.FOLDER, training_rows.sources_of(settings.rows))
+    data = training_rows.prepared(settings.rows, recipe.batch, recipe.seed, encoder, out / token_cache.FOLDER)
     print(data.summary)
     kind = nnx.LoRAParam if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) else nnx.Param
     graph, params, frozen = nnx.split(Whole(model), kind, ...)
@@ -109,19 +109,19 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
     )  # fmt: skip
     checkpoints.check()
     data.keep()
-    options: dict[str, Any] = dict(normalizer=TEXT.normalizer(settings, data), has_aux=True)
+    options: dict[str, Any] = dict(normalizer=TASK.normalizer(settings, data), has_aux=True)
     step_of = lambda size: make_step(
-        graph, optimizer, TEXT.loss(settings, data), micro_batches=size.micro_batches, **options
+        graph, optimizer, TASK.loss(settings, data), micro_batches=size.micro_batches, **options
     )
     programs = {size: jax.jit(step_of(size), donate_argnums=0) for size in in_steps.sizes}
-    sums = TEXT.sums(graph, settings, data)
+    sums = TASK.sums(graph, settings, data)
     restored = checkpoints.restore((params, optimizer.init(params)))
     state, entries = restored or ((params, optimizer.init(params)), {"steps": []})
     figures = entries["steps"]
-    score, held_out = scoring(sums, frozen, TEXT.scores), in_steps.scored()
+    score, held_out = scoring(sums, frozen, TASK.scores), in_steps.scored()
     its_rows = lambda step: [in_steps.some_of(max(0, step - 1))]
     whole = lambda params: nnx.merge(graph, params, frozen).own
-    with log.Log(settings.folder.log, out, TEXT.columns, figures, settings.to_write()) as files:
+    with log.Log(settings.folder.log, out, TASK.columns, figures, settings.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: programs[in_steps.size_of(len(figures))](state, batch, frozen),
             batch_of=in_steps.rows_of,
@@ -134,7 +134,7 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
             rate=rate,
             write=files.write,
             after=None if after is None else lambda params, figures: after(figures, whole(params)),
-            shown=TEXT.shown,
+            shown=TASK.shown,
         )
         state, stopped_by = loop.run(state, entries)
     done, best = len(figures), None if checkpoints.best is None else checkpoints.best[0]

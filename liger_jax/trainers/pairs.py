@@ -1,23 +1,22 @@
-"""The task of `liger-jax dpo`: to make the chosen one of two answers more likely than the rejected one."""
+"""Scored pairs: the chosen one of two answers is to become more likely than the rejected one."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from liger_jax import losses
 from liger_jax.data.answers import PairTokenizer
-from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import kto, reference_log_probs
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Pairs, Preference, flag
 from liger_jax.trainers.reference_log_probs import responses, sides
-from liger_jax.trainers.task import Task
+from liger_jax.trainers.scored_answers import ScoredAnswers
 from liger_jax.user_errors import UserError
 
 _FIGURES = (  # TRL's names
@@ -74,43 +73,40 @@ def normalizer_of(preference: Preference) -> Callable[[Mapping[str, Any]], dict[
     return normalizer
 
 
-def _sums(graph: Any, settings: Settings[PairOptions], data: TrainingRows) -> Any:
-    """A micro-batch's figures, each times its number of pairs, and that number."""
-    preference = settings.method.preference
-    loss, normalizer = loss_of(preference, data.num_segments), normalizer_of(preference)
+@dataclasses.dataclass(frozen=True)
+class OfPairs:
+    """What is made of the scores of pairs: the chosen answer is to become likelier than the rejected one."""
 
-    @jax.jit
-    def sums(params, frozen, batch):
-        value, figures = loss(nnx.merge(graph, params, frozen), batch)
-        pairs = normalizer(batch)["pairs"]
+    preference: Preference
+    tokenizer = PairTokenizer
+    figures = _FIGURES
+    shown = "rewards/margins", "rewards/accuracies"
+
+    def loss(self, num_segments: int) -> Callable[..., Any]:
+        """`loss_of`."""
+        return loss_of(self.preference, num_segments)
+
+    def normalizer(self, num_segments: int) -> Callable[[Any], Any]:
+        """`normalizer_of`."""
+        return normalizer_of(self.preference)
+
+    def sums(self, model: Any, batch: Mapping[str, Any], num_segments: int) -> jax.Array:
+        """Loss and figures, each times the number of pairs, and that number."""
+        value, figures = loss_of(self.preference, num_segments)(model, batch)
+        pairs = normalizer_of(self.preference)(batch)["pairs"]
         return pairs * jnp.stack([value, *(figures[name] for name in _FIGURES), jnp.ones(())])
 
-    return sums
+    def scores(self, totals: Sequence[float]) -> dict[str, float]:
+        """Their means."""
+        names = "eval_loss", *(f"eval_{name}" for name in _FIGURES)
+        return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
 
 
-def _scores(totals: Sequence[float]) -> dict[str, float]:
-    return {name: total / totals[-1] for name, total in zip(TASK.scored, totals[:-1], strict=True)}
-
-
-TASK = Task(
-    tokenizer=PairTokenizer,
-    loss=lambda settings, data: loss_of(settings.method.preference, data.num_segments),
-    alone=True,
-    normalizer=lambda settings, data: normalizer_of(settings.method.preference),
-    sums=_sums,
-    scores=_scores,
-    figures=_FIGURES,
-    scored=("eval_loss", *(f"eval_{name}" for name in _FIGURES)),
-    shown=("loss", "rewards/margins", "rewards/accuracies", "tokens_per_second", "memory_gib"),
-    add_columns=reference_log_probs.add_columns,
-    before=reference_log_probs.fill,
-)
-
-
-def of_run(settings: Settings[PairOptions], *model: Any) -> Task:
+def of_run(settings: Settings[PairOptions], *model: Any) -> ScoredAnswers:
     """The task of a run: of pairs, or by its loss of single answers."""
     _check_trains(settings.method)
-    return TASK if settings.method.unpaired is None else kto.task_of(settings.method)
+    unpaired = settings.method.unpaired
+    return ScoredAnswers(OfPairs(settings.method.preference) if unpaired is None else kto.OfAnswers(unpaired))
 
 
 def _check_trains(options: PairOptions) -> None:

@@ -1,7 +1,7 @@
 """What `liger-jax grpo` trains for: that completions which are better than their group become likelier."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from liger_jax import losses
 from liger_jax.data import prompt_rows
+from liger_jax.data.prompt_rows import PromptRows
+from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers.grpo_options import GrpoOptions
@@ -72,26 +74,57 @@ def policy_loss(settings: Settings[GrpoOptions], data: Any) -> Callable[..., Any
     return loss
 
 
-TASK = Task(
-    prepared=lambda settings, tokenizer, place, sources: prompt_rows.prepared(
-        settings.rows.subset, settings.recipe.batch, settings.recipe.seed, settings.method.group,
-        settings.method.prompt_length, tokenizer, sources,
-    ),
-    loss=policy_loss,
-    normalizer=lambda settings, data: lambda batch: (batch["denominator"], batch["num_tokens"]),
-    sums=lambda graph, settings, data: score_sums(graph),
-    scores=lambda totals: {"eval_loss": totals[0] / max(totals[2], 1.0)},  # which says whether parameters are finite
-    figures=(
+class GroupSampling:
+    """Each prompt gets a group of completions from the model that is trained, which are rewarded."""
+
+    def rows(self, settings: Settings[GrpoOptions]) -> int:
+        """Devices split both the rows of an update and the prompts that are sampled."""
+        recipe = settings.recipe
+        return math.gcd(recipe.rows_at_once, recipe.batch // settings.method.group)
+
+    def prepared(self, settings: Settings[GrpoOptions], tokenizer: Tokenizer, sources: Any = None) -> PromptRows:
+        """The rows are prompts, each as often as its group has completions."""
+        recipe, method = settings.recipe, settings.method
+        return prompt_rows.prepared(
+            settings.rows.subset, recipe.batch, recipe.seed, method.group, method.prompt_length, tokenizer, sources
+        )
+
+    def updates(self, settings: Settings[GrpoOptions]) -> int:
+        """A step's completions may be trained on several times."""
+        return settings.method.updates
+
+    def begin(self, settings: Settings[GrpoOptions], data: PromptRows, tokenizer: Tokenizer, place: Any) -> Rollouts:
+        """What samples, rewards and packs."""
+        return Rollouts(settings, data, tokenizer, place)
+
+
+class Policy(Task):
+    """That completions which the run samples and rewards become likelier as they are better than their group."""
+
+    sampling = GroupSampling()
+    figures = (
         "reward", "reward_std", "frac_reward_zero_std", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", DIFFERENCE,
         "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
         "completions/mean_terminated_length",
-    ),
-    scored=(),
-    shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
-    main_figure="reward",
-    rows=lambda settings: math.gcd(settings.recipe.rows_at_once, settings.recipe.batch // settings.method.group),
-    updates=lambda settings: settings.method.updates,
-    rollouts=Rollouts,
-    alone=True,
-    scan_layers=False,  # a step of sampling reads each weight once, and none is copied out of a stack
-)  # fmt: skip
+    )  # fmt: skip
+    shown = ("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib")
+    main_figure = "reward"
+
+    def loss(self, settings: Settings[GrpoOptions], data: Any) -> Callable[..., Any]:
+        """`policy_loss`."""
+        return policy_loss(settings, data)
+
+    def normalizer(self, settings: Settings[GrpoOptions], data: Any) -> Callable[[Any], Any]:
+        """The batch has it, as `Rollouts` makes it."""
+        return lambda batch: (batch["denominator"], batch["num_tokens"])
+
+    def sums(self, graph: Any, settings: Settings[GrpoOptions], data: Any) -> Callable[..., Any]:
+        """The prompts' cross-entropy, which says whether parameters are finite."""
+        return score_sums(graph)
+
+    def scores(self, totals: Sequence[float]) -> dict[str, float]:
+        """Its mean."""
+        return {"eval_loss": totals[0] / max(totals[2], 1.0)}
+
+
+TASK = Policy()

@@ -84,7 +84,8 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
         return _finished(run, checkpoints)
     with user_errors():
         processes.by_first(lambda: result.write_settings(run.asked))
-    rollouts = None if task.rollouts is None else task.rollouts(settings, data, inputs.tokenizer, devices.place)
+    sampling = task.sampling
+    rollouts = None if sampling is None else sampling.begin(settings, data, inputs.tokenizer, devices.place)
     reading = beside(initial_state.read_model, run)
     with user_errors(), telling("tracing"):
         examples = inputs.examples if rollouts is None else [(rollouts.example, settings.recipe.num_micro_batches)]
@@ -132,7 +133,7 @@ def _finished(run: Run, checkpoints: Checkpoints) -> Outcome:
     best, target = None if checkpoints.best is None else checkpoints.best[0], result.folder(settings)
     early = result.ended_early(settings, checkpoints.finished) and best is not None
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
-    options |= dict(scan_layers=run.task.scan_layers)
+    options |= dict(scan_layers=run_model.scans_layers(run.task))
     return Outcome(
         0, steps, best if early else len(steps), best, target,
         lambda: AutoModelForCausalLM.from_pretrained(target, **options),

@@ -13,10 +13,10 @@ from liger_jax.models.hugging_face.weights import quantized_as_in
 from liger_jax.models.quantized import quantize
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
-from liger_jax.trainers import adapters, teacher
+from liger_jax.trainers import adapters
 from liger_jax.trainers.adapters import AdapterOptions
 from liger_jax.trainers.options import Settings
-from liger_jax.trainers.task import Task
+from liger_jax.trainers.task import TEACHER, Task
 from liger_jax.user_errors import quantizing
 
 
@@ -32,7 +32,7 @@ def new(
     placement = settings.placement
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(
-        remat=placement.remat or defaults.REMAT, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout)
+        remat=placement.remat or defaults.REMAT, scan_layers=scans_layers(task), kernels=KernelOptions(layout=layout)
     )
     model = architecture.family(architecture.config, **options, rngs=nnx.Rngs(0))
     if source.is_nf4:
@@ -47,10 +47,15 @@ def new(
     return model
 
 
+def scans_layers(task: Task) -> bool:
+    """Whether the layers are stacked: a step of sampling reads each weight once, and none is copied out of a stack."""
+    return task.sampling is None
+
+
 def trained(adapted: AdapterOptions) -> Any:
     """The variables that are trained, by their type; a teacher has none."""
     kind = nnx.Param if adapted.lora is None else nnx.LoRAParam
-    return nnx.All(kind, nnx.Not(nnx.PathContains(teacher.NAME)))
+    return nnx.All(kind, nnx.Not(nnx.PathContains(TEACHER)))
 
 
 def trained_lines(adapted: AdapterOptions, model: Any, architecture: Architecture) -> Iterator[str]:
@@ -69,6 +74,6 @@ def tuned(graph: Any, state: Any, frozen: Any, keeps: Any) -> Any:
     """Puts a model together that is to be written, without its teacher."""
     model = nnx.merge(graph, state[0], frozen)
     model.kept = keeps
-    if hasattr(model, teacher.NAME):
-        delattr(model, teacher.NAME)
+    if hasattr(model, TEACHER):
+        delattr(model, TEACHER)
     return model

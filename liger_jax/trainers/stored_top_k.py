@@ -23,7 +23,8 @@ from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import keyed_file
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.options import Settings
-from liger_jax.trainers.teacher import NAME, Teacher
+from liger_jax.trainers.task import TEACHER
+from liger_jax.trainers.teacher import Teacher
 from liger_jax.training import disk
 from liger_jax.training.rows import INPUTS
 from liger_jax.training.waiting import beside, telling
@@ -80,7 +81,7 @@ def fill(
     """Fills the columns, from the file of an earlier start if that is whole and of the same teacher and rows."""
     top_k = settings.method.top_k
     assert top_k is not None
-    path = Path(settings.folder.out) / f"{NAME}.bin"
+    path = Path(settings.folder.out) / f"{TEACHER}.bin"
     key = keyed_file.key(settings, _READ, made_of, (stored.laid for stored in some))
     counts = [_counts(stored.laid) for stored in some]
     if not keyed_file.is_whole(path, key):

@@ -19,10 +19,9 @@ from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.trainers import result, weights
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.task import TEACHER
 from liger_jax.training import identity, meshes
 from liger_jax.user_errors import UserError, of_option, quantizing
-
-NAME = "teacher"  # the attribute of a model that has one, and a part of the paths of the teacher's variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Teacher:
         """Texts by which it can be told from another teacher."""
         config = {self.source.path.name: self.source.path.read_bytes()}
         digests = identity.of_files(config) | identity.of_weights(self.source.folder, self.source.weight_files)
-        return {f"{NAME}'s {name}": digest for name, digest in digests.items()}
+        return {f"{TEACHER}'s {name}": digest for name, digest in digests.items()}
 
     def _dtypes(self, dtype: str) -> dict[str, Any]:
         """Its weights have the checkpoint's dtype, since they are frozen."""

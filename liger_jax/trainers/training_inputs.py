@@ -38,15 +38,19 @@ class TrainingInputs:
 
 def training_inputs(run: Run) -> TrainingInputs:
     """Makes a run's rows, prints what they are, and decides what its steps do with them."""
-    settings, task = run.settings, run.task
+    settings, task, recipe, laid = run.settings, run.task, run.settings.recipe, None
+    sampling = task.sampling
     sources = training_rows.sources_of(settings.rows)
     tokenizer = training_rows.tokenizer(run.source, run.architecture.config.vocab_size, task.tokenizer)
     with processes.first_before_others():
-        data = task.prepared(settings, tokenizer, run.out / token_cache.FOLDER, sources)
+        if sampling is None:
+            rows_of = settings.rows, recipe.batch, recipe.seed
+            data: RunRows = training_rows.prepared(*rows_of, tokenizer, run.out / token_cache.FOLDER, sources)
+        else:
+            data = sampling.prepared(settings, tokenizer, sources)
         if jax.process_count() > 1 and processes.is_first():
             data.keep()  # the others find them
     print(data.summary)
-    recipe, laid = settings.recipe, None
     steps = recipe.num_steps(data.num_in_epoch)
     if isinstance(data, training_rows.TrainingRows):
         laid = step_sizes.laying(run)
@@ -55,7 +59,7 @@ def training_inputs(run: Run) -> TrainingInputs:
             print(line)
     task.add_columns(settings, data)
     rate = recipe.rate(settings.peak_rate, steps)
-    updates = task.updates(settings)
+    updates = 1 if sampling is None else sampling.updates(settings)
     optimizer = recipe.optimizer_of(rate if updates == 1 else lambda count: rate(count // updates))
     return TrainingInputs(tokenizer, data, steps, rate, optimizer, *_rows(run, data), step_sizes.identity(data, laid))
 

@@ -18,6 +18,7 @@ from liger_jax import losses
 from liger_jax.commands import main
 from liger_jax.data.laid_rows import RowBatches
 from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.data.training_rows import prepared
 from liger_jax.models import AutoModelForCausalLM, KernelOptions
 from liger_jax.models.hugging_face.source import find
 from liger_jax.planner.architectures import architecture_of
@@ -25,8 +26,7 @@ from liger_jax.planner.devices import GIB
 from liger_jax.trainers import decided_run, distillation, memory, stored_top_k
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.options import Settings
-from liger_jax.trainers.task import TEXT
-from liger_jax.trainers.teacher import NAME
+from liger_jax.trainers.task import TEACHER
 from liger_jax.trainers.teacher import found as find_teacher
 from liger_jax.training.rows import INPUTS
 from tests import _tiny
@@ -174,7 +174,9 @@ def test_columns_have_at_each_scored_place_what_was_written_for_it(packed, sourc
         pack=packed, eval_share=0.2, top_k=2, out=str(tmp_path), batch=4,
     )  # fmt: skip
     teacher = find_teacher(settings, find(source), architecture_of(find(source)))
-    data = TEXT.prepared(settings, Tokenizer(source, 320, []), tmp_path / "tokens")
+    data = prepared(
+        settings.rows, settings.recipe.batch, settings.recipe.seed, Tokenizer(source, 320, []), tmp_path / "tokens"
+    )
     some = stored_top_k.add_columns(settings, data)
     assert not data.rows["token_ids"][[0, 1]].any()  # before they are filled
 
@@ -426,7 +428,7 @@ def test_transformers_gives_the_same_divergence_from_what_a_run_leaves(source, t
         expected = torch.nn.functional.kl_div(*log_probs, log_target=True, reduction="none").sum(-1).mean()
     ids = jnp.asarray(tokens["input_ids"].numpy())
     student, teacher = map(AutoModelForCausalLM.from_pretrained, (tmp_path / "model", source.parent / "teacher"))
-    setattr(student, NAME, teacher)
+    setattr(student, TEACHER, teacher)
     batch = {"input_ids": ids, "labels": jnp.pad(ids, ((0, 0), (1, 0)))[:, :-1]}
     settings = Settings.of(DistillOptions, model="m", data="d", teacher="t")
     whole = {name: jnp.pad(x, ((0, 0), (0, 1))) for name, x in batch.items()}  # so that each token has a next one

@@ -15,11 +15,11 @@ from liger_jax import losses
 from liger_jax.commands import main
 from liger_jax.data.answers import PairTokenizer
 from liger_jax.data.preferences import pair
+from liger_jax.data.training_rows import prepared
 from liger_jax.trainers import pairs, reference_log_probs, samples
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Preference
-from liger_jax.trainers.task import TEXT
 from liger_jax.training import pack_pairs, rows
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -146,7 +146,7 @@ def test_both_answers_of_a_pair_share_a_row_and_only_they_are_scored(source, tmp
         PairOptions, model="m", data=str(source.parent / "pairs.jsonl"), length=128, pack=packed, eval_share=0.25
     )
     tokenizer = PairTokenizer(source, 320, [])
-    data = TEXT.prepared(settings, tokenizer, tmp_path)
+    data = prepared(settings.rows, 4, 0, tokenizer, tmp_path)
     assert data.num_segments == (4 if packed else 2) and data.rows.num_rows == (9 if packed else 18)
     seen = []
     for laid in data.laid:
@@ -224,7 +224,9 @@ def test_pairs_that_are_too_long_are_cut_and_those_alike_left_out(source, tmp_pa
     ]
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, [*long, *others])))
     settings = Settings.of(PairOptions, model="m", data=str(tmp_path / "long.jsonl"), length=32, eval_share=0.0)
-    data = TEXT.prepared(settings, PairTokenizer(source, 320, []), tmp_path / "tokens")
+    data = prepared(
+        settings.rows, settings.recipe.batch, settings.recipe.seed, PairTokenizer(source, 320, []), tmp_path / "tokens"
+    )
     sizes = data.rows.tokens.sizes().reshape(-1, 2)
     assert sizes[0].sum() == 32 and sizes[0, 1] < 16 and sizes[1].tolist() == [16, 16]
     assert "4 of 4 pairs are cut off, as longer than --length=32" in capsys.readouterr().out

@@ -24,7 +24,7 @@ from liger_jax.data.step_rows import StepRows
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
-from liger_jax.trainers import recipe, run_loop, task
+from liger_jax.trainers import recipe, run_loop, text
 from liger_jax.trainers.finetune_options import LOSS_TYPES, FinetuneOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.training import Checkpoints, identity, loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
@@ -249,7 +249,7 @@ def test_dft_multiplies_a_token_s_loss_by_its_probability(source, rng):
     model = AutoModelForCausalLM.from_pretrained(source)
     batch = {name: jnp.asarray(rng.integers(0, 300, (4, 9)), jnp.int32) for name in ("input_ids", "labels")}
     by_type = [
-        task.TEXT.loss(Settings.of(FinetuneOptions, model="m", data="d", loss_type=kind), None) for kind in LOSS_TYPES
+        text.TASK.loss(Settings.of(FinetuneOptions, model="m", data="d", loss_type=kind), None) for kind in LOSS_TYPES
     ]
 
     @nnx.jit

@@ -11,11 +11,11 @@ import pytest
 from liger_jax.commands import main
 from liger_jax.data import preferences, reading
 from liger_jax.data.answers import UnpairedTokenizer, UnpairedWithOthers, _others
-from liger_jax.trainers import kto, reference_log_probs
+from liger_jax.data.training_rows import prepared
+from liger_jax.trainers import kto, pairs, reference_log_probs
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Unpaired
-from liger_jax.trainers.task import TEXT
 from liger_jax.user_errors import UserError
 from tests import _tiny
 from tests.trainers._runs import Model
@@ -110,7 +110,7 @@ def test_there_is_no_figure_of_answers_that_there_are_not(batch, rng):
         "rewards/rejected", "rewards/margins", "logps/rejected"
     }  # fmt: skip
     value, sums, counts = kto.sums_of(unpaired, 6, Model(policy), batch)
-    scores = kto._scores(unpaired, [float(x) for x in (value, *sums.values(), *counts.values())])
+    scores = kto.OfAnswers(unpaired).scores([float(x) for x in (value, *sums.values(), *counts.values())])
     assert set(scores) == {"eval_loss", "eval_rewards/chosen", "eval_logps/chosen"}
     assert scores["eval_loss"] == pytest.approx(float(loss))
 
@@ -137,10 +137,10 @@ def test_the_losses_of_micro_batches_add_up_without_a_baseline(batch, rng):
 def test_an_answer_has_its_label_and_beside_it_an_answer_to_another_prompt(source, tmp_path, name, packed):
     data = str(source.parent / "answers.jsonl")
     settings = Settings.of(PairOptions, model="m", data=data, length=128, pack=packed, eval_share=0.25, loss_type=name)
-    tokenizer = kto.task_of(settings.method).tokenizer(source, 320, [])
+    tokenizer = pairs.of_run(settings).tokenizer(source, 320, [])
     assert isinstance(tokenizer, UnpairedWithOthers if name == "kto" else UnpairedTokenizer)
     seen = []
-    rows = TEXT.prepared(settings, tokenizer, tmp_path)
+    rows = prepared(settings.rows, 4, 0, tokenizer, tmp_path)
     for laid in rows.laid:
         for ids, labels, segments in zip(*(laid[k][:] for k in ("input_ids", "labels", "segment_ids")), strict=True):
             texts = []
@@ -208,8 +208,8 @@ def test_answers_that_are_left_out_are_named_with_the_reason(source, tmp_path, n
     settings = Settings.of(
         PairOptions, model="m", data=str(tmp_path / "some.jsonl"), length=100, eval_share=0.0, loss_type=name
     )
-    tokenizer = kto.task_of(settings.method).tokenizer(source, 320, [])
-    told = TEXT.prepared(settings, tokenizer, tmp_path / "tokens").summary
+    tokenizer = pairs.of_run(settings).tokenizer(source, 320, [])
+    told = prepared(settings.rows, 4, 0, tokenizer, tmp_path / "tokens").summary
     assert "data: 6 documents in 3 answers" in told
     assert told.replace(f"{tmp_path / 'some.jsonl'}, ", "").splitlines()[1:] == [
         "2 documents have an empty answer, and no row: line 4, line 5",
@@ -219,7 +219,7 @@ def test_answers_that_are_left_out_are_named_with_the_reason(source, tmp_path, n
     with pytest.raises(
         UserError, match="Nothing is left to train on: 1 document has an empty answer, and no row: .*1."
     ):
-        TEXT.prepared(settings, tokenizer, tmp_path / "tokens")
+        prepared(settings.rows, 4, 0, tokenizer, tmp_path / "tokens")
 
 
 def pairs_as_answers(count, ask):

@@ -1,0 +1,91 @@
+"""The task of `liger-jax dpo`: that good answers become likelier than bad ones, measured against a reference."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from flax import nnx
+
+from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.data.training_rows import TrainingRows
+from liger_jax.trainers import reference_log_probs
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.options import Settings
+from liger_jax.trainers.task import Task
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What is made of the scores of answers. A row has `num_segments` of them at most."""
+
+    @property
+    def tokenizer(self) -> type[Tokenizer]:
+        """What encodes the answers."""
+        ...
+
+    def loss(self, num_segments: int) -> Callable[..., Any]:
+        """The loss function, as `make_step` takes it with `has_aux=True`."""
+        ...
+
+    def normalizer(self, num_segments: int) -> Callable[[Any], Any]:
+        """What makes the loss's denominators of a batch."""
+        ...
+
+    def sums(self, model: Any, batch: Mapping[str, Any], num_segments: int) -> jax.Array:
+        """What some rows add to the scores."""
+        ...
+
+    def scores(self, totals: Sequence[float]) -> dict[str, float]:
+        """The scores, from the sums over all rows."""
+        ...
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Names of what the loss function returns beside the loss."""
+        ...
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of those in the progress bar."""
+        ...
+
+
+class ScoredAnswers(Task):
+    """An objective of scores: of pairs, or of single answers with labels."""
+
+    def __init__(self, objective: Objective):
+        self._objective, self.tokenizer, self.figures = objective, objective.tokenizer, objective.figures
+        self.scored = ("eval_loss", *(f"eval_{name}" for name in objective.figures))
+        self.shown = ("loss", *objective.shown, "tokens_per_second", "memory_gib")
+
+    def add_columns(self, settings: Settings[PairOptions], data: TrainingRows) -> None:
+        """That of the reference."""
+        reference_log_probs.add_columns(settings, data)
+
+    def loss(self, settings: Settings[PairOptions], data: TrainingRows) -> Callable[..., Any]:
+        """The objective's."""
+        return self._objective.loss(data.num_segments)
+
+    def normalizer(self, settings: Settings[PairOptions], data: TrainingRows) -> Callable[[Any], Any]:
+        """The objective's."""
+        return self._objective.normalizer(data.num_segments)
+
+    def sums(self, graph: Any, settings: Settings[PairOptions], data: TrainingRows) -> Callable[..., Any]:
+        """The objective's."""
+        of_rows = self._objective.sums
+
+        @jax.jit
+        def sums(params, frozen, batch):
+            return of_rows(nnx.merge(graph, params, frozen), batch, data.num_segments)
+
+        return sums
+
+    def before(
+        self, settings: Settings[PairOptions], data: TrainingRows, model: Any, made_of: Mapping[str, str]
+    ) -> None:
+        """Has the reference score the answers, if its column is there."""
+        reference_log_probs.fill(settings, data, model, made_of)
+
+    def scores(self, totals: Sequence[float]) -> dict[str, float]:
+        """The objective's."""
+        return self._objective.scores(totals)
