@@ -1,7 +1,4 @@
-"""Answers that are compared, as tokens: pairs of them, the chosen one first, or single ones with labels.
-
-A piece's first label, which no loss reads, says whether a single answer is good.
-"""
+"""Answers that are compared, as tokens: pairs of them, the chosen one first, or single ones with labels."""
 
 import dataclasses
 import itertools
@@ -93,13 +90,14 @@ class UnpairedTokenizer(Tokenizer):
         full, there = [document for document in documents if not document.is_blank], set()
         for piece in super().encoded(full, length, refused):
             there.add(id(piece.document))
-            yield _marked(piece)
+            assert piece.document is not None
+            yield dataclasses.replace(piece, is_good=bool(piece.document.desirable))
         if length < MOST:
             self.left_out |= {document.where: no_place(length) for document in full if id(document) not in there}
 
     def side(self, piece: Piece, number: int) -> str:
         """Whether a piece's answer is good."""
-        return "bad" if piece.labels[0] == IGNORE_INDEX else "good"
+        return "good" if piece.is_good else "bad"
 
 
 class UnpairedWithOthers(UnpairedTokenizer):
@@ -156,13 +154,6 @@ def fitted(pair: Sequence[Piece], length: int) -> list[Piece]:
 def _are_equal(pair: Sequence[Piece]) -> bool:
     one, other = pair
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.labels, other.labels)
-
-
-def _marked(piece: Piece) -> Piece:
-    assert piece.document is not None
-    labels = piece.labels.copy()
-    labels[0] = piece.tokens[0] if piece.document.desirable else IGNORE_INDEX
-    return dataclasses.replace(piece, labels=labels)
 
 
 def _asked(piece: Piece) -> Hashable:

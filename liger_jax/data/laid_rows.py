@@ -62,6 +62,13 @@ class LaidRows(Mapping[str, Any]):
         """The most pieces that a row has."""
         return int(self._rows.counts.max())
 
+    def of_pieces(self, values: np.ndarray, most: int) -> np.ndarray:
+        """A column (rows, `most`) float32 of a number of each of `pieces`, and 0 where a row has fewer."""
+        column = np.zeros((self.num_rows, most), np.float32)
+        rows, numbers = self._rows.segments.T
+        column[rows, numbers] = values
+        return column
+
     def __getitem__(self, name: str) -> Any:
         if name in self.beside:
             return self.beside[name]

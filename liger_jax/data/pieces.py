@@ -23,6 +23,7 @@ class Piece:
     document: Document | None = None  # the document
     begin: int = 0  # the place of the first token in the document
     total: int = 0  # how many tokens the document has; 0 where that is not known yet
+    is_good: bool | None = None  # the label of a single answer; `None` for a piece without one
 
     @property
     def is_scored(self) -> bool:

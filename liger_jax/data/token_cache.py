@@ -28,7 +28,7 @@ from liger_jax.user_errors import UserError
 FOLDER = "tokens"
 NEW = ".new"
 META = "meta.json"
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Tokens:
@@ -44,6 +44,7 @@ class Tokens:
             self._document,
             self._totals,
             self._title_ends,
+            self._labels,
             self._titles,
         ) = (_mapped(folder / name, dtype) for name, dtype in ARRAYS.items())
 
@@ -65,7 +66,8 @@ class Tokens:
     @property
     def digest(self) -> str:
         """A text by which the tokens and their labels can be told from others."""
-        return " ".join(self.meta["digests"][name] for name in ("tokens", "scored", "ends"))
+        digests = self.meta["digests"]
+        return f"{digests['tokens']} {self.meta['trained_on']} {digests['ends']}"
 
     def arrays(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a piece, and their labels, both (tokens,) int32."""
@@ -80,7 +82,12 @@ class Tokens:
         where, roles, has_prompt = json.loads(bytes(self._titles[first:last]))
         messages = None if roles is None else [{"role": role} for role in roles]
         document = Document(where, messages=messages, prompt="" if has_prompt else None)
-        return Piece(*self.arrays(i), document, int(self._begins[i]), int(self._totals[number]))
+        is_good = None if (label := int(self._labels[i])) < 0 else label > 0
+        return Piece(*self.arrays(i), document, int(self._begins[i]), int(self._totals[number]), is_good)
+
+    def are_good(self, pieces: np.ndarray) -> np.ndarray:
+        """Whether the answers of some pieces are good, (pieces,) bool."""
+        return np.asarray(self._labels)[pieces] > 0
 
     @property
     def together(self) -> int:

@@ -22,6 +22,7 @@ ARRAYS = {  # by name
     "document": np.int64,  # number of each piece's document
     "totals": np.int64,  # tokens of each document, cut off or not
     "title_ends": np.int64,  # of each document's title in `titles`
+    "labels": np.int8,  # of each piece: 1 for a good answer, 0 for a bad one, -1 for what is no answer with a label
     "titles": np.uint8,  # what is shown of documents, in UTF-8
 }
 _BATCH = 1024  # documents that are encoded at once
@@ -35,6 +36,7 @@ class Writer:
         self._stack = contextlib.ExitStack()
         self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         self._digests = {name: hashlib.sha256() for name in ARRAYS}
+        self._trained_on = hashlib.sha256()  # `scored`, with an answer's label at its first token, which no loss reads
         self._fingerprint, self._unread, self._pieces = Fingerprint(), frozenset(), [0]
         self._documents = self._titles = self._tokens = self._count = 0
         self._unused: dict[str, int] = {}  # by what such documents have in the place of a token to train on
@@ -60,7 +62,11 @@ class Writer:
             end = piece.begin + len(piece.tokens)
             total = max(total, piece.total, end)
             self._tokens += len(piece.tokens)
-            self._write(tokens=piece.tokens, scored=piece.labels != IGNORE_INDEX, ends=[self._tokens])
+            scored = piece.labels != IGNORE_INDEX
+            self._write(tokens=piece.tokens, scored=scored, ends=[self._tokens])
+            self._write(labels=[-1 if piece.is_good is None else piece.is_good])
+            first = scored[:1] if piece.is_good is None else np.array([piece.is_good])
+            self._trained_on.update(np.concatenate([first, scored[1:]]).tobytes())
             self._write(begins=[piece.begin], document=[used[id(piece.document)]])
             self._pieces[-1] += 1
         self._end_document(total)
@@ -88,6 +94,7 @@ class Writer:
         """What is to be known of the tokens."""
         return {
             "digests": {name: digest.hexdigest() for name, digest in self._digests.items()},
+            "trained_on": self._trained_on.hexdigest(),
             "documents": str(self._fingerprint),
             "count": self._count,
             "unused": self._unused,

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax import losses
 from liger_jax.data.answers import UnpairedTokenizer, UnpairedWithOthers
 from liger_jax.data.tokenizer import Tokenizer
-from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import reference_log_probs
 from liger_jax.trainers.preference_losses import Unpaired
 from liger_jax.trainers.reference_log_probs import responses, sides
+from liger_jax.trainers.scored_answers import GOOD
 
 # TRL's names. Each is a mean over the answers that are counted under the second name.
 _FIGURES = {
@@ -34,7 +33,7 @@ def sums_of(
     scored = responses(model, batch, num_segments)
     reference = reference_log_probs.of_batch(model, batch, num_segments)
     reference = jax.lax.stop_gradient(jnp.where(scored.tokens > 0, reference, 0.0))
-    numbers = scored.log_probs, reference, scored.tokens, _first_labels(batch, num_segments)
+    numbers = scored.log_probs, reference, scored.tokens, batch[GOOD]
     kl = jnp.zeros(())
     if unpaired.needs_others:
         answers, others = zip(*map(sides, numbers), strict=True)
@@ -75,21 +74,15 @@ def normalizer_of(unpaired: Unpaired, num_segments: int) -> Callable[[Mapping[st
     """
 
     def normalizer(batch):
-        segments, positions, labels = (batch[name] for name in ("segment_ids", "positions", "labels"))
-        begins = (segments > 0) & (positions == 0)
-        begins &= segments % 2 == 1 if unpaired.needs_others else True
-        good = begins & (labels != IGNORE_INDEX)
-        numbers = jnp.sum(begins), jnp.sum(good), jnp.sum(begins & ~good)
+        segments, is_good = batch["segment_ids"], batch[GOOD]
+        begins = (segments > 0) & (batch["positions"] == 0)
+        if unpaired.needs_others:
+            begins, is_good = begins & (segments % 2 == 1), sides(is_good)[0]
+        answers, good = jnp.sum(begins), jnp.sum(is_good > 0)
+        numbers = answers, good, answers - good
         return {name: number.astype(jnp.float32) for name, number in zip(_COUNTS, numbers, strict=True)}
 
     return normalizer
-
-
-def _first_labels(batch: Mapping[str, Any], num_segments: int) -> jax.Array:
-    """(B, S), 1 where a segment's first label says that the answer is good: no loss reads that label."""
-    first = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
-    marked = jnp.where(first & (batch["labels"] != IGNORE_INDEX), 1.0, 0.0)
-    return losses.sequence_log_probs(marked, segment_ids=batch["segment_ids"], num_segments=num_segments)
 
 
 def _with_margins(unpaired: Unpaired, means: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +102,7 @@ class OfAnswers:
     """What is made of the scores of single answers: good ones are to become likelier, and bad ones less likely."""
 
     unpaired: Unpaired
+    reads_labels = True
     shown = ("rewards/margins",)
 
     @property

@@ -79,6 +79,7 @@ class OfPairs:
 
     preference: Preference
     tokenizer = PairTokenizer
+    reads_labels = False
     figures = _FIGURES
     shown = "rewards/margins", "rewards/accuracies"
 

@@ -13,6 +13,8 @@ from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.task import Task
 
+GOOD = "is_good"  # the column (rows, S) of labels, 1 for a good answer and 0 for a bad one
+
 
 @runtime_checkable
 class Objective(Protocol):
@@ -40,6 +42,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def reads_labels(self) -> bool:
+        """Whether the loss reads the column `GOOD`."""
+        ...
+
+    @property
     def figures(self) -> tuple[str, ...]:
         """Names of what the loss function returns beside the loss."""
         ...
@@ -59,8 +66,10 @@ class ScoredAnswers(Task):
         self.shown = ("loss", *objective.shown, "tokens_per_second", "memory_gib")
 
     def add_columns(self, settings: Settings[PairOptions], data: TrainingRows) -> None:
-        """That of the reference."""
+        """That of the reference, and whether answers are good."""
         reference_log_probs.add_columns(settings, data)
+        for laid in data.laid if self._objective.reads_labels else ():
+            laid.beside[GOOD] = laid.of_pieces(laid.tokens.are_good(laid.pieces), data.num_stored)
 
     def loss(self, settings: Settings[PairOptions], data: TrainingRows) -> Callable[..., Any]:
         """The objective's."""

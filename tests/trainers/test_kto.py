@@ -5,6 +5,7 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from liger_jax.trainers import kto, pairs, reference_log_probs
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Unpaired
+from liger_jax.trainers.scored_answers import GOOD
 from liger_jax.user_errors import UserError
 from tests import _tiny
 from tests.trainers._runs import Model
@@ -47,10 +49,10 @@ def batch(rng):
     ids[3, 12:], ids[4] = 0, 0
     positions = np.tile(np.arange(6), (5, 6)).astype(np.int32) * (ids > 0)
     tokens = rng.integers(1, 99, ids.shape).astype(np.int32)
-    good = np.repeat(rng.integers(0, 2, (5, 3)), 12, axis=1) > 0  # an answer and its other one have one label
-    scored = np.where(positions == 0, good, positions >= rng.integers(2, 5))
-    labels = np.where((ids > 0) & scored, tokens, -100)
-    return {"input_ids": tokens, "labels": labels, "segment_ids": ids, "positions": positions}
+    labels = np.where((ids > 0) & (positions >= rng.integers(2, 5)), tokens, -100)
+    good = np.repeat(rng.integers(0, 2, (5, 3)), 2, axis=1).astype(np.float32)  # an answer and its other one agree
+    good[3, 2:], good[4] = 0, 0
+    return {"input_ids": tokens, "labels": labels, "segment_ids": ids, "positions": positions, GOOD: good}
 
 
 def answers_of(batch, log_probs, step):
@@ -61,7 +63,7 @@ def answers_of(batch, log_probs, step):
             at = np.flatnonzero(ids == segment)
             scored = batch["labels"][row, at[1:]] != -100
             sums.append(log_probs[row, at[:-1]].astype(np.float64)[scored].sum())
-            good.append(batch["labels"][row, at[0]] != -100)
+            good.append(batch[GOOD][row, segment - 1] > 0)
     return np.array(sums), np.array(good)
 
 
@@ -86,7 +88,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_answers(batch, name, rng):
     (x, good), (y, _) = (answers_of(batch, of, step) for of in (policy, reference))
     z = 0.0
     if name == "kto":
-        others = {"segment_ids": np.maximum(batch["segment_ids"] - 1, 0), "labels": batch["labels"]}
+        others = {**batch, "segment_ids": np.maximum(batch["segment_ids"] - 1, 0)}
         z = max(0.0, np.mean(answers_of(others, policy, 2)[0] - answers_of(others, reference, 2)[0]))
         assert figures["kl"] == pytest.approx(z, abs=1e-5)
     sigmoid = lambda x: 1 / (1 + np.exp(-x))
@@ -101,8 +103,8 @@ def test_the_loss_of_packed_rows_is_that_of_their_answers(batch, name, rng):
 
 def test_there_is_no_figure_of_answers_that_there_are_not(batch, rng):
     policy = -rng.exponential(1.0, batch["labels"].shape).astype(np.float32)
-    begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
-    batch = {**batch, "labels": np.where(begins, batch["input_ids"], batch["labels"])}  # all are good
+    exist = (batch["segment_ids"][:, ::6] > 0).astype(np.float32)
+    batch = {**batch, GOOD: jnp.asarray(exist)}  # all are good
     batch[reference_log_probs.NAME] = kto.responses(Model(policy), batch, 6).log_probs
     unpaired = Unpaired(loss_type="apo_zero_unpaired")
     loss, figures = kto.loss_of(unpaired, 6)(Model(policy), batch)
@@ -141,13 +143,15 @@ def test_an_answer_has_its_label_and_beside_it_an_answer_to_another_prompt(sourc
     assert isinstance(tokenizer, UnpairedWithOthers if name == "kto" else UnpairedTokenizer)
     seen = []
     rows = prepared(settings.rows, 4, 0, tokenizer, tmp_path)
+    pairs.of_run(settings).add_columns(settings, rows)
     for laid in rows.laid:
-        for ids, labels, segments in zip(*(laid[k][:] for k in ("input_ids", "labels", "segment_ids")), strict=True):
+        columns = (laid[name][:] for name in ("input_ids", "labels", "segment_ids", GOOD))
+        for ids, labels, segments, are_good in zip(*columns, strict=True):
             texts = []
             for segment in range(1, segments.max() + 1):
                 mine, its = ids[segments == segment], labels[segments == segment]
                 answer = tokenizer.text(mine[1:][its[1:] >= 0].tolist())
-                texts.append((tokenizer.text(mine.tolist()).partition(answer)[0], answer, its[0] >= 0))
+                texts.append((tokenizer.text(mine.tolist()).partition(answer)[0], answer, are_good[segment - 1] > 0))
             if name == "kto":
                 for (asked, answer, good), (again, other, too) in zip(texts[::2], texts[1::2], strict=True):
                     assert asked == again and good == too
