@@ -87,18 +87,21 @@ def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) ->
     each = [f"{size} ({counted(in_steps.steps_of(size), 'step')})" for size in in_steps.sizes]
     tokens, padding = in_steps.tokens / steps, 1 - in_steps.tokens / in_steps.places
     what, recipe = "row" if settings.rows.pack else data.laid[0].tokens.kind, settings.recipe
-    epochs = recipe.epochs_to_train or steps * recipe.batch / data.num_in_epoch
+    epochs = recipe.epochs_to_train or steps / math.ceil(data.num_in_epoch / recipe.batch)
     yield (
         f"steps: {steps:,} of {counted(recipe.batch, what)}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}; "
         f"{counted(round(tokens), 'token')} a step in rows × places of {' and '.join(each)}, "
         f"{padding:.1%} of them padding"
     )
     factor = 2 ** math.ceil(math.log2(max(1.0, _FEW * laying.shards / tokens)))
-    if factor > 1 and steps >= 2 * factor:
+    while factor > 1 and (recipe.batch * factor > data.num_in_epoch or 2 * factor > steps):
+        factor //= 2
+    if factor > 1:
         rate = settings.peak_rate * math.sqrt(factor)
+        fewer = "" if recipe.steps is None else f" --steps {math.ceil(steps / factor)}"
         yield (
             f"few tokens are in a step, so that gradients are noisy and a GPU is not busy: --batch "
-            f"{recipe.batch * factor} --learning-rate {rate:.1e} trains on the same in {factor} times fewer steps"
+            f"{recipe.batch * factor} --learning-rate {rate:.1e}{fewer} trains on the same documents"
         )
 
 

@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 
 from liger_jax.commands import main
+from liger_jax.data.laid_rows import LaidRows
+from liger_jax.data.step_rows import Laying
+from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops import DynamicRope, LongRope
 from liger_jax.trainers import step_sizes
+from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.options import Settings
 from tests import _tiny
+from tests.data.test_step_rows import Tokens
 from tests.trainers._runs import figures_of
 
 pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
@@ -90,6 +96,24 @@ def test_a_folder_of_before_keeps_its_rows_and_a_new_run_says_what_changed(sourc
 def test_chats_that_fill_one_row_are_computed_alone(source, tmp_path, capsys):
     packed = "finetune --pack --length 512 --steps 2 --eval-share 0.1"
     whole, few = (run(source, tmp_path / str(n), packed, f"--batch={n}") for n in (4, 16))
-    assert "in rows × places of 4 × 512 (2 steps)" in capsys.readouterr().out.split("steps: ")[-1]
+    printed = capsys.readouterr().out.split("steps: ")
+    assert "in rows × places of 4 × 512 (2 steps)" in printed[-1] and "few tokens" not in printed[-1]
     for ours, theirs in zip(few, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(["batch", "steps", "advice"], [(2, None, "--batch 64 --learning-rate 5.7e-05 trains"),
+    (2, 99, "--batch 64 --learning-rate 5.7e-05 --steps 4 trains"), (2, 3, ""), (128, None, "")])  # fmt: skip
+def test_a_larger_batch_is_named_where_a_step_has_few_tokens(batch, steps, advice, tmp_path):
+    tokens = Tokens(np.full(200, 50))
+    laid, laying = LaidRows(tokens, [np.arange(200)], 256, False), Laying(batch=batch)
+    tokens.meta["kind"] = "piece"
+    settings = Settings.of(
+        FinetuneOptions, model="m", data="d", length=256, batch=batch, steps=steps, out=str(tmp_path)
+    )
+    number = settings.recipe.num_steps(200)
+    data = TrainingRows(laid, None, None, "").laid_in_steps(*settings.recipe.order, number, laying)
+    first, *more = step_sizes.lines(settings, data, number, laying)
+    epochs = "1 epoch" if steps is None else f"{steps / 100:.3g} epochs"
+    assert first.startswith(f"steps: {number} of {batch} pieces, {epochs}; ")
+    assert (advice in more[0]) if advice else not more
