@@ -62,6 +62,8 @@ def gradients_in_forward(
     maxima = [state.maximum for state in states]
     statistics = merged(states, options)
     cotangents = row_cotangents(statistics, terms, constants)
+    # Gradients begin after all statistics. The loss alone needs some: XLA would hold their tiles until the end.
+    statistics, cotangents = jax.lax.optimization_barrier((statistics, cotangents))
     lse = formulas.live_normalizer(statistics.log_normalizer, cotangents)
     put = functools.partial(_put, inputs=inputs, options=options, needs=needs)
     grads = Gradients(None, array, full_like(lse, (v,), 0, dtypes.bias) if needs.bias else None)
