@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands._other_words import in_other_words, meant
 from liger_jax.trainers.options_file import OF_A_RUN
+from liger_jax.trainers.other_words import in_other_words, meant
 from liger_jax.user_errors import UserError
 
 _COMMAND = re.compile(re.escape(OF_A_RUN) + r" of liger-jax (\w+)\.")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from liger_jax.commands import _config
-from liger_jax.commands._other_words import in_other_words, meant, value_in_other_words, value_of_another_command
+from liger_jax.trainers.other_words import in_other_words, meant, value_in_other_words, value_of_another_command
 from liger_jax.user_errors import UserError
 
 # Options whose values name files and folders, or ids beside them.

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import numbers
 import os
@@ -22,8 +21,10 @@ from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.models.quantized import QuantizedParam
 from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import options_of
+from liger_jax.trainers.other_words import in_other_words, meant
+from liger_jax.trainers.preference_losses import NAMES
 from liger_jax.training import digests, identity
-from liger_jax.user_errors import Spelling
+from liger_jax.user_errors import Spelling, in_python
 
 GIVEN = ("model", "data", "eval_data", "out", "teacher", "reward")  # arguments of their own
 OF_COMMANDS = ("distributed",)  # what only a command can do
@@ -83,8 +84,9 @@ def values_of(method: type[Method], adapters: LoRA | None, fields: Mapping[str, 
         if name in _OF_LORA:
             raise TypeError(f"{method.command}: {name} belongs to the adapters: pass adapters=trainers.LoRA(…).")
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            raise TypeError(f"{method.command}: {name} is no option.{f' Did you mean {near[0]}?' if near else ''}")
+            flag, flags = f"--{name.replace('_', '-')}", [_options.flag(known[each]) for each in names]
+            hint = in_other_words(flag, flags) or meant(flag, flags)
+            raise TypeError(f"{method.command}: {name} is no option.{in_python(hint, spellings(method))}")
     if adapters is not None and not isinstance(adapters, LoRA):
         raise TypeError(f"{method.command}: adapters={adapters!r} must be a trainers.LoRA, as in adapters=LoRA(16).")
     values = dict(fields)
@@ -98,6 +100,8 @@ def spellings(method: type[Method]) -> dict[str, Spelling]:
     own = {"lora": "adapters", "data": "rows", "reward": "rewards"}
     own |= {name: name.removeprefix("lora_") for name in _OF_LORA if name.startswith("lora_")}
     found = _options.spellings(options_of(method).values(), own)
+    if "--loss" in found:
+        found["--loss"] = dataclasses.replace(found["--loss"], choices=NAMES)
     return found | {"--lora": Spelling("adapters", "LoRA({})")}
 
 
@@ -146,6 +150,8 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
     Returns texts, as the command takes them; and the functions by their names in these.
     """
     given = [given] if callable(given) or isinstance(given, str) else list(given)
+    if not given:
+        raise ValueError("rewards is empty. Pass functions that score completions.")
     if weights is not None and len(weights) != len(given):
         raise ValueError(f"reward_weights has {len(weights)} numbers for {len(given)} rewards. Pass one for each.")
     texts, functions = [], {}

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import os
 import signal
 import tempfile
@@ -64,7 +65,7 @@ def finetune(
     *,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     tokenizer: Any = None,
     **fields: Any,
 ) -> Result:
@@ -82,7 +83,7 @@ def finetune(
         adapters: what is trained in the place of the weights, such as `LoRA(16)`; `None` for the weights.
         out: the run's folder, for checkpoints, logs and the result. A later call with the same arguments resumes a run
             that was stopped. `None` for a temporary folder, which is removed: such a run cannot be resumed.
-        callbacks: functions of (step, metrics, model) that are called after each step: with its number from 1, its
+        callbacks: a function of (step, metrics, model), or several, called after each step: with its number from 1, its
             figures by name, and the model. One that returns `True` ends the run there. The model's arrays are the
             run's own, which the next step overwrites: take a copy by `jax.tree.map(jnp.copy, nnx.state(model))`.
         tokenizer: the folder or id of the checkpoint whose tokenizer a model in memory has.
@@ -109,7 +110,7 @@ def dpo(
     *,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     tokenizer: Any = None,
     **fields: Any,
 ) -> Result:
@@ -148,7 +149,7 @@ def grpo(
     reward_weights: Sequence[float] | None = None,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     tokenizer: Any = None,
     **fields: Any,
 ) -> Result:
@@ -192,7 +193,7 @@ def distill(
     teacher: Any,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     tokenizer: Any = None,
     **fields: Any,
 ) -> Result:
@@ -232,7 +233,7 @@ def _run(
     rows: Any,
     adapters: LoRA | None,
     out: str | os.PathLike[str] | None,
-    callbacks: Sequence[Callback],
+    callbacks: Callback | Sequence[Callback],
     tokenizer: Any,
     fields: Mapping[str, Any],
     own: Mapping[str, Any] = types.MappingProxyType({}),
@@ -280,10 +281,19 @@ def _run(
     return result
 
 
-def _after(callbacks: Sequence[Callback]) -> After | None:
+def _after(callbacks: Callback | Sequence[Callback]) -> After | None:
     """What calls callbacks after a step; what they print is as they print it."""
-    if wrong := [each for each in callbacks if not callable(each)]:
-        raise TypeError(f"callbacks holds {wrong[0]!r}, and must hold functions of (step, metrics, model).")
+    callbacks = [callbacks] if callable(callbacks) else callbacks
+    for each in callbacks:
+        if not callable(each):
+            raise TypeError(f"callbacks holds {each!r}, and must hold functions of (step, metrics, model).")
+        with contextlib.suppress(ValueError):  # of a function that does not tell its parameters
+            try:
+                inspect.signature(each).bind(1, {}, None)
+            except TypeError as error:
+                raise TypeError(
+                    f"A callback is called with (step, metrics, model), and {each!r} is not: {error}."
+                ) from None
     if not callbacks:
         return None
 

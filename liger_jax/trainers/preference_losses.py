@@ -18,6 +18,7 @@ from liger_jax.user_errors import UserError, in_options
 
 CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss` calls them
 FREE = ("orpo", *CPO, "simpo")  # they need no reference
+NAMES = (*DPO_TYPES, *FREE, *KTO_TYPES)
 
 _FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys(DPO_TYPES, losses.dpo_loss), "orpo": losses.orpo_loss, **dict.fromkeys(CPO, losses.cpo_loss),
@@ -40,7 +41,7 @@ class LossOptions:
     # In a file of options the name is another one than that of plan's --loss.
     loss_type: str = option(
         "sigmoid",
-        f"{', '.join((*DPO_TYPES, *FREE, *KTO_TYPES))}; or several of DPO's, separated by commas (default: sigmoid)",
+        f"{', '.join(NAMES)}; or several of DPO's, separated by commas (default: sigmoid)",
         flag="--loss",
     )  # fmt: skip
     loss_weights: tuple[float, ...] | None = option(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from liger_jax.commands import _config, _other_words, _parser, _parsers, main, option_names
+from liger_jax.commands import _config, _parser, _parsers, main, option_names
 from liger_jax.commands._arguments import ALTERNATIVES
 from liger_jax.commands._arguments import settings_of as parsed_settings
 from liger_jax.commands.finetune import add_arguments
-from liger_jax.trainers import options_file
+from liger_jax.trainers import options_file, other_words
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from tests import _tiny
@@ -115,9 +115,9 @@ def test_names_of_other_trainers_lead_to_options_that_there_are():
     add_arguments(parser)
     ours = {*parser._option_string_actions}
     elsewhere = {"--seq", "--device", "--max-new-tokens", "--search", "--cpo-alpha", "--reward", "--divergence"}
-    told = {name: (option,) for name, (option, _) in _other_words._HINTS.items()}
-    told |= {name: (_other_words._TRAINS,) for name in _other_words._HINTS_OF_TRAINERS}
-    for name, meant in (_other_words._ELSEWHERE | told).items():
+    told = {name: (option,) for name, (option, _) in other_words._HINTS.items()}
+    told |= {name: (other_words._TRAINS,) for name in other_words._HINTS_OF_TRAINERS}
+    for name, meant in (other_words.ELSEWHERE | told).items():
         assert (ours | elsewhere).issuperset(meant)
         assert name not in ours | elsewhere or not ours.issuperset(meant)
 

@@ -263,6 +263,10 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
     [
         (dict(batch=5), ValueError, "micro_batches=2 must divide batch=5."),
         (dict(bacth=4), TypeError, "finetune: bacth is no option. Did you mean batch?"),
+        (dict(lr=4), TypeError, "finetune: lr is no option. Did you mean learning_rate?"),
+        (dict(per_device_train_batch_size=4), TypeError, "finetune: per_device_train_batch_size is no option. It is "
+         "batch, the whole step's rows over all devices and micro-batches."),
+        (dict(callbacks=[lambda step, metrics: None]), TypeError, None),
         (dict(batch="4"), TypeError, "batch='4' must be an int."),
         (dict(lora=4), TypeError, "finetune: lora belongs to the adapters: pass adapters=trainers.LoRA(…)."),
         (dict(adapters=trainers.LoRA(0)), ValueError, "adapters=LoRA(0) must be at least 1."),
@@ -294,7 +298,10 @@ def test_what_cannot_be_is_refused_in_the_words_of_python(options, error, words,
     options = dict(model=source, rows=rows) | options
     with pytest.raises(error) as raised:
         finetune(options.pop("model"), options.pop("rows"), **options)
-    assert str(raised.value) == words.format(model=source)
+    if words is None:
+        assert "A callback is called with (step, metrics, model), and <function" in str(raised.value)
+    else:
+        assert str(raised.value) == words.format(model=source)
 
 
 def test_a_model_in_memory_needs_a_tokenizer_and_no_adapters(source, rows, command):

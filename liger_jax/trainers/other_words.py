@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Container, Iterable
 
 # What other trainers call our options. Each names those that may be meant, of which a command has one or none.
-_ELSEWHERE = {
+ELSEWHERE = {
     "--lr": ("--learning-rate",),
     "--max-steps": ("--steps",),
     "--num-steps": ("--steps",),
@@ -147,7 +147,7 @@ def meant(name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     spelled = name.replace("_", "-").lower()
-    near = [spelled] if spelled in known else [each for each in _ELSEWHERE.get(spelled, ()) if each in known]
+    near = [spelled] if spelled in known else [each for each in ELSEWHERE.get(spelled, ()) if each in known]
     near = near or [each for each in known if each.startswith(spelled) and len(spelled) > 3]
     near = near or difflib.get_close_matches(spelled, known, n=1, cutoff=0.7)
     return f" Did you mean {' or '.join(near)}?" if near else ""
