@@ -34,7 +34,7 @@ class Tiles:
     def __post_init__(self) -> None:
         accumulator = self.rows * self.columns // 128
         if accumulator > 128:
-            raise ValueError(f"{self} needs {accumulator} registers a thread for its accumulator; 128 are there.")
+            raise ValueError(f"{self} needs {accumulator} registers a thread for its accumulator; 128 are available.")
 
     @property
     def rows(self) -> int:

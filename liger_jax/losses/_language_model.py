@@ -78,7 +78,7 @@ def causal_lm_loss(
     if hidden.ndim < 2:
         raise ValueError(
             f"causal_lm_loss: hidden has shape {hidden.shape}; it must be (..., T, D), with an axis of positions: each "
-            "predicts the next one's label. For positions that are labelled already take fused_linear_cross_entropy."
+            "predicts the next one's label. For labels that are shifted already, call fused_linear_cross_entropy."
         )
     for name, x in dict(labels=labels, segment_ids=segment_ids).items():
         if x is not None and x.shape != hidden.shape[:-1]:
@@ -107,7 +107,7 @@ def _check_option(name: str) -> None:
     if name not in _OPTIONS:
         near = [own for own in _OPTIONS if name in own] or difflib.get_close_matches(name, _OPTIONS)
         hint = f"did you mean {near[0]}?" if near else f"pass some of {(*_OPTIONS,)}."
-        raise TypeError(f"causal_lm_loss: {name} is no option of fused_linear_cross_entropy; {hint}")
+        raise TypeError(f"causal_lm_loss: {name} is not an option of fused_linear_cross_entropy; {hint}")
 
 
 def shifted_labels(

@@ -279,7 +279,7 @@ def _distributions(
     student, teacher = _checks.as_float32(op, student=student, teacher=teacher)
     if student.shape != teacher.shape or student.ndim == 0:
         raise ValueError(
-            f"{op}: student has shape {student.shape} and teacher {teacher.shape}, but they must be alike, with an "
+            f"{op}: student has shape {student.shape} and teacher {teacher.shape}, but must have one shape, with an "
             "axis to compare: vocabularies of different sizes have no divergence; cut the padding off the larger head."
         )
     if where is not None:

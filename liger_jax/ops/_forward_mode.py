@@ -26,8 +26,8 @@ def _jvp(primals: Any, tangents: Any, **names: str) -> Any:
 
 def _refuse(*_: Any, op: str, cure: str) -> Any:
     raise TypeError(
-        f"{op} has gradients (jax.grad, jax.vjp), but here no forward mode (jax.jvp, jax.linearize, jax.jacfwd): its "
-        f"kernels make no derivative along a direction. {cure}"
+        f"{op} supports gradients (jax.grad, jax.vjp), but here not forward mode (jax.jvp, jax.linearize, jax.jacfwd): "
+        f"its kernels compute no directional derivatives. {cure}"
     )
 
 

@@ -197,9 +197,7 @@ def _refusing(v: jax.Array, segments: Segments | None) -> tuple[jax.Array, Segme
 def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **options: Any):
     """Attention of this device's chunks of each row to the keys and values of all devices."""
     if q_offset is not None:
-        raise ValueError(
-            f"{_OP}: q_offset={q_offset!r} goes with whole rows of keys; sequence_axis says where q stands."
-        )
+        raise ValueError(f"{_OP}: q_offset={q_offset!r} is for whole rows of keys; with sequence_axis, leave it out.")
     if q.shape[1] % 2 or k.shape[1] != q.shape[1]:
         raise ValueError(
             f"{_OP}: q has {q.shape[1]} positions and k {k.shape[1]} on each device of sequence_axis={axis!r}, but "
@@ -237,7 +235,7 @@ def choose(
 def _on_mesh(q, k, v, segment_ids, sinks, q_offset, **options: Any):
     if q_offset is not None:
         raise ValueError(
-            f"{_OP}: q_offset is for the inside of jax.shard_map, and q is sharded over a mesh with Explicit axes."
+            f"{_OP}: q_offset is only for use inside jax.shard_map, and q is sharded over a mesh with Explicit axes."
         )
     batch, length, heads, width = layout.spec_of(q)
     if length is not None or width is not None:

@@ -162,7 +162,7 @@ def cross_entropy(
         loss_terms.check_label_range(op, labels, where, ignore_index, vocab_size)
     elif layout.is_explicit(logits):
         raise ValueError(
-            f"{op}: vocab_axis={vocab_axis!r} is for the inside of jax.shard_map, but the logits are sharded over an "
+            f"{op}: vocab_axis={vocab_axis!r} is only for use inside jax.shard_map, but the logits are sharded over an "
             "Explicit mesh, which says by itself what splits them; leave it out."
         )
     else:

@@ -170,7 +170,7 @@ class Kernels:
         if name not in _PARTITIONED:
             reason = reason or place.mesh_refusal
         if name != "xla" and any(is_symbolic(size) for x in inputs if x is not None for size in x.shape):
-            reason = reason or "its kernels are compiled for sizes that are known, and a shape is symbolic; use 'xla'."
+            reason = reason or "its kernels are compiled for known sizes, and a shape is symbolic; use 'xla'."
         return reason or (None if name == "xla" else self.modules[name].unsupported(*inputs, **case))
 
 

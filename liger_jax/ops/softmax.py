@@ -145,4 +145,4 @@ def _is_axis(axis: Any) -> bool:
 def _check_axis(op: str, x: jax.Array, axis: int) -> None:
     if not -x.ndim <= axis < x.ndim:
         cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
-        raise ValueError(f"{op}: axis={axis} is no axis of x, which has shape {x.shape}; {cure}.")
+        raise ValueError(f"{op}: axis={axis} is not an axis of x, which has shape {x.shape}; {cure}.")

@@ -123,9 +123,9 @@ def unsupported(q: Typed, k: Typed, v: Typed, segments: Any, *, scale: float | N
     """Why the kernels for Hopper and Triton cannot run: they take 16-bit operands of widths that fit the registers."""
     widest = WIDTHS[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
+        return f"the kernel supports bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
     if q.shape[3] > widest:
-        return f"the kernel takes head widths up to {widest}, and the width is {q.shape[3]}; use 'xla'."
+        return f"the kernel supports head widths up to {widest}, and the width is {q.shape[3]}; use 'xla'."
     if scale is not None and scale <= 0:
-        return f"the kernel takes positive scales, and scale is {scale}; use 'xla', or negate the queries."
+        return f"the kernel supports positive scales, and scale is {scale}; use 'xla', or negate the queries."
     return None

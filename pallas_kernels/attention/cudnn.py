@@ -35,13 +35,13 @@ def unsupported(
 ) -> str | None:
     """Takes 16-bit operands of limited width. Refuses softcaps, and segments: JAX would make a (T, T) mask of them."""
     if is_part:
-        return "cuDNN attention has a query beside each key, and q_offset says otherwise; use 'xla'."
+        return "cuDNN attention needs one query for each key, and does not support q_offset; use 'xla'."
     if has_sinks:
-        return "cuDNN attention knows no sinks; use 'xla'."
+        return "cuDNN attention does not support sinks; use 'xla'."
     if segment_ids is not None or softcap is not None:
-        return "cuDNN attention knows no segments and no softcap; use 'xla'."
+        return "cuDNN attention does not support segments and softcaps; use 'xla'."
     if scale is not None and scale <= 0:  # it gives NaN, seen on an H100
-        return f"cuDNN attention takes positive scales, and scale is {scale}; use 'xla', or negate the queries."
+        return f"cuDNN attention supports positive scales, and scale is {scale}; use 'xla', or negate the queries."
     return why_not(q, k, window=window, capability=capability)
 
 
@@ -53,14 +53,14 @@ def why_not(q: Typed, k: Typed, *, window: int | None = None, capability: tuple[
     """
     width, widest = q.shape[3], 256 if capability >= (9, 0) else 128
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN attention takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
+        return f"cuDNN attention supports bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
     if width % 8 or width > widest:
-        return f"cuDNN attention takes head widths up to {widest} that 8 divides, and the width is {width}; use 'xla'."
+        return f"cuDNN attention supports head widths up to {widest} in multiples of 8, and it is {width}; use 'xla'."
     for name, size in dict(B=q.shape[0], Q=q.shape[2]).items():
         if size > _LARGEST_GRID:
-            return f"cuDNN attention takes B and Q up to {_LARGEST_GRID:,}, and {name} is {size:,}; use 'xla'."
+            return f"cuDNN attention supports B and Q up to {_LARGEST_GRID:,}, and {name} is {size:,}; use 'xla'."
     if (size := math.prod(q.shape)) >= _TOO_MANY:
-        return f"cuDNN attention takes fewer than {_TOO_MANY:,} queries' numbers, and there are {size:,}; use 'xla'."
+        return f"cuDNN attention supports fewer than {_TOO_MANY:,} queries' numbers, and there are {size:,}; use 'xla'."
     like_q, like_k = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))
     run = functools.partial(attend, segments=None, window=window, softcap=None, scale=None)
     try:

@@ -28,11 +28,11 @@ def unsupported(
 ) -> str | None:
     """Mosaic has no float16 and no float64, and a mask is made when the kernel is compiled."""
     if is_part:
-        return "splash attention has a query beside each key, and q_offset says otherwise; use 'xla'."
+        return "splash attention needs one query for each key, and does not support q_offset; use 'xla'."
     if has_sinks:
-        return "splash attention's gradients know no sinks; use 'xla'."
+        return "splash attention's gradients do not support sinks; use 'xla'."
     if q.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"splash attention takes float32 and bfloat16, and the queries are {q.dtype}; use 'xla'."
+        return f"splash attention supports float32 and bfloat16, and the queries are {q.dtype}; use 'xla'."
     return None
 
 

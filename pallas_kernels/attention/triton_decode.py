@@ -31,13 +31,13 @@ _MOST_HEADS = 64  # of queries that share a key head
 def unsupported(q: Typed, keys: Typed, values: Typed, *_: Any, **__: Any) -> str | None:
     """Why the kernel cannot run: it takes 16-bit operands of one dtype, and heads that fit the registers."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
+        return f"the kernel supports bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
     if not keys.dtype == values.dtype == q.dtype:
-        return f"the kernel takes a cache of the queries' dtype, {q.dtype}, and the keys are {keys.dtype}; use 'xla'."
+        return f"the kernel supports caches of the queries' dtype {q.dtype}, and the keys are {keys.dtype}; use 'xla'."
     if q.shape[2] > (widest := max(TRITON_DECODE)):
-        return f"the kernel takes head widths up to {widest}, and the width is {q.shape[2]}; use 'xla'."
+        return f"the kernel supports head widths up to {widest}, and the width is {q.shape[2]}; use 'xla'."
     if (group := q.shape[1] // keys.shape[3]) > _MOST_HEADS:
-        return f"the kernel takes up to {_MOST_HEADS} query heads for a key head, and there are {group}; use 'xla'."
+        return f"the kernel supports up to {_MOST_HEADS} query heads for a key head, and there are {group}; use 'xla'."
     return None
 
 

@@ -22,7 +22,7 @@ from liger_jax.pallas_kernels.tiles import cdiv, in_bounds, out_like, tpu_interp
 def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:
     """Mosaic has no float16 and no float64."""
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"the TPU kernel takes float32 and bfloat16, and the logits are {logits.dtype}; use 'xla'."
+        return f"the TPU kernel supports float32 and bfloat16, and the logits are {logits.dtype}; use 'xla'."
     return None
 
 

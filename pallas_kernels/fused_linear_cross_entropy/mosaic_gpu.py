@@ -51,7 +51,7 @@ _WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number,
 def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
     """16-bit operands, and in mode "fast" logits that can be recovered from what it keeps."""
     if hidden.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"Hopper's matrix units take bfloat16 and float16, and hidden is {hidden.dtype}; use 'xla'."
+        return f"Hopper's matrix units support bfloat16 and float16, and hidden is {hidden.dtype}; use 'xla'."
     if options.mode == "fast" and options.logit.entropy:
         return "its mode='fast' keeps no logits to make entropies of; use mode='lean', or 'xla'."
     softcap = (options.logit.softcap or 0.0) * abs(options.logit.scale)

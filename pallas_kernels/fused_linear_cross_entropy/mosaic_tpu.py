@@ -39,9 +39,9 @@ _WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number,
 def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
     """float32 and bfloat16, a precision that Mosaic has, and in mode "fast" logits that E gives back."""
     if hidden.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"the TPU kernel takes float32 and bfloat16, and hidden is {hidden.dtype}; use 'xla'."
+        return f"the TPU kernel supports float32 and bfloat16, and hidden is {hidden.dtype}; use 'xla'."
     if options.precision not in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST):
-        return f"Mosaic's products have no precision {options.precision}; use None, 'highest', or 'xla'."
+        return f"Mosaic's products do not support precision={options.precision}; use None, 'highest', or 'xla'."
     softcap = (options.logit.softcap or 0.0) * abs(options.logit.scale)
     if options.mode != "lean" and softcap > _WIDEST_SOFTCAP:
         return (

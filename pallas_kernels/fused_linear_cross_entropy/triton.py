@@ -37,7 +37,7 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
     if hidden.dtype == jnp.float64:
         return "the kernel computes in float32; use 'xla' for float64."
     if options.precision not in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST):
-        return f"Triton's products have no precision {options.precision}; use None, 'highest', or 'xla'."
+        return f"Triton's products do not support precision={options.precision}; use None, 'highest', or 'xla'."
     return None
 
 

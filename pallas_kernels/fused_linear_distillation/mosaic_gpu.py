@@ -35,11 +35,11 @@ def unsupported(*arrays: jax.Array | None, options: Options) -> str | None:
     for name, head, x, weight in _heads(arrays, options):
         d, v = x.shape[-1], weight.shape[head.vocab_dim]
         if x.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"Hopper's matrix units take bfloat16 and float16, and {name}'s hidden states are {x.dtype}."
+            return f"Hopper's matrix units support bfloat16 and float16, and {name}'s hidden states are {x.dtype}."
         if x.shape[0] < ROWS:
             return f"a tile has {ROWS} tokens, and there are {x.shape[0]}."
         if d % 64 or v % 64:
-            return f"the copy engine moves rows of 64, and {name} has D={d} and V={v}; one is no multiple of it."
+            return f"the copy engine needs multiples of 64 as D and V, and {name} has D={d} and V={v}."
     if options.vocab_axis is not None:
         return "the normaliser of a vocabulary that is split is not known in the product's epilogue."
     return None

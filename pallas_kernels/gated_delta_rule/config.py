@@ -64,7 +64,7 @@ def unsupported(
     widest = (256 if _is_large(capability) else 128) if is_half else 64
     if max(depth, width) > widest:
         dtypes = "bfloat16" if is_half else "other dtypes than bfloat16"
-        return f"the kernels take widths up to {widest} of {dtypes} here, and D is {depth} and E {width}; use 'xla'."
+        return f"the kernels support widths up to {widest} of {dtypes} here, and D is {depth} and E {width}; use 'xla'."
     batch, length, heads, _ = v.shape
     wide, deep = width_of(width), width_of(depth)
     most = batch * heads * -(-length // CHUNK) * max(deep * wide, CHUNK * max(deep, wide))

@@ -28,7 +28,7 @@ from liger_jax.pallas_kernels.tiles import out_like
 def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:
     """Takes 16-bit operands in sizes that the copy engine moves in tiles. It has no error function."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"Hopper's matrix units take bfloat16 and float16, and x is {x.dtype}; use 'xla' or 'triton'."
+        return f"Hopper's matrix units support bfloat16 and float16, and x is {x.dtype}; use 'xla' or 'triton'."
     if any(size % 64 for size in up_kernel.shape):
         return f"the copy engine moves rows of 64, and up_kernel is {up_kernel.shape}; use 'xla' or 'triton'."
     num_rows = math.prod(x.shape[:-1])

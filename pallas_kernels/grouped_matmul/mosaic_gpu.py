@@ -17,7 +17,7 @@ from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_spread import spread as 
 def unsupported(x: Any, w: Any) -> str | None:
     """Takes 16-bit operands in sizes that the copy engine moves in tiles."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"Hopper's matrix units take bfloat16 and float16, and x is {x.dtype}; use 'xla'."
+        return f"Hopper's matrix units support bfloat16 and float16, and x is {x.dtype}; use 'xla'."
     if any(size % 64 for size in w.shape[1:]):
         return f"the copy engine moves rows of 64, and w is {w.shape}; use 'xla'."
     return None

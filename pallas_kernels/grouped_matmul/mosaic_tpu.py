@@ -24,7 +24,7 @@ from liger_jax.pallas_kernels.tiles import cdiv, out_like, tpu_interpreter, tpu_
 def unsupported(x: Any, w: Any) -> str | None:
     """Takes float32 and bfloat16, where a tile's whole contracted axis fits into VMEM."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"the TPU kernel takes float32 and bfloat16, and x is {x.dtype}; use 'xla'."
+        return f"the TPU kernel supports float32 and bfloat16, and x is {x.dtype}; use 'xla'."
     m, num_groups, (k, n), itemsize = x.shape[0], w.shape[0], w.shape[1:], x.dtype.itemsize
     products = (config.tpu_product(m, *shape, num_groups, itemsize, vmem_bytes()) for shape in ((k, n), (n, k)))
     if None in (*products, config.tpu_gradient(m, k, n, num_groups, itemsize, vmem_bytes())):

@@ -33,10 +33,10 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
     present = [array for array in (x, *arrays) if array is not None]
     for array in present:
         if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"the kernel takes floats of 16 and 32 bits, and an array is {array.dtype}; use 'xla'."
+            return f"the kernel supports floats of 16 and 32 bits, and an array is {array.dtype}; use 'xla'."
     d = x.shape[-1]
     if d % 256:
-        return f"the kernel deals out pieces of 256 columns, and {d} is no multiple of it; use 'triton' or 'xla'."
+        return f"the kernel divides rows into tiles of 256 columns, and {d} is not a multiple; use 'triton' or 'xla'."
     matrices = [array.dtype.itemsize for array in present if array.ndim > 1]
     vectors = [array.dtype.itemsize for array in present if array.ndim == 1]
     forward = matrices, sum(vectors), 0

@@ -25,7 +25,7 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
     for array in (x, *arrays):
         if array is not None and array.dtype not in (jnp.float32, jnp.bfloat16):
             what = "x" if array is x else "an array"
-            return f"the TPU kernel takes float32 and bfloat16, and {what} is {array.dtype}; use 'xla'."
+            return f"the TPU kernel supports float32 and bfloat16, and {what} is {array.dtype}; use 'xla'."
     present = [array for array in (x, *arrays) if array is not None]
     matrices = [array.dtype for array in present if array.ndim > 1]
     # The backward needs the most. It reads dy beside what was normalised, and a residual's gradient; it writes the

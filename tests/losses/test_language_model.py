@@ -140,8 +140,8 @@ def test_hidden_states_of_one_position_are_refused(arrays, unchecked_types):
 @pytest.mark.parametrize(
     "options, error, sentence",
     [
-        (dict(softcap=30.0), TypeError, "softcap is no option.*did you mean logit_softcap"),
-        (dict(colour=1), TypeError, "colour is no option.*'bias', 'weight_layout'"),
+        (dict(softcap=30.0), TypeError, "softcap is not an option.*did you mean logit_softcap"),
+        (dict(colour=1), TypeError, "colour is not an option.*'bias', 'weight_layout'"),
         (dict(ignore_index=0), TypeError, "ignore_index is -100"),
         (dict(reduction="avg"), ValueError, "reduction='avg'"),
         (dict(chunk_size=0), ValueError, "chunk_size=0"),

@@ -243,7 +243,7 @@ class KernelPromises(LastAxisPromises):
 
     def test_float16_is_refused_on_tpu(self, platform):
         name = "mosaic_tpu" if platform == "tpu" else "mosaic_tpu:interpret"
-        with pytest.raises(ValueError, match=r"takes float32 and bfloat16, and x is float16; use 'xla'\."):
+        with pytest.raises(ValueError, match=r"supports float32 and bfloat16, and x is float16; use 'xla'\."):
             self.call(8, jnp.float16, name)
 
     @pytest.mark.parametrize(

@@ -390,7 +390,7 @@ def test_kernels_say_what_they_cannot_attend(module):
     reason = lambda q, scale=None: str(module.unsupported(q, q, q, None, scale=scale))
     assert "bfloat16 and float16, and the queries are float32" in reason(q(jnp.float32, 64))
     assert "head widths up to" in reason(q(jnp.bfloat16, 512))
-    assert "takes positive scales, and scale is -1.0" in reason(q(jnp.bfloat16, 64), -1.0)
+    assert "supports positive scales, and scale is -1.0" in reason(q(jnp.bfloat16, 64), -1.0)
     assert module.unsupported(*[q(jnp.bfloat16, 80)] * 3, segments=None, scale=None) is None
 
 
@@ -566,7 +566,7 @@ def test_cudnn_says_that_it_knows_no_segments_and_no_softcap():
     q, segments = jnp.zeros((1, 128, 2, 64), jnp.bfloat16), jnp.zeros((1, 128), jnp.int32)
     for ids, softcap in ((segments, None), (None, 30.0)):
         reason = cudnn.unsupported(q, q, q, ids, window=None, softcap=softcap, capability=(9, 0))
-        assert "knows no segments and no softcap" in str(reason)
+        assert "does not support segments and softcaps" in str(reason)
 
 
 @pytest.fixture
@@ -766,7 +766,7 @@ def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
 @pytest.mark.parametrize("capability, widest", [((8, 9), 128), ((9, 0), 256), ((10, 0), 256), ((12, 0), 256)], ids=str)
 def test_cudnn_takes_wider_heads_from_hopper_on(capability, widest):
     q = lambda width: jax.ShapeDtypeStruct((1, 128, 2, width), jnp.bfloat16)
-    assert f"head widths up to {widest} that 8 divides" in str(
+    assert f"head widths up to {widest} in multiples of 8" in str(
         cudnn.why_not(q(widest + 8), q(widest + 8), capability=capability)
     )
     assert "head widths" not in str(cudnn.why_not(q(widest), q(widest), capability=capability))
@@ -822,7 +822,7 @@ def test_a_part_that_leaves_its_row_is_refused_or_nan():
         causal_attention(q, k, k)
     with pytest.raises(TypeError, match="must be one integer"):
         causal_attention(q, k, k, q_offset=jnp.zeros(1, jnp.int32))
-    with pytest.raises(ValueError, match="splash attention has a query beside each key"):
+    with pytest.raises(ValueError, match="splash attention needs one query for each key"):
         causal_attention(q, k, k, q_offset=0, implementation="splash:interpret")
 
 

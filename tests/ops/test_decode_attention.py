@@ -166,8 +166,8 @@ def test_few_rows_share_their_slots(rows, slots, width, expected):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (dict(q="float32", cache="float32"), "takes bfloat16 and float16, and the queries are float32"),
-        (dict(cache="float32"), "a cache of the queries' dtype, bfloat16, and the keys are float32"),
+        (dict(q="float32", cache="float32"), "supports bfloat16 and float16, and the queries are float32"),
+        (dict(cache="float32"), "caches of the queries' dtype bfloat16, and the keys are float32"),
         (dict(width=320), "head widths up to 256, and the width is 320"),
         (dict(group=128), "up to 64 query heads for a key head, and there are 128"),
     ],

@@ -69,10 +69,12 @@ LEAN = {"mode": "lean", "chunk_size": None}
 def test_what_has_gradients_only_says_so(name, loss, transform, arrays):
     primals, directions, labels = arrays
     function = transform(loss(labels))
-    with pytest.raises(TypeError, match=rf"^{name} has gradients \(jax\.grad, jax\.vjp\), but here no forward mode"):
+    with pytest.raises(
+        TypeError, match=rf"^{name} supports gradients \(jax\.grad, jax\.vjp\), but here not forward mode"
+    ):
         jax.jvp(function, primals, directions)
     jax.grad(lambda *primals: jnp.sum(function(*primals)), argnums=(0, 1, 2))(*primals)
-    with pytest.raises(TypeError, match=f"^{name} has gradients"):
+    with pytest.raises(TypeError, match=f"^{name} supports gradients"):
         jax.linearize(function, *primals)[1](*directions)
 
 
@@ -80,7 +82,7 @@ def test_fused_distillation_says_so_too(arrays):
     (hidden, weight, _), (direction, *_), _ = arrays
     loss = lambda h: ops.fused_linear_distillation(h, weight, hidden, 2 * weight)
     jax.grad(loss)(hidden)
-    with pytest.raises(TypeError, match=r"^fused_linear_distillation has gradients .* no forward mode"):
+    with pytest.raises(TypeError, match=r"^fused_linear_distillation supports gradients .* not forward mode"):
         jax.jvp(loss, (hidden,), (direction,))
 
 

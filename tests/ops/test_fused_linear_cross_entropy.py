@@ -344,7 +344,7 @@ def test_precision_that_a_kernel_lacks_is_refused(rng):
     case = make_case(rng)
     hidden, weight = arrays([case.hidden, case.weight])
     for name in ("triton:interpret", "mosaic_tpu:interpret"):
-        with pytest.raises(ValueError, match="products have no precision"):
+        with pytest.raises(ValueError, match="products do not support precision="):
             loss_of(jnp.asarray(case.labels), precision=jax.lax.Precision.HIGH, implementation=name)(hidden, weight)
 
 

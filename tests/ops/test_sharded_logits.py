@@ -119,5 +119,5 @@ def test_what_cannot_be_split_so_is_refused(devices):
         logits = jax.device_put(jnp.zeros((4, 8)), jax.NamedSharding(mesh, jax.P(None, ("a", "b"))))
         with pytest.raises(ValueError, match="the mesh axes .*'a', 'b'.* split the classes of the logits, but one"):
             cross_entropy(logits, jnp.zeros(4, jnp.int32))
-        with pytest.raises(ValueError, match="vocab_axis='a' is for the inside of jax.shard_map"):
+        with pytest.raises(ValueError, match="vocab_axis='a' is only for use inside jax.shard_map"):
             cross_entropy(logits, jnp.zeros(4, jnp.int32), vocab_axis="a")

@@ -179,8 +179,13 @@ def test_xla_is_partitioned_without_communication(axis_type, kind, rng):
     "x, axis, error, message",
     [
         (jnp.ones((2, 3), int), -1, TypeError, "x has dtype int32, but must be floating point; cast it"),
-        (jnp.ones((2, 3)), 2, ValueError, r"axis=2 is no axis of x, which has shape \(2, 3\); pass one in \[-2, 2\)\."),
-        (jnp.ones(()), -1, ValueError, r"axis=-1 is no axis of x, which has shape \(\); reshape x to \(1,\)\."),
+        (
+            jnp.ones((2, 3)),
+            2,
+            ValueError,
+            r"axis=2 is not an axis of x, which has shape \(2, 3\); pass one in \[-2, 2\)\.",
+        ),
+        (jnp.ones(()), -1, ValueError, r"axis=-1 is not an axis of x, which has shape \(\); reshape x to \(1,\)\."),
         (jnp.ones((2, 3)), 1.0, TypeError, r"axis=1.0 must be a Python int"),
         (jnp.ones((2, 3)), True, TypeError, r"axis=True must be a Python int"),
     ],

@@ -206,11 +206,11 @@ def test_runs_are_repeatable_to_the_bit(hardware, hopper, norm, width, rng):
 @pytest.mark.parametrize(
     "width, dtype, reason",
     [
-        (1000, BF16, "the kernel deals out pieces of 256 columns, and 1000 is no multiple of it; use 'triton' or"),
+        (1000, BF16, "the kernel divides rows into tiles of 256 columns, and 1000 is not a multiple; use 'triton' or"),
         (35840, BF16, "rows of 35840 columns have no even shares for warpgroups whose registers hold their sums over"),
         (65536, BF16, "two rows of 65536 columns exceed shared memory; use 'triton' or 'xla'."),
         (18432, F32, "two rows of 18432 columns exceed shared memory; use 'triton' or 'xla'."),
-        (1024, jnp.float64, "the kernel takes floats of 16 and 32 bits, and an array is float64; use 'xla'."),
+        (1024, jnp.float64, "the kernel supports floats of 16 and 32 bits, and an array is float64; use 'xla'."),
     ],
 )
 def test_other_rows_are_refused(width, dtype, reason):

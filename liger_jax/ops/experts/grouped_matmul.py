@@ -158,7 +158,7 @@ def _checked(x: Any, w: Any, group_sizes: Any, transpose_w: bool) -> tuple[jax.A
     checks.check_shape(_OP, "group_sizes", group_sizes, w.shape[:1], "it has the number of rows of each of w's groups")
     if w.dtype != x.dtype:
         raise ValueError(
-            f"{_OP}: w has dtype {w.dtype} and x {x.dtype}, but both must have one, in which the product is; cast one, "
+            f"{_OP}: w has dtype {w.dtype} and x {x.dtype}, but both must have the dtype of the product; cast one, "
             "for example w.astype(x.dtype)."
         )
     refuse_explicit(_OP, x, w, group_sizes)

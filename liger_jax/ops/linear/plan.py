@@ -94,7 +94,7 @@ def too_small(op: str, hard_budget_bytes: int | None, plans: Iterable[Plan]) -> 
     least = min(plans, key=lambda plan: (plan.extra_bytes, plan.chunk_size))
     return ValueError(
         f"{op}: memory_budget_bytes={hard_budget_bytes} is too small: mode={least.mode!r} needs "
-        f"{least.extra_bytes} bytes beside inputs and gradients with chunk_size={least.chunk_size}. "
+        f"{least.extra_bytes} bytes in addition to inputs and gradients with chunk_size={least.chunk_size}. "
         "Raise the budget, or split the tokens over several calls."
     )
 
