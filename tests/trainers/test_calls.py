@@ -204,6 +204,7 @@ class Unpacked(nnx.Module):
         return self.inner.hidden_states(input_ids)
 
 
+@pytest.mark.full
 def test_a_model_of_the_users_own_trains_as_ours(source, rows, tmp_path):
     options = dict(adapters=None, tokenizer=source)
     ours = finetune(AutoModelForCausalLM.from_pretrained(source), rows, **options)
