@@ -49,7 +49,7 @@ def run(source, out, command, *options):
         FINETUNE,
         pytest.param(f"{FINETUNE} --mesh data=2", marks=pytest.mark.full),
         pytest.param(f"{FINETUNE} --mesh sequence=2", marks=pytest.mark.full),
-        DPO,
+        pytest.param(DPO, marks=pytest.mark.full),
         pytest.param("dpo --length 128 --batch 4 --micro-batches 2 --steps 3 --eval-share 0.2", marks=pytest.mark.full),
         pytest.param(f"{DPO} --loss aot", marks=pytest.mark.full),
         pytest.param(f"{DPO} --loss apo_zero", marks=pytest.mark.full),
@@ -80,6 +80,7 @@ def test_rows_say_where_documents_begin_where_the_largest_position_counts(scalin
     assert not step_sizes.reads_largest_position(types.SimpleNamespace(rope_scaling=None), 65)
 
 
+@pytest.mark.full
 def test_a_folder_of_before_keeps_its_rows_and_a_new_run_says_what_changed(source, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(step_sizes, "_began_padded", lambda settings: True)
@@ -93,6 +94,7 @@ def test_a_folder_of_before_keeps_its_rows_and_a_new_run_says_what_changed(sourc
     assert "rows: documents share rows now" in printed and "resumed" not in printed
 
 
+@pytest.mark.full
 def test_chats_that_fill_one_row_are_computed_alone(source, tmp_path, capsys):
     packed = "finetune --pack --length 512 --steps 2 --eval-share 0.1"
     whole, few = (run(source, tmp_path / str(n), packed, f"--batch={n}") for n in (4, 16))
