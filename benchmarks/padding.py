@@ -68,7 +68,9 @@ def speed(folder: Path, data: str, layout: str, steps: int, more: list[str]) -> 
         if main(asked):
             raise SystemExit(f"{asked} failed")
         with (Path(out) / "log.csv").open(newline="") as file:
-            return statistics.median(float(row["tokens_per_second"]) for row in list(csv.DictReader(file))[10:])
+            each = [float(row["tokens_per_second"]) for row in csv.DictReader(file)]
+        print(f"{data}, {layout}: {(found := statistics.median(each[10:])):,.0f} counted tokens/s", flush=True)
+        return found
 
 
 if __name__ == "__main__":
