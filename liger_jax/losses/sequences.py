@@ -73,7 +73,7 @@ def sequence_log_probs(
     counted = jnp.where(where, log_probs, 0.0)
     if ld_alpha is not None:
         _checks.check_python_numbers(op, ld_alpha=ld_alpha)
-        _checks.check_number(op, "ld_alpha", ld_alpha, 0 <= ld_alpha <= 1, "in [0, 1]; None weighs all tokens alike")
+        _checks.check_number(op, "ld_alpha", ld_alpha, 0 <= ld_alpha <= 1, "in [0, 1]; None weights all tokens equally")
         shared_tokens = jnp.asarray(shared_tokens)
         shape = log_probs.shape[:-1] if sequences.ids is None else (*log_probs.shape[:-1], sequences.count)
         check_shape(op, "shared_tokens", shared_tokens, shape, "one count for each sequence")

@@ -81,8 +81,8 @@ def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
     is_cut = all(there in (None, here) for there, here in zip(current, wanted, strict=True))
     if x.ndim > 1 and not is_cut:
         raise ValueError(
-            f"{op}: an array of shape {x.shape} is sharded over the mesh as {current}, but beside the others must be "
-            f"sharded as {wanted}. Move it by jax.sharding.reshard."
+            f"{op}: an array of shape {x.shape} is sharded over the mesh as {current}, but must be sharded as "
+            f"{wanted}, like the other arguments. Move it by jax.sharding.reshard."
         )
     move = jax.sharding.reshard if mesh.explicit_axes else jax.device_put
     return move(x, NamedSharding(mesh, wanted))

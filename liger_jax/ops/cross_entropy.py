@@ -162,8 +162,8 @@ def cross_entropy(
         loss_terms.check_label_range(op, labels, where, ignore_index, vocab_size)
     elif layout.is_explicit(logits):
         raise ValueError(
-            f"{op}: vocab_axis={vocab_axis!r} is only for use inside jax.shard_map, but the logits are sharded over an "
-            "Explicit mesh, which says by itself what splits them; leave it out."
+            f"{op}: vocab_axis={vocab_axis!r} is only for use inside jax.shard_map, but the logits are sharded over a "
+            "mesh with Explicit axes, so it is known how they are split; leave it out."
         )
     else:
         same = dict(labels=labels, where=where, token_weights=token_weights)

@@ -253,7 +253,7 @@ def test_arrays_that_would_have_to_be_gathered_are_refused(mesh):
     message = "weight is sharded over the mesh as P.None, 'fsdp'., and the tokens over .'data',."
     with pytest.raises(ValueError, match=message):
         loss(rows, place((12, 4), P(None, "fsdp")), labels)
-    with pytest.raises(ValueError, match="weight is sharded over the mesh as .*may split the vocabulary, by itself"):
+    with pytest.raises(ValueError, match="weight is sharded over the mesh as .*may split the vocabulary, but only one"):
         loss(rows, place((12, 4), P(("data", "fsdp"))), labels)
 
 

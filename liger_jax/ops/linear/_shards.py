@@ -49,7 +49,7 @@ def shards_of(op: str, hidden: jax.Array, weight: jax.Array, vocab_dim: int) -> 
     if width_axes or len(vocab_axes) > 1 or (vocab_axes and len(names(spec[vocab_dim])) > 1):
         raise ValueError(
             f"{op}: weight is sharded over the mesh as {spec}, and the tokens over {token_axes}. A mesh axis that does "
-            "not split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
+            "not split tokens may split the vocabulary, but only one axis, and not D. Move it by jax.sharding.reshard."
         )
     mesh: Any = mesh_of(weight)  # None if every device has it whole
     split = None if mesh is None else head_split(along(spec, token_axes), mesh.shape)
