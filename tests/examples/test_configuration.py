@@ -42,7 +42,7 @@ def test_flags_choose_the_kernels_of_every_layer(flags, kernels):
     size = train_llama.SIZES["tiny"]
     model = nnx.eval_shape(lambda: train_llama.make_model(size.model, 64, training))
     layer = model.model.layers
-    parts = model, model.model.norm, layer.input_layernorm, layer.self_attn, layer.mlp
+    parts = model, getattr(model.model, model.config.last_norm_name), layer.input_layernorm, layer.self_attn, layer.mlp
     assert all(part.kernels == kernels for part in parts)
 
 

@@ -219,7 +219,7 @@ def test_weights_are_saved_as_they_came_or_it_is_told(sources, tmp_path, capsys,
 
 def test_a_weight_that_float16_does_not_hold_is_told(sources, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(sources / "float32")
-    scale = model.model.norm.scale
+    scale = getattr(model.model, model.config.last_norm_name).scale
     scale.set_value(scale.get_value().at[0].set(1e5))
     with pytest.raises(UserError, match="too large for float16. Pass --save-dtype float32"):
         result.write(model, settings(tmp_path, save_dtype="float16"), Source(sources / "float32"), [])
