@@ -221,7 +221,6 @@ def test_a_model_of_the_users_own_trains_as_ours(source, rows, tmp_path):
     assert_equal(mine, before)
 
 
-@pytest.mark.full
 def test_documents_share_rows_of_the_users_own_model_if_it_says_so(source, rows, capsys):
     options = dict(adapters=None, tokenizer=source, pack=False, length=64, steps=2)
     ours, mine, unpacked = (
