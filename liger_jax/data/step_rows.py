@@ -226,18 +226,21 @@ class StepRows:
             shared = 1.0 if rows == at_once and not laid.in_segments else _SHARED
             return shared * count * rows * lengths * (1 + laying.growth * lengths)
 
+        def fits(rows: int, need: np.ndarray, of_scores: int) -> bool:
+            """Whether no row is too long, and no micro-batch has more places than one of padded rows."""
+            most = min(max(int(need.max()), of_scores) * granule, at_once * length)
+            return rows == at_once or rows * most <= at_once * length and most <= max(laying.longest, length)
+
         def total(rows: int) -> float:
             need, of_scores = needs(rows, slice(0, None, -(-len(chosen) // _SAMPLED)))
-            most = max(int(need.max()), of_scores)
-            fits = rows * most * granule <= at_once * length + rows * granule
-            if rows < at_once and (not fits or most * granule > max(laying.longest, length)):
+            if not fits(rows, need, of_scores):
                 return np.inf
-            each = costs(rows, most)
+            each = costs(rows, max(int(need.max()), of_scores))
             return row_sizes.cost(need, each, laying.program, row_sizes.levels(need, each, laying.program))
 
         shards, most = laying.shards, at_once // laying.shards
         numbers = {at_once} if laying.alone else {shards * round(most ** (i / _TRIED)) for i in range(_TRIED + 1)}
-        best = min(sorted(numbers), key=total)
+        best = next(rows for rows in sorted(sorted(numbers), key=total) if fits(rows, *needs(rows)))
         need, of_scores = needs(best)
         levels = row_sizes.levels(need, costs(best, int(need.max())), laying.program)
         cap = length if best == at_once else at_once * length

@@ -87,7 +87,12 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
     steps, names = recipe.num_steps(data.num_in_epoch), _parameters(model)
     takes_segments = {"segment_ids", "positions"} <= names.keys()
     laying = step_sizes.laying_of(
-        settings, _head(model).shape[1], whole=True, takes_segments=takes_segments, in_segments=takes_segments
+        settings,
+        _head(model).shape[1],
+        whole=True,
+        longest=settings.rows.length,  # what the model takes is not known
+        takes_segments=takes_segments,
+        in_segments=takes_segments,
     )
     if not (takes_segments or settings.rows.pack):
         print(

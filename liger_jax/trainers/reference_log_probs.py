@@ -58,7 +58,8 @@ def fill(settings: Settings[PairOptions], data: TrainingRows, model: Any, made_o
 
 def _computed(settings: Settings[PairOptions], data: TrainingRows, laid: LaidRows, model: Any) -> np.ndarray:
     graph, state = nnx.split(model)
-    ld_alpha, num_segments, stored = settings.method.ld_alpha, data.num_segments, data.num_stored
+    ld_alpha, stored = settings.method.ld_alpha, data.num_stored
+    num_segments = stored if laid.packed else stored * settings.recipe.rows_at_once  # all may be in one row
     assert isinstance(data.in_steps, StepRows)
 
     @jax.jit

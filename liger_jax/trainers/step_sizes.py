@@ -22,15 +22,15 @@ _FEW = 4096  # tokens of a step on each device, below which kernels do not fill 
 
 def laying(run: Run) -> Laying:
     """What decides how the rows of a run are laid."""
-    config, whole = run.architecture.config, jax.default_backend() == "cpu"
-    shards, settings = meshes.shards_of_batch(run.devices.sizes), run.settings
+    settings, teacher = run.settings, run.task.teacher
+    configs = [run.architecture.config, *([] if teacher is None else [teacher.config])]
     return laying_of(
         settings,
-        config.hidden_size,
-        whole=whole or config.num_recurrent_layers > 0,
-        longest=min(Laying.longest, config.longest_sequence),
-        in_segments=reads_largest_position(config, settings.rows.length),
-        shards=shards,
+        configs[0].hidden_size,
+        whole=jax.default_backend() == "cpu" or any(config.num_recurrent_layers > 0 for config in configs),
+        longest=min(Laying.longest, *(config.longest_sequence for config in configs)),
+        in_segments=any(reads_largest_position(config, settings.rows.length) for config in configs),
+        shards=meshes.shards_of_batch(run.devices.sizes),
     )
 
 
@@ -55,14 +55,15 @@ def laying_of(
     XLA's attention takes 4·D operations a place for each place of the row, beside about 24·D² of the layer's matrices;
     and a recurrent layer passes through a row in order.
     """
+    padded = not settings.rows.pack and not takes_segments or _began_padded(settings)
     return Laying(
         batch=settings.recipe.batch,
         micro_batches=settings.recipe.num_micro_batches,
         shards=shards,
-        padded=not settings.rows.pack and not takes_segments or _began_padded(settings),
+        padded=padded,
         alone=settings.placement.remat == "offload_attention",
         longest=longest,
-        in_segments=in_segments,
+        in_segments=in_segments and not padded,
         growth=1 / (6 * width) if whole else 0.0,
         # A GPU computes more in the seconds of a compilation, but programs are kept for later starts.
         program=2.0**13 if jax.default_backend() == "cpu" else 2.0**15,

@@ -22,6 +22,11 @@ class FrozenModel(Protocol):
         """
         ...
 
+    @property
+    def config(self) -> Any:
+        """Its config."""
+        ...
+
     def num_bytes(self, dtype: str, devices: meshes.Devices, tokens: int) -> int:
         """The memory that it takes on each device."""
         ...

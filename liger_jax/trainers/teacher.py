@@ -34,6 +34,11 @@ class Teacher:
     vocab_size: int  # the entries that student and teacher have in common. Heads may have padding after them.
     stays: bool  # whether it is beside the student in each step; else it is there before the first one alone
 
+    @property
+    def config(self) -> Any:
+        """Its config."""
+        return self.architecture.config
+
     def new(self, dtype: str, layout: Layout | None) -> Any:
         """A model of its structure with random weights, for its shapes."""
         options: dict[str, Any] = self._dtypes(dtype) | dict(kernels=KernelOptions(layout=layout), rngs=nnx.Rngs(0))

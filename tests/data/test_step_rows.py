@@ -121,6 +121,15 @@ def test_no_row_is_longer_than_the_model_takes(rng):
         assert longest == 64 or in_steps.sizes[-1].rows < 8
 
 
+def test_no_step_of_many_has_longer_rows_than_the_model_takes():
+    """The number of rows is chosen by some of the steps, and each of the others may need the most."""
+    laid, often = LaidRows(Tokens([10, 10, 100, 100]), [np.arange(4)], 100, False), np.arange(2)
+    for rare in (1, 2):
+        chosen_of = lambda step, rare=rare: often + 2 if step == rare else often
+        in_steps = StepRows(laid, None, chosen_of, 2**12 + 9, Laying(batch=2, longest=150))
+        assert in_steps.rows_of(rare)["input_ids"].shape == (2, 100)
+
+
 def test_sizes_are_the_cheapest_of_all_choices(rng):
     for _ in range(20):
         needs, program = rng.integers(1, 12, 9), float(rng.integers(0, 12))

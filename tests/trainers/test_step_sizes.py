@@ -1,18 +1,26 @@
 """Runs whose documents share rows learn what those with a padded row for each document learn."""
 
 import types
+from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from liger_jax import losses
 from liger_jax.commands import main
 from liger_jax.data.laid_rows import LaidRows
 from liger_jax.data.step_rows import Laying
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops import DynamicRope, LongRope
-from liger_jax.trainers import step_sizes
+from liger_jax.trainers import reference_log_probs, step_sizes
+from liger_jax.trainers.decided_run import Run
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.training import meshes
 from tests import _tiny
 from tests.data.test_step_rows import Tokens
 from tests.trainers._runs import figures_of
@@ -78,6 +86,43 @@ def test_rows_say_where_documents_begin_where_the_largest_position_counts(scalin
     config = types.SimpleNamespace(rope_scaling=scaling)
     assert [step_sizes.reads_largest_position(config, length) for length in (64, 65)] == [False, True]
     assert not step_sizes.reads_largest_position(types.SimpleNamespace(rope_scaling=None), 65)
+
+
+def test_rows_fit_the_teacher_too_and_those_of_before_stay(tmp_path, monkeypatch):
+    of = lambda longest, scaling=None: types.SimpleNamespace(
+        longest_sequence=longest, rope_scaling=scaling, hidden_size=8, num_recurrent_layers=0
+    )
+    settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", length=80, out=str(tmp_path))
+    teacher = types.SimpleNamespace(config=of(96, DynamicRope(2.0, 64)))
+    run = mock.Mock(Run, settings=settings, devices=meshes.Devices())
+    run.task, run.architecture = types.SimpleNamespace(teacher=teacher), types.SimpleNamespace(config=of(4096))
+    found = step_sizes.laying(run)
+    assert (found.longest, found.in_segments, found.padded) == (96, True, False)
+    monkeypatch.setattr(step_sizes, "_began_padded", lambda settings: True)
+    assert not step_sizes.laying(run).in_segments
+
+
+class Summing(nnx.Module):
+    """A model whose log-probability of a token is its id."""
+
+    def log_probs(self, input_ids, labels, segment_ids, positions):
+        labels = losses.shifted_labels(labels, segment_ids)
+        return types.SimpleNamespace(log_probs=jnp.where(labels != -100, labels, 0).astype(jnp.float32))
+
+
+def test_references_are_of_their_answers_however_many_share_a_row(tmp_path, rng):
+    """Pairs that are held out share rows, and those that are trained on are too long for it."""
+    tokens = Tokens([*rng.integers(60, 65, 8), *rng.integers(2, 9, 8)], together=2)
+    laid, held_out = (LaidRows(tokens, [some], 128, False) for some in (np.arange(8), np.arange(8, 16)))
+    settings = Settings.of(PairOptions, model="m", data="d", length=128, batch=4, out=str(tmp_path))
+    data = TrainingRows(laid, held_out, None, "").laid_in_steps(4, 0, 1.0, 1, Laying(batch=4, growth=1.0))
+    assert data.in_steps.sizes[0].rows == 4 and data.num_segments == 2
+    reference_log_probs.add_columns(settings, data)
+    reference_log_probs.fill(settings, data, Summing(), {})
+    for rows in (laid, held_out):
+        of_piece = lambda piece: sum(x for x in tokens.arrays(piece)[1][1:].tolist() if x != -100)
+        expected = [of_piece(piece) for piece in rows.pieces.tolist()]
+        np.testing.assert_allclose(rows.beside[reference_log_probs.NAME].ravel(), expected, rtol=1e-6)
 
 
 @pytest.mark.full
