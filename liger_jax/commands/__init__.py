@@ -13,7 +13,7 @@ from liger_jax._install import version
 from liger_jax.commands import _warnings, chat, data, distill, doctor, dpo, finetune, generate, grpo, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._parser import Parser
-from liger_jax.training import processes, waiting
+from liger_jax.training import processes, user_caches, waiting
 from liger_jax.training.listening import OutputError, output_needed
 
 _COMMANDS = {
@@ -40,6 +40,7 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
             name, args.owns_process = f" {args.command}", owns_process
             with (
                 compiled_programs_kept(args.cache is not False),
+                user_caches.used(args.cache is not False),
                 _warnings.in_one_line(),
                 _warnings.retries_reported_once(),
             ):
@@ -77,7 +78,7 @@ def _parsers() -> tuple[Parser, list[Parser]]:
         command.add_arguments(subparser)
         add = subparser.add_argument
         add("--config", metavar="FILE", help="a TOML file of these options; the command line takes precedence")
-        add("--cache", action="store_true", help="cache compiled programs for the next start (default: yes)")
+        add("--cache", action="store_true", help="cache compiled programs and tokens for other starts (default: yes)")
         named = {action.dest: action.option_strings[0] for action in subparser._actions if action.option_strings}
         subparser.set_defaults(run=command.run, command=name, options=named)
         parsers.append(subparser)

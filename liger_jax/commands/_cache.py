@@ -10,6 +10,8 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from liger_jax.training.user_caches import user_caches
+
 _LEAST_SECONDS = 0.1  # to compile; a program is read back in some milliseconds, and JAX's own default is a whole second
 _DIRECTORY, _LEAST, _ENABLED = (
     "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache",
@@ -45,13 +47,7 @@ def folder(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
     >>> folder({"XDG_CACHE_HOME": "/var/cache/me"}, "linux").as_posix()
     '/var/cache/me/liger-jax/compiled'
     """
-    if own := environment.get("XDG_CACHE_HOME"):
-        caches = Path(own)
-    elif platform == "win32":
-        caches = Path(environment.get("LOCALAPPDATA", "~/AppData/Local"))
-    else:
-        caches = Path("~/Library/Caches" if platform == "darwin" else "~/.cache")
-    return Path(os.path.expanduser(caches)) / "liger-jax" / "compiled"
+    return user_caches(environment, platform) / "compiled"
 
 
 def _is_writable(path: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from liger_jax.data import reading
+from liger_jax.data import kept_tokens, reading
 from liger_jax.data.documents import Document
 from liger_jax.data.pieces import Piece
 from liger_jax.data.sources import DataSource
@@ -124,8 +124,18 @@ def leftovers_removed(out: Path) -> Iterator[None]:
 
 
 def find(place: Path, key: str) -> Tokens | None:
-    """The tokens of an earlier start, if they are whole."""
-    folder = place / key
+    """The tokens of an earlier start, or of another run of the same data by this user, if they are whole."""
+    if (tokens := _whole(place / key, key)) is not None:
+        return tokens
+    taken = place / f"{key}{NEW}"
+    if not kept_tokens.take(key, taken):
+        return None
+    if (tokens := _whole(taken, key)) is None:
+        kept_tokens.forget(key)
+    return tokens
+
+
+def _whole(folder: Path, key: str) -> Tokens | None:
     meta = read_json(folder / META)
     if meta.get("format") != _FORMAT or meta.get("key") != key:
         return None
@@ -174,6 +184,8 @@ def keep(tokens: Sequence[Tokens]) -> None:
             with contextlib.suppress(OSError):  # where an open file cannot be moved, the next start makes it anew
                 each.folder.rename(kept)
                 each.folder = kept
+        if each.meta.get("key") == each.folder.name:
+            kept_tokens.keep(each.folder, each.folder.name)
     for place in {each.folder.parent for each in tokens}:
         for other in place.iterdir():
             if other.name not in names and read_json(other / META).get("key") == other.name:

@@ -31,8 +31,8 @@ MADE_BY = (
     "chat/jinja", "chat/left_out", "chat/limits", "chat/messages", "chat/prompts", "chat/spans", "chat/strict_json",
     "chat/template", "chat/template_sources", "chat/traced",
     "data/added_tokens", "data/answers", "data/conversations", "data/documents", "data/file_rows", "data/files",
-    "data/formats", "data/long_text", "data/pieces", "data/preferences", "data/reading", "data/sources",
-    "data/token_cache", "data/token_files", "data/tokenizer",
+    "data/formats", "data/kept_tokens", "data/long_text", "data/pieces", "data/preferences", "data/reading",
+    "data/sources", "data/token_cache", "data/token_files", "data/tokenizer",
 )  # fmt: skip
 _ROOT = Path(__file__).parents[1]
 
@@ -262,7 +262,7 @@ def _unused(meta: Mapping[str, Any]) -> list[str]:
 def _key(options: RowOptions, encoder: Tokenizer, sources: Sequence[DataSource], loaded: Mapping[str, Any]) -> str:
     """What tokens are made of: the content of the data, how it is read, and the tokenizer."""
     made: list[Any] = [importlib.metadata.version("tokenizers"), encoder.identity(), options.length]
-    made += [options.column, options.subset, options.format]
+    made += [type(encoder).__name__, options.column, options.subset, options.format]
     made += (digests.of_file(_ROOT / f"{name}.py") for name in MADE_BY)
     made += [str(datetime.date.today())] if encoder.tells_the_time else []
     with user_errors():

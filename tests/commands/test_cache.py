@@ -6,6 +6,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from liger_jax.commands import _cache, finetune, main
 from liger_jax.commands._cache import compiled_programs_kept
+from liger_jax.training import user_caches
 
 HIT = "/jax/compilation_cache/cache_hits"
 
@@ -78,9 +79,11 @@ def test_a_folder_that_cannot_be_written_stops_nothing(folder):
 
 @pytest.mark.parametrize(["options", "kept"], [([], True), (["--no-cache"], False)], ids=str)
 def test_a_command_keeps_programs_unless_told_otherwise(options, kept, folder, monkeypatch):
-    monkeypatch.setattr(finetune, "run", lambda args: print(start()) or 0)
+    used = []
+    monkeypatch.setattr(finetune, "run", lambda args: used.append(user_caches.are_used()) or print(start()) or 0)
     assert main(["finetune", "--model=m", "--data=d", *options]) == 0
-    assert bool(list(folder.glob("*-cache"))) == kept
+    assert bool(list(folder.glob("*-cache"))) == kept and used == [kept]
+    assert not user_caches.are_used()
 
 
 @pytest.mark.parametrize(

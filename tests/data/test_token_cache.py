@@ -1,20 +1,22 @@
 """The tokens of a run's data: made once, in files beside the run, and the same as those of all documents at once."""
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import liger_jax
-from liger_jax.data import long_text, reading, token_cache, training_rows
+from liger_jax.data import kept_tokens, long_text, reading, token_cache, training_rows
 from liger_jax.data.laid_rows import LaidRows, RowBatches
 from liger_jax.data.options import RowOptions
 from liger_jax.data.step_rows import Laying
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
-from liger_jax.training import pack, pad, rows
+from liger_jax.training import pack, pad, rows, user_caches
 from liger_jax.user_errors import UserError
 from tests import _tiny
 
@@ -118,6 +120,63 @@ def test_damaged_tokens_are_made_anew(source, tmp_path, capsys, name):
     again, was_made = prepared(source, tmp_path, capsys, "chats.jsonl")
     assert was_made and again.made_of() == made_of
     assert not prepared(source, tmp_path, capsys, "chats.jsonl")[1]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The folder of tokens in the user's folder for caches, which may be used."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    with user_caches.used(True):
+        yield kept_tokens.folder()
+
+
+def is_made(source, place, capsys, **options):
+    """Whether a start in another folder made its tokens, which are removed behind it; they are the same."""
+    found, was_made = prepared(source, place / "tokens", capsys, "chats.jsonl", length=24, **options)
+    assert len(found.rows.tokens) == 7
+    found.rows.tokens.arrays(6)
+    shutil.rmtree(place)
+    return was_made
+
+
+def test_a_run_in_another_folder_finds_the_tokens_of_the_same_data(source, tmp_path, capsys, kept, monkeypatch):
+    assert is_made(source, tmp_path / "a", capsys) and not is_made(source, tmp_path / "b", capsys)
+    (folder,) = kept.iterdir()
+    content = (folder / "scored").read_bytes()
+    (folder / "scored").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    assert is_made(source, tmp_path / "c", capsys) and not is_made(source, tmp_path / "d", capsys)
+    assert (folder / "scored").read_bytes() == content
+    with user_caches.used(False):
+        assert is_made(source, tmp_path / "e", capsys)
+
+    def no_link(*paths):
+        raise OSError("another disk")
+
+    monkeypatch.setattr("os.link", no_link)
+    monkeypatch.setattr("os.utime", no_link)  # as in a folder that can only be read
+    assert not is_made(source, tmp_path / "f", capsys)
+
+
+@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_COPIED"])
+def test_tokens_that_are_too_large_are_not_kept(limit, source, tmp_path, capsys, kept, monkeypatch):
+    monkeypatch.setattr(kept_tokens, limit, 9)
+    monkeypatch.setattr("os.link", lambda *paths: (tmp_path / "absent").open())
+    assert is_made(source, tmp_path / "a", capsys) and is_made(source, tmp_path / "b", capsys)
+    assert not [*kept.rglob("*")]
+
+
+def test_tokens_that_were_not_used_for_longest_are_removed(source, tmp_path, capsys, kept, monkeypatch):
+    assert is_made(source, tmp_path / "a", capsys)
+    own = sum(path.stat().st_size for path in kept.glob("*/*"))
+    shutil.rmtree(kept)
+    for name, age in (("old", 100), ("new", 10), (".unfinished-old", 10**6), (".unfinished-new", 200)):
+        (kept / name).mkdir(parents=True)
+        (kept / name / "tokens").write_bytes(bytes(2000))
+        os.utime(kept / name, (time.time() - age,) * 2)
+    monkeypatch.setattr(kept_tokens, "_MOST_BYTES", own + 3000)
+    assert is_made(source, tmp_path / "b", capsys)
+    names = {path.name for path in kept.iterdir()}
+    assert len(names) == 3 and names > {"new", ".unfinished-new"}
 
 
 def test_what_is_said_of_conversations_is_said_at_each_start(source, tmp_path, capsys):
