@@ -21,8 +21,8 @@ from liger_jax.planner import defaults
 from liger_jax.training.rows import Rows
 from liger_jax.user_errors import UserError, of_option
 
-PIECES, STEP = "dropout_pieces", "dropout_step"  # in a batch of a run with dropout
-# Options that adapters in a folder have already.
+PIECES, STEP = "dropout_pieces", "dropout_step"  # columns of a batch, in a run with dropout
+# Options of new adapters, which those of a folder have already.
 _OF_NEW = ("lora", "lora_alpha", "lora_targets", "lora_experts", "rslora", "dora")
 
 
@@ -42,7 +42,7 @@ class AdapterOptions:
         metavar="NAMES",
     )  # fmt: skip
     lora_experts: bool = option(False, "also add adapters to the experts of a mixture")
-    # `None` for none, or as the adapters' folder says.
+    # `None`: no dropout, or that of the adapters' folder.
     lora_dropout: float | None = option(
         None, "dropout probability of the adapters' inputs (default: 0)", check=share("0 drops nothing")
     )
@@ -78,7 +78,7 @@ def found(model: str, options: AdapterOptions) -> tuple[str, AdapterOptions, Sou
 
 
 def tuned(options: AdapterOptions, source: Source) -> list[Path]:
-    """The folders that the run must not replace: that of the model, and that of the adapters that it goes on from."""
+    """The folders that the run must not replace: the model's, and that of the adapters that it continues to train."""
     return [source.folder, *([] if options.adapters is None else [Path(options.adapters)])]
 
 
@@ -115,7 +115,7 @@ def targets(text: str | None) -> tuple[str, ...] | str | None:
 
 
 def files(options: AdapterOptions) -> dict[str, bytes | None]:
-    """The contents of the adapters that training goes on from, by name; none without."""
+    """The contents of the files of the adapters that training goes on from, by name; empty without such adapters."""
     if options.adapters is None:
         return {}
     names = (adapter_files.CONFIG, adapter_files.WEIGHTS)
@@ -136,7 +136,7 @@ def loss_of(options: AdapterOptions, seed: int, loss: Callable[..., Any]) -> Cal
 
 
 def numbered(batch: Rows, pieces: np.ndarray, step: int) -> dict[str, Any]:
-    """A step's batch, with what its dropout needs.
+    """A step's batch, with the columns that its dropout reads.
 
     `pieces`: for each token of the first rows, which may be fewer than B, the number of its piece in the step. Returns
     the batch with (B, T) numbers in `PIECES` and a number in `STEP`.

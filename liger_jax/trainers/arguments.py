@@ -1,4 +1,4 @@
-"""What a program gives a run: a model, rows and values, as the options that the command line would have."""
+"""The arguments of a call (a model, rows and values), converted to the options of the command line."""
 
 import contextlib
 import dataclasses
@@ -173,7 +173,7 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
 
 
 def is_own(model: Any) -> bool:
-    """Whether a model is none of ours, and says its hidden states and its head."""
+    """Whether a model is not of a family of ours, and has `hidden_states` and `head`."""
     is_ours, states = isinstance(model, Pretrained), getattr(model, "hidden_states", None)
     return isinstance(model, nnx.Module) and not is_ours and callable(states) and hasattr(model, "head")
 
@@ -183,7 +183,7 @@ def _path(given: str | os.PathLike[str]) -> str:
 
 
 def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
-    """A value as an option holds it, whichever type of the same meaning it has."""
+    """A value converted to the type of its option, from any type that means the same."""
     is_text, is_flag = isinstance(value, str), isinstance(value, bool | np.bool_)
     if field.name in _DTYPES and not is_text:
         with contextlib.suppress(TypeError):

@@ -34,7 +34,7 @@ Callback = Callable[[int, Mapping[str, float], Any], bool | None]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a training run has come to.
+    """The result of a training run.
 
     Attributes:
         model: the trained model, with its adapters or with these in its weights, as it was written.
@@ -239,7 +239,7 @@ def _run(
     own: Mapping[str, Any] = types.MappingProxyType({}),
     in_memory: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Result:
-    """Runs a method. `own`: options that are arguments of its own. `in_memory`: what a program has by itself."""
+    """Runs a method. `own`: the method's arguments that are options. `in_memory`: objects of the program."""
     is_named = isinstance(model, str | os.PathLike)
     if tokenizer is not None and is_named and isinstance(own.get("teacher", ""), str | os.PathLike):
         raise TypeError("tokenizer is for a model in memory, and a checkpoint has its own. Leave it out.")
@@ -277,17 +277,17 @@ def _run(
             outcome = started(settings, task, length_is_given="length" in values, after=after)
         result = _result(outcome, keeps=out is not None)
     if outcome.code and (number := outcome.code - 128) != signal.SIGINT:
-        signal.raise_signal(number)  # what was to end the process, now that the run is saved
+        signal.raise_signal(number)  # the run is saved, so the signal may end the process as it was to
     return result
 
 
 def _after(callbacks: Callback | Sequence[Callback]) -> After | None:
-    """What calls callbacks after a step; what they print is as they print it."""
+    """A function that calls the callbacks after each step, and leaves what they print as it is."""
     callbacks = [callbacks] if callable(callbacks) else callbacks
     for each in callbacks:
         if not callable(each):
             raise TypeError(f"callbacks holds {each!r}, and must hold functions of (step, metrics, model).")
-        with contextlib.suppress(ValueError):  # of a function that does not tell its parameters
+        with contextlib.suppress(ValueError):  # the function has no signature to look at
             try:
                 inspect.signature(each).bind(1, {}, None)
             except TypeError as error:

@@ -1,4 +1,4 @@
-"""OUT/completions.jsonl: what a run of `liger-jax grpo` has sampled, with its rewards, for a reader."""
+"""OUT/completions.jsonl: completions that a run of `liger-jax grpo` has sampled, with their rewards, to be read."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _BEGINNING = '{"step": '
 
 
 class CompletionsFile:
-    """The file of a run, to which each step adds some lines. A run that goes on takes later steps' lines away first."""
+    """The file of a run, to which each step adds some lines. A resumed run first removes the lines of later steps."""
 
     def __init__(self, folder: Path):
         self._path, self._is_open = folder / NAME, False

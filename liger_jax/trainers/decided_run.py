@@ -1,4 +1,4 @@
-"""A training run that is decided: what it was asked for, with all that was left to it."""
+"""The settings of a training run, with a decision for each that was left open."""
 
 import dataclasses
 import functools
@@ -23,10 +23,10 @@ TaskOf = Callable[[Any, Source, Architecture], Task]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that is decided, before its rows are made and its weights are read."""
+    """A run whose settings are all decided, before its rows are made and its weights are read."""
 
     asked: Settings  # the settings as they were given
-    settings: Settings  # the same with all that was left to the run
+    settings: Settings  # the same, with a decision for each that was left open
     task: Task  # what the run trains for
     source: Source  # the model's folder
     architecture: Architecture  # what the model is
@@ -36,7 +36,7 @@ class Run:
 
 
 def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, Any]:
-    """Decides what a run leaves open, by its model, its devices and their memory. What it needs is printed."""
+    """Decides the settings that were left open, by model, devices and memory. Prints the memory that the run needs."""
     model, adapted, source = adapters.found(asked.placement.model, asked.adapters)
     placement = dataclasses.replace(asked.placement, model=model)
     settings = dataclasses.replace(asked, adapters=adapted, placement=placement)
@@ -52,7 +52,7 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
         raise UserError("--distributed: this command trains in one process. Leave it out.")
     shape = lambda layout: nnx.eval_shape(lambda: run_model.new(settings, task, source, architecture, dtypes, layout))
     devices = _devices(settings, task, shape)
-    # What the run needs is printed before weights are looked for, so that it can be read without them.
+    # The estimate of memory is printed before weights are looked for, so that it can be seen without them.
     settings = _fitted(settings, task, architecture, dtypes, source.dtype, devices)
     weights.check("--model", source)
     model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
@@ -62,7 +62,7 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
 
 
 def _as_stored(placement: Placement, lora: int | None, source: Source) -> Placement:
-    """The placement of weights that are nf4 already, if these are."""
+    """The placement, with `quantize` as "nf4" if the checkpoint's weights are stored so."""
     if not source.is_nf4:
         return placement
     if lora is None:
@@ -75,8 +75,8 @@ def _as_stored(placement: Placement, lora: int | None, source: Source) -> Placem
 
 
 def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> meshes.Devices:
-    """Where the run is computed; `shape` gives the model's types by its layout."""
-    # A model that writes its own batches gathers split weights for each token: several devices are asked for.
+    """The run's devices and its mesh; `shape` returns the model's abstract arrays for a layout."""
+    # A model that samples its batches gathers sharded weights for each token: it takes several devices only by --mesh.
     mesh = settings.placement.mesh
     sampling = task.sampling
     there = jax.devices() if sampling is None or mesh else jax.devices()[:1]
@@ -99,7 +99,7 @@ def _fitted(
     stored: str,
     devices: meshes.Devices,
 ) -> Settings:
-    """The run with what was left to it decided by what fits; what it needs is printed."""
+    """The settings, those that were left open decided by what fits into memory; prints the estimate of the memory."""
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
     if (teacher := task.teacher) is not None:
         tokens = settings.recipe.batch * settings.rows.length // meshes.shards_of_batch(devices.sizes)

@@ -68,13 +68,13 @@ class DistillOptions(Method):
             )
 
     def check(self, settings: Any) -> None:
-        """Refuses data without an end for a teacher that reads it first."""
+        """Refuses a stream for a teacher that scores all rows before the first step."""
         super().check(settings)
         if self.top_k is not None and settings.rows.stream:
             raise UserError("--top-k reads the data once before the first step, and --stream has no end. Leave it out.")
 
     def keeps(self, settings: Any) -> tuple[str, ...]:
-        """What the run keeps in OUT."""
+        """What the run stores in OUT."""
         return (*super().keeps(settings), *(("teacher",) if self.top_k is not None else ()))
 
     def divergence_options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `liger-jax distill` trains for: that a student gives the next token the probabilities that its teacher gives."""
+"""The task of `liger-jax distill`: a student learns the probabilities that its teacher gives the next token."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -73,8 +73,8 @@ def _dense(head: Any, hidden: jax.Array) -> jax.Array:
 
 
 class Distillation(Task):
-    """That a student gives the next token the probabilities of its teacher, which is beside it in each step, or has
-    read the rows before the first one.
+    """A student learns its teacher's probabilities of the next token. The teacher runs in each step, or has scored the
+    rows before the first one.
     """
 
     scored = ("eval_loss", "eval_divergence", "eval_nll_loss", "eval_token_accuracy")
@@ -85,7 +85,7 @@ class Distillation(Task):
         self._stored: list[stored_top_k.Stored] = []
 
     def add_columns(self, settings: Settings[DistillOptions], data: TrainingRows) -> None:
-        """Those of a teacher that does not stay."""
+        """Adds the teacher's stored tokens, if it does not run in each step."""
         if not self.teacher.stays:
             self._stored += stored_top_k.add_columns(settings, data)
 
@@ -114,17 +114,17 @@ class Distillation(Task):
     def before(
         self, settings: Settings[DistillOptions], data: TrainingRows, model: Any, made_of: Mapping[str, str]
     ) -> None:
-        """Has the teacher read the rows, if it does not stay."""
+        """Lets the teacher score the rows, if it does not run in each step."""
         if not self.teacher.stays:
             stored_top_k.fill(self._stored, self.teacher, settings, data, model, made_of)
 
     def scores(self, totals: Sequence[float]) -> dict[str, float]:
-        """Their means, and the loss that they make."""
+        """The means of the sums, and the loss that follows from them."""
         of_teacher, of_labels, right = (total / totals[-1] for total in totals[:-1])
         loss = (1 - self._hard_weight) * of_teacher + self._hard_weight * of_labels
         return dict(zip(self.scored, (loss, of_teacher, of_labels, right), strict=True))
 
 
 def of_run(settings: Settings[DistillOptions], source: Source, student: Architecture) -> Task:
-    """The task of a run whose model was found."""
+    """The task of a run with this student."""
     return Distillation(found(settings, source, student), settings.method.hard_weight)

@@ -31,7 +31,7 @@ class PairOptions(LossOptions, Method):
         return {"format": preferences.LABELLED_WITH_OTHERS if unpaired.needs_others else preferences.LABELLED}
 
     def check(self, settings: Any) -> None:
-        """Refuses micro-batches for a loss that is of a whole batch."""
+        """Refuses micro-batches for a loss that is computed over a whole batch."""
         super().check(settings)
         if self.takes_whole_batches and settings.recipe.num_micro_batches > 1:
             one = "whose pairs --loss {} sorts together", "of which --loss {} has one baseline"
@@ -45,7 +45,7 @@ class PairOptions(LossOptions, Method):
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether the loss sorts the pairs of a batch, or has one baseline of it."""
+        """Whether the loss sorts the pairs of a batch, or has one baseline for all of it."""
         return (self.preference if self.unpaired is None else self.unpaired).sorts
 
     @property
@@ -63,7 +63,7 @@ class PairOptions(LossOptions, Method):
         return self.needs_reference and not self.switches_adapters_off(settings)
 
     def switches_adapters_off(self, settings: Any) -> bool:
-        """Whether the reference is the model with its adapters off: they are new, and so began without an effect."""
+        """Whether the reference is the model without its adapters: new ones start without an effect."""
         return settings.adapters.lora is not None and settings.adapters.adapters is None
 
     def keeps(self, settings: Any) -> tuple[str, ...]:

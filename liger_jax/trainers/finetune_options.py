@@ -21,5 +21,5 @@ class FinetuneOptions(Method):
     changes = dict(stream=dict(help="stream a dataset from the hub during the run; needs --steps"))
 
     def of_the_run(self) -> dict[str, Any]:
-        """Of a run of before there was a choice, the loss is not among what it is known by."""
+        """Without the default loss, since checkpoints from before there was a choice do not name one."""
         return {"loss_type": None if self.loss_type == "nll" else self.loss_type}

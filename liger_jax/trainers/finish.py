@@ -1,4 +1,4 @@
-"""How a training run ends: which step its result is of, what stays in its folder, and its last words."""
+"""The end of a training run: which step its result is of, what stays in its folder, and its last printed lines."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ from liger_jax.user_errors import UserError
 
 
 def check_learned(run: Run, log: list[dict[str, Any]]) -> None:
-    """Refuses to make a result of a run whose rewards have never been numbers."""
+    """Refuses to write a result for a run in which no reward was a number."""
     if all(math.isnan(row[run.task.main_figure]) for row in log):
         raise UserError(
             "No completion of the run has a reward: the functions answered each with None. So nothing was learned, and "
@@ -33,14 +33,14 @@ def best_state(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, in
 
 
 def record_result(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
-    """Writes down that the result is there, and removes what an earlier run has left."""
+    """Records that the result was written, and removes what an earlier run has left."""
     checkpoints.finish(target.name, result.record(settings, target, early))
     result.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
 
 
 def print_result(run: Run, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints) -> None:
-    """Says how a run has ended, by its task's figure, and where its result is."""
+    """Prints how a run has ended, by its task's figure, and where its result is."""
     name = run.task.main_figure
     first, last = log[0][name], log[done - 1][name]
     print(f"{done} step{'s' if done > 1 else ''}; {name} {figure(first)} → {figure(last)}; {target.name} in {target}")

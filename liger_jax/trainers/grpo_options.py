@@ -15,9 +15,9 @@ from liger_jax.user_errors import UserError
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
 LEVELS = ("token", "sequence")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-REWARD_CALL = "reward_call"  # names in a checkpoint how its run has called rewards
+REWARD_CALL = "reward_call"  # the key in a checkpoint for the way in which its run calls rewards
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline")
-_MOST_SECONDS = 1e7  # which every system's timers take
+_MOST_SECONDS = 1e7  # what the timers of all systems accept
 
 
 def _seconds(value: float) -> str:
@@ -68,7 +68,7 @@ class GrpoOptions(Method):
     importance_max: float = option(3.0, "the correction's largest ratio (default: {default})", check=above_0)
     updates: int = option(1, "updates of the policy for each step's completions (default: {default})", check=within(1))
     mask_truncated: bool = option(False, "exclude truncated completions from the loss")
-    functions: Mapping[str, Any] = in_memory()  # rewards that a program has, by their names in `reward`
+    functions: Mapping[str, Any] = in_memory()  # reward functions of a program, by their names in `reward`
 
     command = "grpo"
     is_alone = True
@@ -109,11 +109,11 @@ class GrpoOptions(Method):
         return self.prompt_length + self.completion_length
 
     def decided(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The length of packed rows, where it is left to the run."""
+        """The length of packed rows, where none is given."""
         return {"length": values["length"] or self.longest}
 
     def check(self, settings: Any) -> None:
-        """Refuses rows, a batch and a reference that do not go with completions. No data is held out."""
+        """Refuses options of rows, batch and reference that sampled completions cannot have. No data is held out."""
         if (patience := settings.recipe.patience) is not None:
             raise UserError(
                 f"--patience={patience} is for held-out data, and this command holds none out: a step's rewards are "
@@ -133,7 +133,7 @@ class GrpoOptions(Method):
             )
 
     def keeps(self, settings: Any) -> tuple[str, ...]:
-        """What the run keeps in OUT: its prompts are tokenised at each start."""
+        """What the run stores in OUT; not its prompts, which are tokenised at each start."""
         return ("completions",) if settings.folder.samples else ()
 
     def of_the_run(self) -> dict[str, Any]:

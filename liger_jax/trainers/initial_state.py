@@ -1,4 +1,4 @@
-"""How a training run begins: the model is read, and becomes the state before the first step."""
+"""The start of a training run: reads the model, and makes the state before the first step."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future

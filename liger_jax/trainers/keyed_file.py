@@ -1,6 +1,6 @@
-"""Numbers that a run computes once, in a file of OUT that a later start finds by what they were computed from.
+"""Numbers that a run computes once and stores in OUT, keyed by their inputs, so that a later start can read them.
 
-Beside the file is one of the same name with the suffix .json: the key, and a digest by which damage is noticed.
+Beside the file is one of the same name with the suffix .json, with the key and a digest that shows damage.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from liger_jax.user_errors import UserError
 def key(
     settings: Settings, read: Sequence[str], made_of: Mapping[str, str], rows: Iterable[LaidRows], *more: Any
 ) -> str:
-    """The key of numbers that depend on the settings `read`, on model and data, and on which row has which pieces."""
+    """The key of numbers that depend on the settings `read`, on the model, the data, and the pieces in each row."""
     values = settings.flat()
     order = [digests.of_bytes(np.ascontiguousarray(laid.pieces)) for laid in rows]
     return digests.of_json([{name: values[name] for name in read}, dict(made_of), order, *more])

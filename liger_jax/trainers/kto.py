@@ -1,4 +1,4 @@
-"""Scored answers with labels, for `--loss kto`: good ones are to become likelier, and bad ones less likely."""
+"""Answers with labels, for `--loss kto`: good ones become more likely, and bad ones less likely."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +99,7 @@ def figures_of(unpaired: Unpaired) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class OfAnswers:
-    """What is made of the scores of single answers: good ones are to become likelier, and bad ones less likely."""
+    """The objective of single answers: good ones become more likely, and bad ones less likely."""
 
     unpaired: Unpaired
     reads_labels = True
@@ -107,7 +107,7 @@ class OfAnswers:
 
     @property
     def tokenizer(self) -> type[Tokenizer]:
-        """One that gives each answer another one, where the loss has a baseline."""
+        """A tokenizer; where the loss has a baseline, one that adds the answer to another prompt to each answer."""
         return UnpairedWithOthers if self.unpaired.needs_others else UnpairedTokenizer
 
     @property
@@ -129,7 +129,7 @@ class OfAnswers:
         return jnp.stack([value, *figures.values(), *counts.values()])
 
     def scores(self, totals: Sequence[float]) -> dict[str, float]:
-        """Their means; without those of good answers, or of bad ones, where there are none."""
+        """The means; without those of good answers, or of bad ones, where there are none."""
         value, *others = totals
         counts = dict(zip(_COUNTS, others[-len(_COUNTS) :], strict=True))
         sums = dict(zip(_FIGURES, others[: len(_FIGURES)], strict=True))

@@ -18,18 +18,18 @@ _FIRST = ("step", "loss")  # columns of every run's table
 
 
 def check_table(path: Path) -> None:
-    """Looks before a run at the table that it would replace."""
+    """Checks before a run that it can read the table that it would replace."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             first = file.readline()
-    except OSError:  # there is none, or opening it to write says why not
+    except OSError:  # there is no table; or it cannot be opened, which is reported when it is written
         return
     if first and not first.startswith(",".join(_FIRST)):
         raise UserError(f"{path} is not the log of a run, and would be overwritten. Move it, or pass another --out.")
 
 
 def check_wandb() -> None:
-    """Looks at the start of a run for the package of Weights & Biases, which no extra installs."""
+    """Checks at the start of a run that the package of Weights & Biases is installed, which no extra does."""
     try:
         spec = importlib.util.find_spec(WANDB)
     except ValueError:  # a module that something has put in its place
@@ -101,10 +101,10 @@ class Log:
             self._wandb.log({name: value for name, value in figures.items() if name != "step"}, step=figures["step"])
 
     def _of_columns(self, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> csv.DictWriter:
-        """The table anew, with these columns and rows."""
+        """Rewrites the table with these columns and rows."""
         assert self._file is not None
         self._file.seek(0)
-        with contextlib.suppress(OSError):  # a device has no length
+        with contextlib.suppress(OSError):  # a device, such as /dev/stdout, cannot be truncated
             self._file.truncate()
         table = csv.DictWriter(self._file, list(columns))
         table.writeheader()
@@ -113,7 +113,7 @@ class Log:
 
 
 def _wandb_run(folder: Path, goes_on: bool, config: Mapping[str, Any]) -> Any:
-    """The run at Weights & Biases: the same one if it goes on. What it has of a later step than ours stays."""
+    """The run at Weights & Biases, the same one if it is resumed. What was logged for later steps stays there."""
     check_wandb()
     wandb: Any = importlib.import_module(WANDB)
     path = folder / WANDB / _ID

@@ -1,4 +1,4 @@
-"""Long rows: positions that the model has not seen, and the host's memory, in which layers' inputs are."""
+"""Long rows: positions that the model was not trained on, and layers' inputs in the host's memory."""
 
 import dataclasses
 import os
@@ -21,13 +21,13 @@ from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError
 
 _FEWEST = 2**14  # tokens of a micro-batch below which no model's layer inputs fill XLA's pool
-# Tokens of a row from which attention takes so long that its result is better fetched from the host than made again: on
-# an H200 a step of 32,768 takes 0.94 of the time, and of 16,384 0.96, for twice the host's memory.
+# Tokens of a row from which it is faster to fetch attention's result from the host than to recompute it: on an H200 a
+# step with rows of 32,768 takes 0.94 of the time, and with rows of 16,384 0.96, for twice the host's memory.
 _LONG = 2**15
 
 
 def within(options: RowOptions, model: Architecture) -> tuple[RowOptions, str]:
-    """The run with rows that the model has positions for, where nobody said how long they are.
+    """Rows no longer than the model has positions for, where no length was given.
 
     Returns its options, and a line that says so; the line is empty if the rows are as they were.
     """
@@ -40,7 +40,7 @@ def within(options: RowOptions, model: Architecture) -> tuple[RowOptions, str]:
 
 def stretched_for(options: RowOptions, model: Architecture, only_adapters: bool = False) -> Architecture:
     """The architecture for the run's rows: with a longer rotary embedding if `--rope-scaling` asks for one and rows
-    need it. This is said, since whoever loads the result must know it.
+    need it. This is printed, since a program that loads the result must know it.
     """
     longest = model.config.longest_sequence
     try:
@@ -91,7 +91,7 @@ def let_pool_grow(settings: Settings) -> str:
 
 
 def ways_to_offload(length: int, *, whole: bool) -> list[Remat]:
-    """What layers may put into the host's memory."""
+    """The values of `remat` that offload layers' arrays to the host's memory."""
     return ["offload_attention", "offload"] if length >= _LONG and whole else ["offload"]
 
 
@@ -101,7 +101,7 @@ def in_words(remat: Remat) -> str:
 
 
 def places(run: Run) -> Iterator[str]:
-    """Where a step's arrays are stored, as far as a long row changes that."""
+    """Lines that say where a step's arrays are stored, where that is not on the device as a whole."""
     if run.micro_batches > 1:
         yield f"batch: {run.batch} rows in {run.micro_batches} micro-batches"
     tokens = run.tokens

@@ -1,4 +1,4 @@
-"""Whether a fine-tuning run fits into the device that is here, and what makes it fit, by the planner's estimate."""
+"""Whether a training run fits into this machine's device, and what makes it fit, by the planner's estimate."""
 
 import dataclasses
 import itertools
@@ -29,9 +29,10 @@ def fitted(
     teacher: Callable[[int], int] = lambda micro_batches: 0,
     teacher_stays: bool = True,
 ) -> Settings:
-    """Prints what the run needs, and decides what was left open: as few micro-batches as fit, and layers' inputs in the
-    host's memory only if they do not fit on the device. `teacher` is the bytes of a second model on each device, by the
-    number of micro-batches; `teacher_stays` says whether it is there in each step, or before the first one alone.
+    """Prints the memory that the run needs, and decides what was left open: as few micro-batches as fit, and layers'
+    inputs in the host's memory only if they do not fit on the device. `teacher` returns the bytes of a second model on
+    each device for a number of micro-batches; `teacher_stays` says whether it is there in each step, or only before
+    the first one.
     """
     device = devices.here()
     rows, adapted, recipe, placement = settings.rows, settings.adapters, settings.recipe, settings.placement
@@ -49,7 +50,7 @@ def fitted(
     run, capacity = Run(model, recipe.batch, rows.length, device, sizes, **options), device.capacity_bytes
 
     def needs(run: Run) -> tuple[int, int, int]:
-        """Bytes of a step with a teacher that stays, of the teacher, and of what is there before the first step."""
+        """Bytes of a step, with a teacher that stays; of the teacher; and of both models before the first step."""
         estimated, of_teacher = estimate(run), teacher(run.micro_batches)
         before = of_teacher and not teacher_stays and of_teacher + estimated.bytes_of["parameters"]
         return estimated.total + (of_teacher if teacher_stays else 0), of_teacher, before
@@ -70,7 +71,7 @@ def fitted(
         cure = _cure(run, needed, placement.param_dtype or stored, beside, settings.method.takes_whole_batches)
         if not placement.risk_memory:
             raise UserError(f"The run needs {text}. {cure}{_near(needed, capacity)}")
-        print("memory: more than there is, by the estimate; --risk-memory begins nevertheless")
+        print("memory: the estimate is more than the device has; the run starts nevertheless, by --risk-memory")
     host = estimate(run).host * device.count_on_host
     if not has_host_memory(run, host):
         assert run.host_memory is not None
@@ -86,7 +87,7 @@ def fitted(
 
 
 def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
-    """The run with what was left to it: the first choice that fits every process's devices and host, else as it is."""
+    """The run with the first choice that fits the devices and the host of every process; unchanged if none fits."""
     counts, remats = [run.micro_batches], [run.remat]
     if settings.recipe.micro_batches is None and not settings.method.takes_whole_batches:
         counts = run.micro_batch_choices
@@ -114,7 +115,7 @@ def gib(size: int) -> str:
 
 
 def _cure(run: Run, needed: int, frozen: str, beside: int, whole: bool) -> str:
-    """A sentence that says what makes the run fit; with `whole`, other than more micro-batches."""
+    """A sentence that says what makes the run fit; with `whole`, something other than more micro-batches."""
     known = devices.target(run.target.name) if run.target.name in devices.GPUS else None
     if known is not None and (larger := known.fraction_for(needed)) is not None:
         return f"Let JAX take more of the device: XLA_PYTHON_CLIENT_MEM_FRACTION={larger}."
@@ -133,5 +134,5 @@ def _near(needed: int, capacity: int) -> str:
         return ""
     return (
         " An estimate may be off by more than what is missing: liger-jax plan --level compiled asks the compiler, and "
-        "--risk-memory begins nevertheless."
+        "--risk-memory starts the run nevertheless."
     )

@@ -1,4 +1,4 @@
-"""The options of a training run: those of five owners, each beside what reads it, and of the method."""
+"""The options of a training run: five groups, each defined beside the code that reads it, and those of the method."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def _in_order(fields: Any) -> list[dataclasses.Field[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Generic[M]):
-    """A run's options, by who reads them."""
+    """A run's options, grouped by the code that reads them."""
 
     rows: RowOptions
     adapters: AdapterOptions
@@ -107,7 +107,7 @@ class Settings(Generic[M]):
         return self.recipe.learning_rate or self.method.peak_rates[self.adapters.lora is not None]
 
     def flat(self, kind: str | None = None) -> dict[str, Any]:
-        """The options by name, in the order of their file: all, or those that are of a kind, as their fields say."""
+        """The options by name, in the order of their file: all, or those whose fields are of a kind."""
         parts = self.rows, self.adapters, self.recipe, self.placement, self.folder, self.method
         values = {field: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
         fields = [field for field in _in_order(values) if kind is None or field.metadata.get(kind, True)]
@@ -140,5 +140,5 @@ class Settings(Generic[M]):
 
 
 def _taken(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are an owner's."""
+    """The values of one group's options."""
     return {field.name: values[field.name] for field in dataclasses.fields(owner) if field.name in values}

@@ -1,4 +1,4 @@
-"""The file of options that a run writes, in TOML: by it the run can be repeated."""
+"""The file of options, in TOML, that a run writes and that repeats it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ def heading(command: str) -> str:
 def write(path: Path, options: Mapping[str, Any], first: str) -> None:
     """Writes a file of options in one rename. Options that are `None` are left out."""
     lines = [first, *(f"{name} = {_toml(value)}" for name, value in options.items() if value is not None)]
-    new = path.with_name(f".{path.name}.new")  # a process that is killed leaves the old file or the new one
+    new = path.with_name(f".{path.name}.new")  # a process that is killed leaves either the old file or the new one
     new.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
     new.replace(path)
 

@@ -1,9 +1,9 @@
-"""What options of other trainers are here: their names, and what is to be said where no option has their meaning."""
+"""Options of other trainers: the names that they have here, and an answer where there is no such option."""
 
 import difflib
 from collections.abc import Container, Iterable
 
-# What other trainers call our options. Each names those that may be meant, of which a command has one or none.
+# Other trainers' names of options. Each has the options here that may be meant, of which a command has one or none.
 ELSEWHERE = {
     "--lr": ("--learning-rate",),
     "--max-steps": ("--steps",),
@@ -61,7 +61,7 @@ ELSEWHERE = {
 }
 _DPO = "--cpo-alpha"  # an option that its command alone has
 _REFERENCE = "The reference is the model as the run finds it, and needs no option"
-# By the options' names: an option of the commands that are meant, and what is to be said.
+# By an option's name: an option that only the commands have which are meant, and the sentence to print.
 _HINTS = {
     "--beta": ("--search", "plan reads none of the options of dpo's loss, nor that loss: leave them out"),
     "--max-length": (
@@ -91,13 +91,13 @@ _HINTS = {
     "--torch-dtype": ("--param-dtype", "Weights have --param-dtype, and the computation has --dtype"),
     "--group-by-length": ("--pack", "Documents of a step share rows; with --pack so do those of the whole data"),
 }
-_TRAINS = "--fresh"  # an option that the commands that train have, and no other
+_TRAINS = "--fresh"  # an option that all commands that train have, and no other command
 _MESH = "Devices are given by --mesh, such as --mesh fsdp=4"
 _ANSWERS = "That is the default: of conversations and completions only the answers are trained on"
 _PYTHON = "No command has it: in Python add_lora takes patterns of ranks and layers, train_more whole modules"
 _BETAS = "No command changes it: beta1 is 0.9, beta2 0.999 and epsilon 1e-8"
 _TEMPLATE = "The chat template is the tokenizer's: put another one into chat_template.jinja in the model's folder"
-# What is to be said by all commands that train, where `_HINTS` says nothing.
+# The sentences of all commands that train, where `_HINTS` has none.
 _HINTS_OF_TRAINERS = {
     "--deepspeed": f"There is no DeepSpeed here. {_MESH}",
     "--fsdp": _MESH,
@@ -132,7 +132,7 @@ _VALUES = {  # of other trainers
     "polynomial": "It is linear",
     "chunked_nll": "It is nll, which holds no logits",
 }
-# By an option and a value that it has: what is to be said of one that it does not have.
+# By an option and one of its values: the sentence for a value that it does not have.
 _VALUES_OF = {
     ("--loss", "logits"): "plan's --loss says whether a step's logits are held, and none of dpo's losses changes its "
     "answer: leave it out, and count both answers of a pair in --length"

@@ -1,4 +1,4 @@
-"""Fine-tuning of a model that is none of ours: an NNX module with hidden states and a head."""
+"""Fine-tuning of a user's own model: an NNX module with hidden states and a head."""
 
 import inspect
 import types
@@ -23,7 +23,7 @@ from liger_jax.training import Checkpoints, Loop, digests, lock, make_step, scor
 from liger_jax.training.loop import figure
 from liger_jax.user_errors import UserError, need, of_option
 
-# Options of a run that say what becomes of a checkpoint, or of one of our models.
+# Options that apply only to checkpoints in Hugging Face's form or to the families of `liger_jax.models`.
 _OF_OURS = (
     "lora", "quantize", "remat", "rope_scaling", "dtype", "param_dtype", "mesh", "verify", "merge", "save_dtype",
     "result_of", "samples",
@@ -31,7 +31,7 @@ _OF_OURS = (
 
 
 class Whole(nnx.Module):
-    """A user's model with the call of ours that training makes."""
+    """A user's model, called as training calls one of ours."""
 
     config = None
 
@@ -48,7 +48,7 @@ class Whole(nnx.Module):
         return_metrics: bool = True,
         **others: jax.Array,
     ) -> Any:
-        """The loss and its metrics; `others` go to the model as far as it takes them."""
+        """The loss and its metrics; of `others`, the model gets those that it takes."""
         own: Any = self.own
         taken = {name: x for name, x in others.items() if name in _parameters(own)}
         options: dict[str, Any] = dict(segment_ids=others.get("segment_ids"), token_scaling=token_scaling)
@@ -153,7 +153,7 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
 
 
 def _check(settings: Settings[FinetuneOptions], model: Any) -> None:
-    """Refuses what only one of our models can do."""
+    """Refuses options that only the families of `liger_jax.models` have."""
     values, usual = settings.flat(), Settings.of(FinetuneOptions, model="m", data=settings.rows.data).flat()
     for name in _OF_OURS:
         if values[name] != usual[name]:

@@ -1,4 +1,4 @@
-"""Scored pairs: the chosen one of two answers is to become more likely than the rejected one."""
+"""Pairs of answers: the chosen one becomes more likely, relative to the rejected one."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ def loss_of(preference: Preference, num_segments: int) -> Callable[..., Any]:
         pairs = Pairs(chosen, rejected, chosen_tokens, rejected_tokens, exist, nll, sides(references))
         out = preference.losses(pairs, counts["tokens"] / counts["pairs"])
         mean = lambda x: jnp.sum(jnp.where(exist, x, 0.0)) / counts["pairs"]
-        first = jnp.arange(exist.size) < jnp.sum(exist) if preference.sorts else exist  # what is no pair is sorted last
+        first = jnp.arange(exist.size) < jnp.sum(exist) if preference.sorts else exist  # others are sorted last
         values = out.chosen_rewards, out.rejected_rewards, out.margins, out.margins > 0, chosen, rejected, nll
         figures = {name: jax.lax.stop_gradient(mean(x)) for name, x in zip(_FIGURES, values, strict=True)}
         return jnp.sum(jnp.where(first, out.losses, 0.0)) / counts["pairs"], figures
@@ -75,7 +75,7 @@ def normalizer_of(preference: Preference) -> Callable[[Mapping[str, Any]], dict[
 
 @dataclasses.dataclass(frozen=True)
 class OfPairs:
-    """What is made of the scores of pairs: the chosen answer is to become likelier than the rejected one."""
+    """The objective of pairs: the chosen answer becomes more likely, relative to the rejected one."""
 
     preference: Preference
     tokenizer = PairTokenizer
@@ -98,13 +98,13 @@ class OfPairs:
         return pairs * jnp.stack([value, *(figures[name] for name in _FIGURES), jnp.ones(())])
 
     def scores(self, totals: Sequence[float]) -> dict[str, float]:
-        """Their means."""
+        """The means of the loss and its figures."""
         names = "eval_loss", *(f"eval_{name}" for name in _FIGURES)
         return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
 
 
 def of_run(settings: Settings[PairOptions], *model: Any) -> ScoredAnswers:
-    """The task of a run: of pairs, or by its loss of single answers."""
+    """The task of a run: of pairs, or of single answers if its loss is one of these."""
     _check_trains(settings.method)
     unpaired = settings.method.unpaired
     return ScoredAnswers(OfPairs(settings.method.preference) if unpaired is None else kto.OfAnswers(unpaired))

@@ -1,4 +1,4 @@
-"""Where a run's model is, and in which types and memory it is computed."""
+"""The model of a run, its dtypes, and how a step uses memory and devices."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which model it is, in which types it is computed, and how a step is laid into memory and over devices."""
+    """Which model is trained, in which dtypes, and how a step uses memory and devices."""
 
     model: str = option(help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters")
     quantize: str | None = option(None, "quantize the frozen weights of the layers to 4 or 8 bits", choices=KINDS)
@@ -51,7 +51,7 @@ class Placement:
                 parse_mesh(self.mesh)
 
     def precision(self, lora: int | None, stored: str) -> dict[str, str]:
-        """The dtypes that a run computes in."""
+        """The dtypes of a run's computation and weights."""
         return dict(
             dtype=self.dtype or defaults.dtype(),
             param_dtype=self.param_dtype or defaults.param_dtype(lora, stored),

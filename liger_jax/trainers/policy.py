@@ -1,4 +1,4 @@
-"""What `liger-jax grpo` trains for: that completions which are better than their group become likelier."""
+"""The task of `liger-jax grpo`: completions that are better than the average of their group become more likely."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ def policy_loss(settings: Settings[GrpoOptions], data: Any) -> Callable[..., Any
 
 
 class GroupSampling:
-    """Each prompt gets a group of completions from the model that is trained, which are rewarded."""
+    """The model that is trained samples a group of completions for each prompt, and these are rewarded."""
 
     def rows(self, settings: Settings[GrpoOptions]) -> int:
         """Devices split both the rows of an update and the prompts that are sampled."""
@@ -83,23 +83,23 @@ class GroupSampling:
         return math.gcd(recipe.rows_at_once, recipe.batch // settings.method.group)
 
     def prepared(self, settings: Settings[GrpoOptions], tokenizer: Tokenizer, sources: Any = None) -> PromptRows:
-        """The rows are prompts, each as often as its group has completions."""
+        """The rows are prompts, each repeated for every completion of its group."""
         recipe, method = settings.recipe, settings.method
         return prompt_rows.prepared(
             settings.rows.subset, recipe.batch, recipe.seed, method.group, method.prompt_length, tokenizer, sources
         )
 
     def updates(self, settings: Settings[GrpoOptions]) -> int:
-        """A step's completions may be trained on several times."""
+        """A step may have several updates on the same completions."""
         return settings.method.updates
 
     def begin(self, settings: Settings[GrpoOptions], data: PromptRows, tokenizer: Tokenizer, place: Any) -> Rollouts:
-        """What samples, rewards and packs."""
+        """The object that samples, rewards and packs."""
         return Rollouts(settings, data, tokenizer, place)
 
 
 class Policy(Task):
-    """That completions which the run samples and rewards become likelier as they are better than their group."""
+    """Completions that the run samples and rewards become more likely if they are better than their group's average."""
 
     sampling = GroupSampling()
     figures = (
@@ -115,15 +115,15 @@ class Policy(Task):
         return policy_loss(settings, data)
 
     def normalizer(self, settings: Settings[GrpoOptions], data: Any) -> Callable[[Any], Any]:
-        """The batch has it, as `Rollouts` makes it."""
+        """The denominator that `Rollouts` has put into the batch."""
         return lambda batch: (batch["denominator"], batch["num_tokens"])
 
     def sums(self, graph: Any, settings: Settings[GrpoOptions], data: Any) -> Callable[..., Any]:
-        """The prompts' cross-entropy, which says whether parameters are finite."""
+        """The prompts' cross-entropy, which shows whether parameters are finite."""
         return score_sums(graph)
 
     def scores(self, totals: Sequence[float]) -> dict[str, float]:
-        """Its mean."""
+        """The mean of the cross-entropy."""
         return {"eval_loss": totals[0] / max(totals[2], 1.0)}
 
 

@@ -17,14 +17,14 @@ from liger_jax.losses.unpaired import KTO_TYPES
 from liger_jax.user_errors import UserError, in_options
 
 CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss` calls them
-FREE = ("orpo", *CPO, "simpo")  # they need no reference
+FREE = ("orpo", *CPO, "simpo")  # losses without a reference
 NAMES = (*DPO_TYPES, *FREE, *KTO_TYPES)
 
 _FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys(DPO_TYPES, losses.dpo_loss), "orpo": losses.orpo_loss, **dict.fromkeys(CPO, losses.cpo_loss),
     "simpo": losses.simpo_loss, **dict.fromkeys(KTO_TYPES, losses.kto_loss),
 }  # fmt: skip
-_FAR = 1e9  # beyond every log-probability, so that what is no pair is sorted after all pairs
+_FAR = 1e9  # beyond every log-probability, so that entries that are not pairs are sorted last
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -38,7 +38,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 class LossOptions:
     """The options of a loss, which are those of its function in `losses`; `None` for the function's own default."""
 
-    # In a file of options the name is another one than that of plan's --loss.
+    # In a file of options it is called otherwise than plan's --loss.
     loss_type: str = option(
         "sigmoid",
         f"{', '.join(NAMES)}; or several of DPO's, separated by commas (default: sigmoid)",
@@ -98,10 +98,10 @@ class Pairs(NamedTuple):
 
     chosen: jax.Array  # log-probability of the chosen response, summed over its tokens
     rejected: jax.Array  # the other response's
-    chosen_tokens: jax.Array  # how many tokens the first sum has
-    rejected_tokens: jax.Array  # how many the second has
-    exist: jax.Array  # bool, which are pairs; others count nowhere
-    nll: jax.Array  # negative log-likelihood of chosen, in such a unit that its mean over pairs is the mean over tokens
+    chosen_tokens: jax.Array  # number of tokens in the first sum
+    rejected_tokens: jax.Array  # number of tokens in the second sum
+    exist: jax.Array  # bool, which entries are pairs; the others are ignored
+    nll: jax.Array  # negative log-likelihood of chosen, scaled such that its mean over pairs is the mean over tokens
     # Log-probabilities of both under the reference; zeros for a loss without one.
     references: tuple[jax.Array, jax.Array]
 
@@ -150,7 +150,7 @@ class Preference(LossOptions):
 
     @property
     def sorts(self) -> bool:
-        """Whether the loss sorts a batch's pairs, so that it is no sum over them."""
+        """Whether the loss sorts a batch's pairs, and so is not a sum over them."""
         return any(name in SORTING_TYPES for name in self._types)
 
     @property
@@ -159,12 +159,12 @@ class Preference(LossOptions):
         return self.loss_type == "orpo"
 
     def losses(self, pairs: Pairs, tokens_per_pair: Any) -> DPOOutput:
-        """The losses of pairs; where there is no pair, a loss has no meaning."""
+        """The losses of pairs; meaningless where an entry is not a pair."""
         chosen, rejected = pairs.chosen, pairs.rejected
         counts = [jnp.maximum(n, 1).astype(jnp.int32) for n in (pairs.chosen_tokens, pairs.rejected_tokens)]
         if self.loss_type in ("orpo", "simpo", "cpo_ipo"):
             chosen, rejected = (x / n for x, n in zip((chosen, rejected), counts, strict=True))
-        if not self.needs_reference:  # a mean of 0 has infinite odds: what is no pair has another
+        if not self.needs_reference:  # a mean of 0 has infinite odds: entries that are not pairs get another
             chosen, rejected = (jnp.where(pairs.exist, x, -1.0) for x in (chosen, rejected))
         if self.loss_type == "orpo":
             return losses.orpo_loss(chosen, rejected, pairs.nll, **_given(self))
@@ -210,7 +210,7 @@ class Unpaired(LossOptions):
 
     @property
     def sorts(self) -> bool:
-        """Whether the loss is no sum over answers: KTO's baseline is of the whole batch."""
+        """Whether the loss is not a sum over answers: KTO's baseline is computed over the whole batch."""
         return self.needs_others
 
     @property

@@ -25,7 +25,7 @@ _SCHEDULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, whatever it is trained on."""
+    """How a model is trained, on any data."""
 
     batch: int = option(
         defaults.BATCH, "documents in a step, or rows with --pack (default: {default})", check=within(1)
@@ -87,11 +87,11 @@ class Recipe:
 
     @property
     def order(self) -> tuple[int, int, float | None]:
-        """By what rows are drawn: the rows of a step, the seed, and the epochs."""
+        """What decides the order of rows: the rows of a step, the seed, and the epochs."""
         return self.batch, self.seed, self.epochs_to_train
 
     def num_steps(self, rows_in_epoch: int) -> int:
-        """How many steps the run has."""
+        """The number of steps of the run."""
         if self.steps is not None:
             return self.steps
         epochs = self.epochs_to_train or 1.0
@@ -107,7 +107,7 @@ class Recipe:
                 raise UserError(
                     f"--warmup={share:g} steps are more than the {steps} of the run. Pass fewer, or a share."
                 )
-            share = (share - 0.5) / steps  # schedules round up: this is so many steps whatever a division leaves
+            share = (share - 0.5) / steps  # schedules round up: this fraction gives so many steps in spite of rounding
         return _SCHEDULES[self.schedule](peak, steps, warm_up=share)
 
     def optimizer_of(self, rate: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Log-probabilities of a run's answers under its reference: the model as the run finds it.
+"""Log-probabilities of a run's answers under its reference: the model before the first step.
 
-Where the adapters are new, a step switches them off. Else the numbers are computed once, before the first step, and are
-in OUT/references.f32 for the next start.
+Where the adapters are new, a step switches them off. Else the numbers are computed once, before the first step, and
+stored in OUT/references.f32 for the next start.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from liger_jax.training.rows import ARGUMENTS
 from liger_jax.training.waiting import telling
 
 NAME = "references"  # the column (rows, S), and the files
-# Options by which the numbers differ.
+# Options on which the numbers depend.
 _READ = ("model", "adapters", "length", "rope_scaling", "pack", "dtype", "param_dtype", "quantize", "ld_alpha")
 
 
@@ -68,9 +68,9 @@ def _computed(settings: Settings[PairOptions], data: TrainingRows, laid: LaidRow
 
     numbers = np.zeros((laid.num_rows, stored), np.float32)
     for rows, _, places in data.in_steps.in_order(laid):
-        found = np.asarray(log_probs(state, {name: rows[name] for name in ARGUMENTS}))
+        scored = np.asarray(log_probs(state, {name: rows[name] for name in ARGUMENTS}))
         for bundle, row, segment, _ in places:
-            numbers[bundle] = found[row, segment : segment + stored]
+            numbers[bundle] = scored[row, segment : segment + stored]
     return numbers
 
 
@@ -85,7 +85,7 @@ class Responses(NamedTuple):
 def responses(
     model: Any, batch: Mapping[str, Any], num_segments: int, *, ld_alpha: float | None = None, prompts: bool = False
 ) -> Responses:
-    """What a model makes of the answers of some rows.
+    """A model's log-probabilities of the answers in some rows.
 
     `num_segments`: S, the most segments of a row, which is even: segments 1 and 2 are a pair, and so on. `ld_alpha`:
     weight of an answer's tokens beyond the shorter answer of its pair; `None` weighs all alike.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a folder that transformers loads as it is."""
+"""The result of a run: a folder that transformers loads as it is."""
 
 import collections
 import dataclasses
@@ -28,17 +28,17 @@ from liger_jax.user_errors import UserError
 CHECKPOINTS = "checkpoints"
 MODEL, ADAPTERS = "model", "adapters"
 SETTINGS = "settings.toml"
-BESIDE = {  # what a run of some commands keeps beside its checkpoints, by what it is
+BESIDE = {  # files that some commands store beside their checkpoints, by what they hold
     "tokens": ("tokens",),
     "completions": ("completions.jsonl",),
     "references": ("references.f32", "references.json", "references.new"),
     "teacher": ("teacher.bin", "teacher.json", "teacher.new"),
 }
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors calls them
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in safetensors' names
 
 
 def check(settings: Settings, source: Path) -> None:
-    """Looks before the run at what its result would replace: only what a run has left may be lost."""
+    """Checks before the run what its result would replace: only files that a run has left may be lost."""
     out, target = Path(settings.folder.out), folder(settings)
     if "csv" in settings.folder.log:
         log.check_table(out / log.TABLE)
@@ -47,7 +47,7 @@ def check(settings: Settings, source: Path) -> None:
         raise UserError(
             f"{written} was not written by a run, and would be overwritten. Move it, or pass another --out."
         )
-    if out.resolve() == source.resolve():  # the folder's name would mean the one model and the other
+    if out.resolve() == source.resolve():  # the folder's name would mean both models
         raise UserError(f"--out={out} is the folder of --model itself. Pass another --out.")
     _check_kinds(settings, out, target)
     if not target.exists():
@@ -62,7 +62,7 @@ def check(settings: Settings, source: Path) -> None:
 
 
 def _check_kinds(settings: Settings, out: Path, target: Path) -> None:
-    """Looks for files where the run makes folders, and for folders where it makes files."""
+    """Refuses files where the run makes folders, and folders where it makes files."""
     folders = {CHECKPOINTS, *BESIDE["tokens"], *(log.PLACES[kind] for kind in settings.folder.log if kind != "csv")}
     files = {log.TABLE} if "csv" in settings.folder.log else set()
     files |= {name for kind in settings.keeps for name in BESIDE[kind]} - folders
@@ -88,7 +88,7 @@ def _is_of_a_run(written: Path) -> bool:
 
 
 def _share_weights(target: Path, source: Path) -> bool:
-    """Whether a file with weights is in both, such as by a link."""
+    """Whether two folders share a file with weights, such as by a link."""
     whole = target.resolve()
     own = {_identity(path) for path in whole.glob("*.safetensors") if path.exists()}
     files = [path for path in source.glob("*.safetensors") if path.exists()]
@@ -103,7 +103,7 @@ def _identity(path: Path) -> tuple[int, int]:
 def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
     """Whether a run has already left the result that it is asked for.
 
-    Returns whether that result has all its files still. What is in them is the user's affair from then on.
+    Returns whether that result still has all its files. Their contents are not checked, since the user may change them.
     """
     entry = finished.get(folder(settings).name)
     if entry is None or entry["save_dtype"] != settings.folder.save_dtype:
@@ -112,20 +112,20 @@ def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
 
 
 def ended_early(settings: Settings, finished: dict[str, Any]) -> bool:
-    """Whether a run has ended before its last step by the patience that it is given now."""
+    """Whether the run has ended before its last step by `--patience`, with the value that it has now."""
     entry = finished.get(folder(settings).name, {})
     return settings.recipe.patience is not None and entry.get("patience") == settings.recipe.patience
 
 
 def record(settings: Settings, target: Path, early: bool) -> dict[str, Any]:
-    """What `is_there` and `ended_early` need to know of a result."""
+    """Records what `is_there` and `ended_early` read of a result."""
     files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
     patience = settings.recipe.patience if early else None
     return {"save_dtype": settings.folder.save_dtype, "files": files, "patience": patience}
 
 
 def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
-    """The most room that the result takes while it is written."""
+    """The most bytes on disk that the result takes while it is written."""
     own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trained))
     if settings.adapters.lora is None or not settings.folder.merge:
         return own
@@ -134,7 +134,7 @@ def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
 
 
 def of_earlier_runs(out: Path, source: Path) -> list[str]:
-    """What runs have left in OUT beside their checkpoints, apart from the model that is tuned now."""
+    """The files that runs have left in OUT beside their checkpoints, apart from the model that is tuned now."""
     beside = [name for names in BESIDE.values() for name in names if (out / name).exists()]
     if not holds_a_run(out / CHECKPOINTS):  # it may have been killed before its first checkpoint
         return beside if _is_of_a_run(out / SETTINGS) else []
@@ -145,7 +145,7 @@ def of_earlier_runs(out: Path, source: Path) -> list[str]:
 
 
 def clear(settings: Settings, earlier: Sequence[str]) -> None:
-    """Removes what a run that was started over has left and this one has not replaced, and says so."""
+    """Removes the files of an earlier run that this one, which started over, has not replaced, and says so."""
     own = {folder(settings).name} | {log.PLACES[kind] for kind in settings.folder.log}
     own |= {name for kind in settings.keeps for name in BESIDE[kind]}
     for name in earlier:
@@ -160,7 +160,7 @@ def clear(settings: Settings, earlier: Sequence[str]) -> None:
 
 
 def folder(settings: Settings) -> Path:
-    """Where the result goes.
+    """The folder of the result.
 
     Returns OUT/model or OUT/adapters; with the step after it for `--result-of`, which replaces no run's result.
     """
@@ -232,7 +232,7 @@ def _cast(model: Any, asked: str | None, stored: str | None) -> None:
 
 
 def _generation(kept: Kept, stops: Sequence[int]) -> str | None:
-    """The text of generation_config.json, whose `eos_token_id` are all tokens that end a text."""
+    """The text of generation_config.json, whose `eos_token_id` lists all tokens that end a text."""
     if not stops or kept.generation is not None and set(stops) <= set(kept.stops):
         return kept.generation
     config = json.loads(kept.config)

@@ -1,4 +1,4 @@
-"""What a training run goes on from: its checkpoints, and whether its result is there already."""
+"""How a training run is resumed: from its checkpoints, unless its result is there already."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,17 +20,17 @@ from liger_jax.training.waiting import telling
 from liger_jax.user_errors import UserError, counted
 
 _PATHS = ("model", "adapters", "teacher", "data", "eval_data")  # settings that name files and folders
-GROWING = ("steps", "epochs")  # settings that may be larger when a run goes on
+GROWING = ("steps", "epochs")  # settings that may be larger when a run is resumed
 
 
 def made_of(run: Run, inputs: TrainingInputs) -> dict[str, str]:
-    """Texts by which a run's model, teacher and data can be told from others."""
+    """Texts that identify a run's model, teacher and data."""
     teacher = {} if run.task.teacher is None else run.task.teacher.made_of()
     return inputs.data.made_of() | _model_files(run.settings, run.source) | teacher
 
 
 def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
-    """The checkpoints of a run, which no other run goes on from."""
+    """The checkpoints of a run, from which no other run can be resumed."""
     settings = run.settings
     out = Path(settings.folder.out)
     spared = [set(result.of_earlier_runs(out, each)) for each in adapters.tuned(settings.adapters, run.source)]
@@ -52,7 +52,7 @@ def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
 
 
 def _spelled_before(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
-    """The paths of a run that were spelled in another way when it began; digests compare what is in them.
+    """The paths of a run that were spelled in another way when it began; digests compare their contents.
 
     >>> _spelled_before({"data": "./a//b.jsonl=2", "model": "./x"}, {"data": "a/b.jsonl=2", "model": "y"})
     {'data': 'a/b.jsonl=2'}
@@ -78,7 +78,7 @@ def _model_files(settings: Settings, source: Source) -> dict[str, str]:
 
 
 def is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:
-    """Whether the result is there already, which is said."""
+    """Whether the result is there already, and says so if it is."""
     latest, finished = checkpoints.latest_step, checkpoints.finished
     early = result.ended_early(settings, finished)
     if not ((latest == steps or early) and result.is_there(settings, finished)):
@@ -93,14 +93,14 @@ def is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> boo
 
 
 def check_kept(step: int, checkpoints: Checkpoints) -> None:
-    """Refuses the result of a step of which there is no checkpoint."""
+    """Refuses to make the result of a step that has no checkpoint."""
     if step not in (kept := checkpoints.kept_steps):
         there = f"those of {', '.join(map(str, kept))} are" if kept else "none is"
         raise UserError(f"--result-of={step}: this step's checkpoint is not kept; {there}. --keep keeps more of them.")
 
 
 def restored(checkpoints: Checkpoints, state: Any, inputs: TrainingInputs) -> tuple[Any, dict[str, Any]]:
-    """The state and the log to go on with, and words about what a longer run changes.
+    """The state and the log to go on with, and lines about what a longer run changes.
 
     Returns the newest checkpoint's, or those of a run that begins.
     """
@@ -117,7 +117,7 @@ def restored(checkpoints: Checkpoints, state: Any, inputs: TrainingInputs) -> tu
 
 
 def shapes(state: Any) -> Any:
-    """What a checkpoint is read by, once a state's arrays are to go: two states need not fit."""
+    """The shapes by which a checkpoint is read, so that the state can be freed first: two states need not fit."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
@@ -143,7 +143,7 @@ def longer_run(
 
 
 def _skipped(before: Mapping[str, Any], done: int, rows: int) -> int:
-    """Rows that the last step left out, since the run was to end in the middle of an epoch; the next step is full."""
+    """How many rows the last step left out, since the run was to end within an epoch; the next step is full."""
     epochs, batch = before.get("epochs"), before.get("batch", 1)
     if epochs is None or done < before["steps"]:
         return 0

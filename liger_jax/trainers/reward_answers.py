@@ -1,4 +1,4 @@
-"""What reward functions have returned and logged, read as numbers and as values of JSON."""
+"""The values that reward functions return and log, as numbers and JSON values."""
 
 import copy
 import itertools
@@ -9,8 +9,8 @@ from typing import Any
 
 from liger_jax.user_errors import UserError
 
-MOST = 1e15  # of a reward: squares of a group's differences stay finite in float32
-_OF_THE_RUN = (  # figures that no metric of a reward may replace
+MOST = 1e15  # the largest reward: the squares of a group's differences stay finite in float32
+_OF_THE_RUN = (  # the run's own figures, which no metric of a reward may replace
     "step", "loss", "learning_rate", "tokens_per_second", "memory_gib", "num_tokens", "reward", "reward_std",
     "frac_reward_zero_std", "kl",
 )  # fmt: skip
@@ -19,7 +19,7 @@ _SHOWN = 200  # characters of a value in a message
 
 
 class Notes:
-    """What a function logs in a call."""
+    """The values that a function logs in a call."""
 
     def __init__(self):
         self._extras: list[tuple[Any, Any]] = []
@@ -63,7 +63,7 @@ class Notes:
 
 
 def numbers(name: str, weight: float, answer: Any, when: str, places: Sequence[str]) -> list[float]:
-    """What a function has returned as numbers, NaN for `None`."""
+    """The value that a function has returned, as numbers; NaN for `None`."""
     cure = "It must return a list that has a finite number, or None, for each."
     if not isinstance(answer, list):
         raise UserError(f"The reward {name} has returned {shown(answer)} {when} for {len(places)} completions. {cure}")
@@ -76,7 +76,7 @@ def numbers(name: str, weight: float, answer: Any, when: str, places: Sequence[s
     numbers = [math.nan if each is None else number(each) for each in answer]
     for each, value, place in zip(answer, numbers, places, strict=True):
         if value is None or each is not None and not abs(value) * max(1.0, abs(weight)) <= MOST:
-            size = f", of a size of {MOST:g} at most with its weight," if value and abs(value) < math.inf else ""
+            size = f", at most {MOST:g} in size with its weight," if value and abs(value) < math.inf else ""
             raise UserError(
                 f"The reward {name} has returned {shown(each)} {when} for a completion of {place}. It must return a "
                 f"finite number{size} or None for each."
@@ -85,14 +85,14 @@ def numbers(name: str, weight: float, answer: Any, when: str, places: Sequence[s
 
 
 def read(answer: Any, count: int) -> Any:
-    """What a function has returned as a list, of at most one value more than there should be; else as it is."""
+    """The value that a function has returned, as a list with at most one value too many; unchanged if not iterable."""
     if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | bytearray | Mapping | Set):
         return answer
-    return list(itertools.islice(answer, count + 1))  # a generator fails while it is read, and may have no end
+    return list(itertools.islice(answer, count + 1))  # a generator may fail while it is read, and may be infinite
 
 
 def number(value: Any) -> float | None:
-    """A value as a number; `None` if it is none, such as the text "0.5", of which Python would make one."""
+    """A value as a number; `None` if it is not one, such as the text "0.5", which `float` would accept."""
     if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0):
         return None
     try:
@@ -111,7 +111,7 @@ def _for_json(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, of which the middle may be left out."""
+    """A value as a message shows it, without its middle if it is long."""
     try:
         text = repr(value)
     except Exception:

@@ -1,4 +1,4 @@
-"""Reward functions of the user's: found by their names, and looked at before a run calls them."""
+"""The user's reward functions: imported by their names, and checked before a run calls them."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from liger_jax.trainers.users_code import OutOfTimeError, folder_kept, limited
 from liger_jax.user_errors import UserError
 
 GIVEN = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")  # the call's own arguments
-NO_COLUMNS = (*GIVEN, "prompt", "completion", "trainer_state")  # fields that the call has otherwise, or not at all
+NO_COLUMNS = (*GIVEN, "prompt", "completion", "trainer_state")  # fields under other names, or not passed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Reward:
     """A function that scores completions."""
 
     name: str  # the function's name
-    function: Callable[..., Any]  # is called as TRL calls it, with those of the arguments that it names
+    function: Callable[..., Any]  # is called as TRL calls it, with the arguments that its parameters name
     weight: float = 1.0  # the factor of its numbers
     module: str = ""  # the module's name
 
@@ -37,7 +37,7 @@ class Reward:
     def _signature(self) -> list[inspect.Parameter]:
         try:
             return list(inspect.signature(self.function).parameters.values())
-        except (TypeError, ValueError):  # of a function that does not tell
+        except (TypeError, ValueError):  # the function has no signature to look at
             return [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)]
 
     @property
@@ -52,7 +52,7 @@ class Reward:
         return {each.name: each.default is not each.empty for each in self._signature if each.kind in kinds}
 
     def check(self, lines: Sequence[Line]) -> None:
-        """Looks at the function's parameters, before anything is computed."""
+        """Checks the function's parameters, before anything is computed."""
         for each in self._signature:
             if each.kind is each.POSITIONAL_ONLY and each.default is each.empty:
                 raise UserError(
@@ -95,7 +95,7 @@ def found(
     tell: Callable[[str], None],
     given: Mapping[str, Callable[..., Any]] = types.MappingProxyType({}),
 ) -> Reward:
-    """The function that `--reward` names, which a program may have given by that name."""
+    """The function that `--reward` names, or that a call has passed under this name."""
     path, equals, number = text.partition("=")
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -136,7 +136,7 @@ def found(
 
 
 def _check_callable(text: str, module: str, name: str, imported: Any, function: Any) -> None:
-    """Refuses what cannot be called with completions: no function, a class, or a method that has no object."""
+    """Refuses what cannot be called with completions: not a function, a class, or a method without its object."""
     if not callable(function):
         there = ", ".join(key for key, value in vars(imported).items() if inspect.isfunction(value)) or "none"
         raise UserError(f"--reward={text}: {module} has no function {name}. Its functions are: {there}.")
@@ -155,7 +155,7 @@ def _check_callable(text: str, module: str, name: str, imported: Any, function: 
 
 
 def _taken(module: str, home: str | None) -> Callable[[], str]:
-    """What says, after an import, that another module was taken than the one in the current folder."""
+    """A function that says, after an import, if it took another module than the one in the current folder."""
     top, spec = module.partition(".")[0], None
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = home and importlib.machinery.PathFinder.find_spec(top, [home])
@@ -170,7 +170,7 @@ def _taken(module: str, home: str | None) -> Callable[[], str]:
         whose = "Python's own module" if top in sys.stdlib_module_names else "the module"
         where = "" if file is None else f" of {file}"
         return (
-            f" {whose} {top}{where} was taken, which is imported already, and not {own}. Rename yours, and "
+            f" {whose} {top}{where} is imported already, and was taken in place of {own}. Rename yours, and "
             "pass its new name."
         )
 
@@ -187,7 +187,7 @@ def problem_of(error: BaseException) -> str:
 
 
 def file_of(function: Any) -> str | None:
-    """The file of a function, or of a callable object's class; `None` where nothing tells."""
+    """The file of a function, or of a callable object's class; `None` if it is unknown."""
     while isinstance(function, functools.partial):
         function = function.func
     for each in (function, vars(type(function)).get("__call__")):

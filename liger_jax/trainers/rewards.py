@@ -25,11 +25,11 @@ _MADE_UP = ("The answer is 42.", "I do not know.")
 
 
 class Scores(NamedTuple):
-    """What the functions have made of some completions."""
+    """The scores that the functions give some completions."""
 
     numbers: np.ndarray  # (functions, completions) float64, without weights; NaN where a function has answered `None`
-    metrics: dict[str, float]  # means of what `log_metric` was given, by name
-    extras: dict[str, list[Any]]  # what `log_extra` was given, by column: a value of JSON's for each completion
+    metrics: dict[str, float]  # the means of the values given to `log_metric`, by name
+    extras: dict[str, list[Any]]  # the values given to `log_extra`, by column: a JSON value for each completion
 
 
 class Rewards:
@@ -131,7 +131,7 @@ class Rewards:
         return by_file
 
     def _arguments(self, reward: Reward, note: Notes, lines: Any, texts: Any, completion_ids: Any) -> dict[str, Any]:
-        """What a function is called with. All of it is the function's own, which may change it."""
+        """The arguments of a function's call. They are copies, which the function may change."""
         makers: dict[str, Callable[[], Any]] = {
             "prompts": lambda: [copy.deepcopy(asked(line)) for line in lines],
             "completions": lambda: [_completion(line, text) for line, text in zip(lines, texts, strict=True)],
@@ -144,7 +144,7 @@ class Rewards:
         return {name: make() for name, make in makers.items() if reward.takes_all or name in reward.named}
 
     def _awaited(self, answers: Mapping[int, Awaitable[Any]], when: str, lines: Sequence[Line]) -> dict[int, Any]:
-        """What async functions return, all of them at once. The loop stays, as what they keep belongs to it."""
+        """The results of async functions, run concurrently. The event loop stays, since their clients belong to it."""
 
         async def one(i: int) -> Any:
             with self._failures([self.functions[i]], when, lines, (asyncio.CancelledError, GeneratorExit)):
@@ -175,7 +175,7 @@ class Rewards:
     def _users_code(
         self, rewards: Sequence[Reward], when: str, lines: Sequence[Line], later: float = 0.0
     ) -> Iterator[None]:
-        """A context for code of rewards: it ends in time, or so many seconds later, and its errors are the user's."""
+        """A context for the rewards' code, interrupted `later` seconds after its timeout; errors are `UserError`s."""
         names = " and ".join(reward.name for reward in rewards)
 
         def last() -> None:
@@ -194,7 +194,7 @@ class Rewards:
     def _failures(
         self, rewards: Sequence[Reward], when: str, lines: Sequence[Line], passed: tuple[type[BaseException], ...] = ()
     ) -> Iterator[None]:
-        """A context whose errors become those of a user, but for the types that are passed."""
+        """A context whose errors become `UserError`s, except those of the types in `passed`."""
         names = " and ".join(reward.name for reward in rewards)
         try:
             yield
@@ -209,15 +209,15 @@ class Rewards:
             ) from error
         except BaseException as error:  # whatever the user's code may raise
             place = place_of(error, file_of(rewards[0].function))
-            message = f"The reward {names} has failed {when} with {problem_of(error)}{place}. Mend it."
+            message = f"The reward {names} has failed {when} with {problem_of(error)}{place}. Correct it."
             if isinstance(error, TypeError | AttributeError | KeyError | IndexError):
                 message += f" {_hint(lines)}"
             raise UserError(message) from error
 
     def _too_long(self, names: str, when: str) -> str:
         return (
-            f"The reward {names} has not come to an end {when} within --reward-timeout={self._seconds:g} seconds. Mend "
-            "it, or pass a longer one."
+            f"The reward {names} has not returned {when} within --reward-timeout={self._seconds:g} seconds. Correct "
+            "it, or pass a longer timeout."
         )
 
     def _tell(self, line: str) -> None:
@@ -227,7 +227,7 @@ class Rewards:
 
 
 def asked(line: Line) -> Any:
-    """The prompt of a line as it stands there: a text, or a list of messages."""
+    """The prompt of a line as it is in the data: a text, or a list of messages."""
     prompt = line.fields.get("prompt")
     return prompt if isinstance(prompt, str | list) else line.fields.get("messages", "")
 
@@ -244,7 +244,7 @@ def _completion(line: Line, text: str) -> Any:
 
 
 def _hint(lines: Sequence[Line]) -> str:
-    """What a function may have been written for, that expects something else."""
+    """A hint for a function that expects other arguments than it gets."""
     message = "A field of the data is a list with a value for each completion"
     if not all(isinstance(asked(line), str) for line in lines):
         message += ', and a completion is a list of messages: its text is completion[0]["content"]'

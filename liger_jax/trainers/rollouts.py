@@ -25,16 +25,16 @@ from liger_jax.training.rows import ARGUMENTS, INPUTS, Rows
 from liger_jax.training.waiting import telling
 
 OLD = "old_log_probs"  # in a batch of several updates, (batch, length)
-_EQUAL_STEPS = 5  # in a row, after which a run says so
+_EQUAL_STEPS = 5  # consecutive steps without a difference, after which a run says so
 SAMPLED = "sampling_log_probs"  # in a batch that is corrected for the sampler, (batch, length)
 
 
 class Completion(NamedTuple):
-    """What the model has added to a prompt."""
+    """A completion that the model has sampled for a prompt."""
 
     tokens: np.ndarray  # (tokens,) int32, with the one that ends it
     text: str  # the text, without special tokens
-    is_cut: bool  # no token has ended it
+    is_cut: bool  # whether it was cut off, without a token that ends it
     # (tokens,) float32, the tokens' log-probabilities by the sampler; None if nobody asks for them.
     log_probs: np.ndarray | None = None
 
@@ -61,7 +61,7 @@ class Rollouts:
         if tried.extras and self._file is None:
             print(f"rewards log columns ({', '.join(tried.extras)}), which --samples writes into a file")
         self._score: Any = None  # compiled with the first step
-        self._equal_steps = 0  # without a group whose rewards differ, one after the other
+        self._equal_steps = 0  # consecutive steps in which no group's rewards differ
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class Rollouts:
         return names + self._metrics
 
     def goes_on(self, log: dict[str, Any]) -> None:
-        """Says if the rewards' code is another one than that of the steps that are done."""
+        """Says so if the rewards' code has changed since the steps that are done."""
         before, now = log.get("reward_code", {}), self._rewards.code()
         if log["steps"] and (changed := [name for name in now if name in before and before[name] != now[name]]):
             print(
@@ -81,7 +81,7 @@ class Rollouts:
 
     @property
     def example(self) -> dict[str, Any]:
-        """A batch without tokens, on the run's devices. It has a row for each completion, of which packing leaves some.
+        """A batch without tokens, on the run's devices. It has a row for each completion; packing fills some of them.
 
         `denominator` is the loss's, and `num_tokens` the number of tokens that count. A batch of several updates has
         the log-probabilities by the policy that has sampled, and one that is corrected for the sampler has the
@@ -175,7 +175,7 @@ class Rollouts:
         return Completion(tokens, text, not ends.size, None if log_probs is None else log_probs[: len(tokens)])
 
     def _scores(self, number: int, lines: Sequence[Line], completions: Sequence[Completion]) -> Scores:
-        """What the reward functions make of a step's completions."""
+        """The reward functions' scores of a step's completions."""
         of_each = [line for line in lines for _ in range(self._method.group)]
         texts, ids = [each.text for each in completions], [each.tokens.tolist() for each in completions]
         return self._rewards.of(f"in step {number + 1}", of_each, texts, ids)
@@ -193,7 +193,7 @@ class Rollouts:
         return total, figures | {"reward": _mean(total), "reward_std": _mean(spreads), "frac_reward_zero_std": same}
 
     def _look_at_equals(self, number: int, numbers: np.ndarray, rewards: np.ndarray) -> None:
-        """Says so where rewards teach nothing: those of the run's first step, and those that stay equal."""
+        """Says so where nothing can be learned from rewards: in the run's first step, and where they stay equal."""
         if number == 0:
             for reward, own in zip(self._rewards.functions, numbers, strict=True):
                 if np.isnan(own).all():
@@ -212,7 +212,7 @@ class Rollouts:
         if self._equal_steps and self._equal_steps % _EQUAL_STEPS == 0:
             tell(
                 f"no group of completions had rewards that differ in the last {self._equal_steps} steps, so nothing "
-                "was learned. Reward a part of the way, take prompts that the model answers well now and then, or pass "
+                "was learned. Reward partial success, take prompts that the model answers well now and then, or pass "
                 "a higher --temperature or a larger --group"
             )
 
@@ -223,7 +223,7 @@ class Rollouts:
         rewards: np.ndarray,
         extras: dict[str, list[Any]],
     ) -> list[dict[str, Any]]:
-        """What is noted of a step's first completions, with the columns that rewards log."""
+        """The records of a step's first completions, with the columns that rewards log."""
         records = []
         for number, each in enumerate(completions[: self._noted]):
             line = lines[number // self._method.group]
@@ -271,7 +271,7 @@ class Rollouts:
     def _sequences(
         self, lines: Sequence[Line], completions: Sequence[Completion]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Each completion after its prompt, and its labels, which the prompt has none of."""
+        """Each prompt with its completion, and labels for the completion alone."""
         sequences, labels = [], []
         for number, (tokens, _, is_cut, _) in enumerate(completions):
             prompt = lines[number // self._method.group].tokens
@@ -283,7 +283,7 @@ class Rollouts:
     def _numbers(
         self, packed: Rows, places: np.ndarray, completions: Sequence[Completion], advantages: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """What packed rows have beside tokens: advantages, and perhaps the sampler's log-probabilities and pieces."""
+        """The other columns of packed rows: advantages, and perhaps the sampler's log-probabilities and pieces."""
         dtypes: dict[str, Any] = {"advantages": np.float32}
         dtypes |= {SAMPLED: np.float32} if self._method.importance_sampling else {}
         dtypes |= {adapters.PIECES: np.uint32} if self._drops else {}
@@ -294,7 +294,7 @@ class Rollouts:
             columns["advantages"][row][at] = advantage
             if self._drops:
                 columns[adapters.PIECES][row][at] = number
-            if log_probs is not None:  # a token's stands where the one before it is, as the policy's does
+            if log_probs is not None:  # stored at the position before the token, as the policy's are
                 columns[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
         return columns
 
@@ -305,19 +305,19 @@ def num_segments(batch: int, length: int) -> int:
 
 
 def _mean(numbers: np.ndarray) -> float:
-    """The mean of the numbers that are there, NaN if none is."""
+    """The mean of the numbers that are not NaN; NaN if there are none."""
     there = numbers[~np.isnan(numbers)]
     return float(there.mean()) if there.size else np.nan
 
 
 def _std(numbers: np.ndarray) -> float:
-    """The standard deviation of the numbers that are there, with n − 1; NaN if there are fewer than two."""
+    """The standard deviation, with n − 1, of the numbers that are not NaN; NaN if there are fewer than two."""
     there = numbers[~np.isnan(numbers)]
     return float(there.std(ddof=1)) if there.size > 1 else np.nan
 
 
 def _are_equal(numbers: np.ndarray) -> bool:
-    """Whether no two numbers differ of those that are there."""
+    """Whether the numbers that are not NaN are all equal."""
     there = numbers[~np.isnan(numbers)]
     return there.size == 0 or bool(there.max() == there.min())
 

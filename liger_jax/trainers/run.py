@@ -92,8 +92,8 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
         programs, shapes = run_loop.programs(run, inputs, like, examples)
     checkpoints.check_space(shapes, result.most_bytes(settings, run.source, shapes[0]))
     graph, state, frozen, keeps = initial_state.initial_state(run, inputs, reading, made_of)
-    del reading  # it holds the weights as they were read
-    if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
+    del reading  # it holds the weights that were read
+    if checkpoints.latest_step is not None:  # two states need not fit: this one is freed first
         state = resume.shapes(state)
     state, log = resume.restored(checkpoints, state, inputs)
     if rollouts is not None:
@@ -120,7 +120,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
         state = resume.shapes(state)
         state, done = finish.best_state(state, steps, checkpoints)
     tuned = run_model.tuned(graph, state, frozen, keeps)
-    del state  # the moments' memory, in which the weights may be cast
+    del state  # frees the moments' memory, which casting the weights may need
     target = result.write(tuned, settings, run.source, inputs.tokenizer.stops)
     processes.by_first(lambda: finish.record_result(settings, checkpoints, target, early))
     finish.print_result(run, log["steps"], done, target, checkpoints)
@@ -128,7 +128,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
 
 
 def _finished(run: Run, checkpoints: Checkpoints) -> Outcome:
-    """What a run came to that had ended before."""
+    """The outcome of a run that had already ended."""
     settings, steps = run.settings, checkpoints.latest_log.get("steps", [])
     best, target = None if checkpoints.best is None else checkpoints.best[0], result.folder(settings)
     early = result.ended_early(settings, checkpoints.finished) and best is not None
@@ -141,7 +141,7 @@ def _finished(run: Run, checkpoints: Checkpoints) -> Outcome:
 
 
 def _versions() -> dict[str, Any]:
-    """What else makes the programs of several processes the same."""
+    """What must also be equal in several processes, so that they compile the same programs."""
     names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
     return {"jax": jax.__version__, "liger-jax": version()} | {name: getattr(jax.config, name) for name in names}
 
@@ -149,7 +149,7 @@ def _versions() -> dict[str, Any]:
 def _write_result_of(
     run: Run, inputs: training_inputs.TrainingInputs, checkpoints: Checkpoints, made_of: dict[str, str]
 ) -> Outcome:
-    """Makes a model of a checkpoint that is kept, for `--result-of`."""
+    """Writes the result of a checkpoint that is kept, for `--result-of`."""
     step = run.settings.folder.result_of
     assert step is not None
     resume.check_kept(step, checkpoints)

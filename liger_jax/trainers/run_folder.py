@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, what goes into it, and how often."""
+"""The options of a run's folder: where it is, what is written there, and how often."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ LOGS = ("csv", "tensorboard", "wandb")
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """What a run looks at, prints and leaves. All of it may change when the run is continued."""
+    """What a run evaluates, prints and writes. All of it may change when the run is resumed."""
 
     every: int = option(
         100, "steps between checkpoints, each with an evaluation (default: {default})", check=within(1), of_run=False
@@ -32,7 +32,7 @@ class RunFolder:
     )  # fmt: skip
     out: str = option("runs/finetune", "folder for checkpoints, logs and the result (default: {default})", of_run=False)
     merge: bool = option(False, "merge the adapters into the weights of the result", of_run=False)
-    # `None` for the checkpoint's own, if it is smaller than that of the weights.
+    # `None` for the checkpoint's dtype, if it is smaller than that of the weights.
     save_dtype: str | None = option(
         None, "dtype of the weights in the result (default: the checkpoint's)", choices=(*DTYPES, "float16"),
         of_run=False,

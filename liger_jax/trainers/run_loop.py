@@ -1,4 +1,4 @@
-"""The loop of a training run: its two programs, and all that is done between steps."""
+"""The loop of a training run: its two programs, and what is done between steps."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from liger_jax.user_errors import UserError
 
 
 def programs(run: Run, inputs: TrainingInputs, like: Any, examples: Sequence[Example]) -> tuple[list[Future[Any]], Any]:
-    """Begins to compile the step and the scoring, while the weights are read: they depend on the shapes alone.
+    """Begins to compile the step and the scoring while the weights are read, since both depend on shapes alone.
 
     Returns the programs, each to be waited for: a step for each of the `examples`, and the scoring; and the shapes
     of the state.
@@ -46,15 +46,15 @@ def loop(
     models: tuple[Any, Any, Any],
     write: Callable[..., None],
 ) -> Loop:
-    """The loop over a run's steps, with all that it does between them."""
+    """Makes the loop over a run's steps, with what is done between them."""
     settings, task, devices, data = run.settings, run.task, run.devices, inputs.data
     (*steps, sums), (graph, frozen, shown) = compiled, models
     step_of_shape = {_shape(batch): step for (batch, _), step in zip(inputs.examples, steps, strict=False)}
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
-    # After a step its own rows are scored; before the first one, those that it will have.
+    # After a step its own rows are scored; before the first step, the rows of that step.
     its_rows = lambda step: [inputs.some_of(max(0, step - 1))]
     unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
-    # A model that writes its own batches notes some of them itself.
+    # A model that samples its batches writes some of them down itself.
     held = data.held_out(settings.folder.samples) if rollouts is None else []
     samples = Samples(held, inputs.tokenizer, longest, unit)
     batch_of = inputs.batch_of
@@ -80,7 +80,7 @@ def loop(
 
 
 def _shape(batch: Any) -> tuple[int, ...]:
-    """By which a batch's program is known."""
+    """The shape of a batch, by which its program is found."""
     return batch["input_ids"].shape
 
 

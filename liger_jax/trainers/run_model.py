@@ -1,4 +1,4 @@
-"""The model of a training run: its structure, its trained variables, and the model that is written."""
+"""The model of a training run: its structure, its trained variables, and the model that the result has."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ def new(
     precision: dict[str, str],
     layout: Layout | None,
 ) -> Any:
-    """A model of the run's structure with random weights, for its shapes."""
+    """A model of the run's structure with random weights, of which only the shapes are used."""
     placement = settings.placement
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(
@@ -48,7 +48,7 @@ def new(
 
 
 def scans_layers(task: Task) -> bool:
-    """Whether the layers are stacked: a step of sampling reads each weight once, and none is copied out of a stack."""
+    """Whether the layers are stacked; not where the run samples, which would copy each weight out of the stack."""
     return task.sampling is None
 
 
@@ -59,7 +59,7 @@ def trained(adapted: AdapterOptions) -> Any:
 
 
 def trained_lines(adapted: AdapterOptions, model: Any, architecture: Architecture) -> Iterator[str]:
-    """Says how much of a model is trained."""
+    """Lines that say how much of a model is trained."""
     number = sum(x.size for x in jax.tree.leaves(nnx.state(model, trained(adapted))))
     if adapted.lora is None:
         yield f"trained: all {number:,} parameters"
@@ -71,7 +71,7 @@ def trained_lines(adapted: AdapterOptions, model: Any, architecture: Architectur
 
 
 def tuned(graph: Any, state: Any, frozen: Any, keeps: Any) -> Any:
-    """Puts a model together that is to be written, without its teacher."""
+    """Puts together the model that is to be written, without its teacher."""
     model = nnx.merge(graph, state[0], frozen)
     model.kept = keeps
     if hasattr(model, TEACHER):

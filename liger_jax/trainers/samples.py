@@ -1,4 +1,4 @@
-"""How a model goes on with rows that are held out, which a run prints at each evaluation."""
+"""Samples: how the model continues held-out rows, which a run prints at each evaluation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,19 +12,19 @@ from liger_jax.models import generate
 from liger_jax.ops.labels import IGNORE_INDEX
 
 NEW_TOKENS = 64
-_MOST_OF_TEXT = 32  # tokens of a text that are given; of a conversation it is all that stands before the first answer
-_SHOWN = 80  # characters of what is given
+_MOST_OF_TEXT = 32  # the most tokens of a text that are given; of a conversation, all before the first answer is given
+_SHOWN = 80  # characters of the prompt that are printed
 
 
 class Samples:
-    """Held-out rows whose beginnings a model is given."""
+    """Held-out rows, whose beginnings are the model's prompts."""
 
     def __init__(self, pieces: Sequence[Piece], tokenizer: Tokenizer, longest: int, unit: int = 1):
         self._unit, self._tokenizer, self._new = unit, tokenizer, min(NEW_TOKENS, max(1, longest // 2))
         self._prompts = [beginning(piece)[-(longest - self._new) :] for piece in pieces]
 
     def show(self, model: nnx.Module, write: Callable[[str], Any]) -> None:
-        """Prints how a model goes on with each of them, by its likeliest tokens."""
+        """Prints how a model continues each of them, by greedy decoding."""
         if not self._prompts:
             return
         width = max(map(len, self._prompts))
@@ -42,9 +42,9 @@ class Samples:
 
 
 def beginning(piece: Piece) -> np.ndarray:
-    """What a model is given of a piece.
+    """The tokens of a piece that a model is given as a prompt.
 
-    Returns the first tokens: all before the first answer, of a text the first half.
+    Returns all tokens before the first answer; for a text, its first half or fewer.
     """
     document = piece.document
     if document is not None and (document.messages is not None or document.prompt is not None):
@@ -53,11 +53,11 @@ def beginning(piece: Piece) -> np.ndarray:
 
 
 def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """What a model has written, in a line, in which nothing is invisible."""
+    """The text that a model has generated, in one line without invisible characters."""
     if not tokens:
         return "(nothing: the first token ends the text)"
     text = _in_line(tokenizer.text(tokens, special=False))
-    return text or f"(nothing that is seen: {tokenizer.text(tokens)!r})"
+    return text or f"(nothing visible: {tokenizer.text(tokens)!r})"
 
 
 def _in_line(text: str) -> str:

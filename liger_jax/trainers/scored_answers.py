@@ -1,4 +1,4 @@
-"""The task of `liger-jax dpo`: that good answers become likelier than bad ones, measured against a reference."""
+"""The task of `liger-jax dpo`: good answers become more likely relative to bad ones, compared with a reference."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +18,7 @@ GOOD = "is_good"  # the column (rows, S) of labels, 1 for a good answer and 0 fo
 
 @runtime_checkable
 class Objective(Protocol):
-    """What is made of the scores of answers. A row has `num_segments` of them at most."""
+    """A loss of the answers' scores, with its figures. A row has at most `num_segments` of them."""
 
     @property
     def tokenizer(self) -> type[Tokenizer]:
@@ -34,7 +34,7 @@ class Objective(Protocol):
         ...
 
     def sums(self, model: Any, batch: Mapping[str, Any], num_segments: int) -> jax.Array:
-        """What some rows add to the scores."""
+        """The sums over some rows, from which `scores` are computed."""
         ...
 
     def scores(self, totals: Sequence[float]) -> dict[str, float]:
@@ -53,7 +53,7 @@ class Objective(Protocol):
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Names of those in the progress bar."""
+        """Names of the figures in the progress bar."""
         ...
 
 
@@ -66,7 +66,7 @@ class ScoredAnswers(Task):
         self.shown = ("loss", *objective.shown, "tokens_per_second", "memory_gib")
 
     def add_columns(self, settings: Settings[PairOptions], data: TrainingRows) -> None:
-        """That of the reference, and whether answers are good."""
+        """Adds the columns of the reference and of the labels, if the loss reads them."""
         reference_log_probs.add_columns(settings, data)
         for laid in data.laid if self._objective.reads_labels else ():
             laid.beside[GOOD] = laid.of_pieces(laid.tokens.are_good(laid.pieces), data.num_stored)
@@ -92,7 +92,7 @@ class ScoredAnswers(Task):
     def before(
         self, settings: Settings[PairOptions], data: TrainingRows, model: Any, made_of: Mapping[str, str]
     ) -> None:
-        """Has the reference score the answers, if its column is there."""
+        """Lets the reference score the answers, if there is a column for it."""
         reference_log_probs.fill(settings, data, model, made_of)
 
     def scores(self, totals: Sequence[float]) -> dict[str, float]:

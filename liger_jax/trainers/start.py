@@ -1,4 +1,4 @@
-"""How a run starts, whoever asks for it: the command line, or a program."""
+"""Starts a run, for the command line and for calls."""
 
 import dataclasses
 import importlib
@@ -13,7 +13,7 @@ from liger_jax.user_errors import UserError, needed_packages, user_errors
 def started(settings: Settings[Any], task: str, *, length_is_given: bool, after: After | None = None) -> Outcome:
     """Trains for a task, such as "pairs.of_run". What the user can mend is a `UserError` in the words of flags.
 
-    `length_is_given`: whether somebody said how long rows are. `after`: is called after each step.
+    `length_is_given`: whether the length of rows was passed. `after`: is called after each step.
     """
     with needed_packages():
         from liger_jax.planner.architectures import architecture_of

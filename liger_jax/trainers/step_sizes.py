@@ -1,4 +1,4 @@
-"""How the rows of a run's steps are laid, and what the run says of them."""
+"""How documents are laid into the rows of a run's steps, and what the run prints about it."""
 
 import math
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from liger_jax.trainers.options import Settings
 from liger_jax.training import Checkpoints, meshes
 from liger_jax.user_errors import counted
 
-LAYOUT = {"rows_of_a_step": "without padding"}  # what a run's checkpoints say whose steps are laid so
+LAYOUT = {"rows_of_a_step": "without padding"}  # the value in checkpoints of runs whose steps are laid in this way
 _FEW = 4096  # tokens of a step on each device, below which kernels do not fill a GPU
 
 
 def laying(run: Run) -> Laying:
-    """What decides how the rows of a run are laid."""
+    """The settings by which the rows of a run are laid."""
     settings, teacher = run.settings, run.task.teacher
     configs = [run.architecture.config, *([] if teacher is None else [teacher.config])]
     return laying_of(
@@ -50,10 +50,10 @@ def laying_of(
     in_segments: bool = False,
     shards: int = 1,
 ) -> Laying:
-    """The same of a model of this width. `whole`: whether it computes all of a row, and not what a document sees.
+    """The same for a model of this width. `whole`: whether attention computes all of a row, not only within documents.
 
-    XLA's attention takes 4·D operations a place for each place of the row, beside about 24·D² of the layer's matrices;
-    and a recurrent layer passes through a row in order.
+    For each place XLA's attention takes 4·D operations per place of the row, beside about 24·D² of the layer's
+    matrices; a recurrent layer passes through a row in order.
     """
     padded = not settings.rows.pack and not takes_segments or _began_padded(settings)
     return Laying(
@@ -65,13 +65,13 @@ def laying_of(
         longest=longest,
         in_segments=in_segments and not padded,
         growth=1 / (6 * width) if whole else 0.0,
-        # A GPU computes more in the seconds of a compilation, but programs are kept for later starts.
+        # A GPU could compute more in the time of a compilation, but compiled programs are cached for later starts.
         program=2.0**13 if jax.default_backend() == "cpu" else 2.0**15,
     )
 
 
 def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) -> Iterator[str]:
-    """What a run says of its steps."""
+    """Lines that a run prints about its steps."""
     in_steps = data.in_steps
     if not isinstance(in_steps, StepRows):
         return
@@ -101,13 +101,13 @@ def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) ->
         rate = settings.peak_rate * math.sqrt(factor)
         fewer = "" if recipe.steps is None else f" --steps {math.ceil(steps / factor)}"
         yield (
-            f"few tokens are in a step, so that gradients are noisy and a GPU is not busy: --batch "
+            f"a step has few tokens, so that gradients are noisy and a GPU is not busy: --batch "
             f"{recipe.batch * factor} --learning-rate {rate:.1e}{fewer} trains on the same documents"
         )
 
 
 def _began_padded(settings: Settings) -> bool:
-    """Whether the run goes on from a checkpoint of before documents shared rows by default."""
+    """Whether the run resumes from a checkpoint of a version in which documents did not share rows by default."""
     return not settings.folder.fresh and _has_padded(settings)
 
 
@@ -118,6 +118,6 @@ def _has_padded(settings: Settings) -> bool:
 
 
 def identity(data: Any, laying: Laying | None) -> dict[str, str]:
-    """What checkpoints say of how rows are laid."""
+    """The value in checkpoints that says how rows are laid."""
     is_laid = isinstance(data, TrainingRows) and data.stream is None
     return LAYOUT if is_laid and laying is not None and not laying.padded else {}

@@ -1,7 +1,7 @@
-"""The teacher's likeliest tokens at every scored position of a run's rows, in a file that is mapped into memory.
+"""The teacher's most likely tokens at every scored position of a run's rows, in a file that is mapped into memory.
 
-The teacher reads the rows once, before the first step. A later start finds OUT/teacher.bin by what teacher and rows are
-made of. An entry is a token's number and its log-probability, 8 bytes.
+The teacher scores the rows once, before the first step. A later start reads OUT/teacher.bin if it is of the same
+teacher and rows. An entry is a token's id and its log-probability, 8 bytes.
 """
 
 import functools
@@ -32,7 +32,7 @@ from liger_jax.user_errors import UserError
 
 COLUMNS = {"token_ids": np.dtype(np.int32), "log_probs": np.dtype(np.float32)}  # (rows, length, K) each
 _READ = ("length", "pack", "dtype", "temperature", "top_k", "teacher_quantize")  # by the numbers
-_CHUNK = 256  # tokens whose logits exist at once
+_CHUNK = 256  # tokens whose logits are in memory at a time
 
 
 class Stored:
@@ -97,7 +97,7 @@ def fill(
 
 
 def scored_places(laid: LaidRows, rows: np.ndarray) -> np.ndarray:
-    """Where the next token is scored. Returns bool (rows, length), as `losses.shifted_labels` has it."""
+    """The positions whose next token is scored, bool (rows, length), as by `losses.shifted_labels`."""
     labels, is_scored = laid.made("labels", rows), np.zeros((len(rows), laid.length), bool)
     is_scored[:, :-1] = labels[:, 1:] != IGNORE_INDEX
     if "segment_ids" in laid:
@@ -133,7 +133,7 @@ def top_k(model: Any, rows: Mapping[str, Any], k: int, temperature: float, vocab
 def _contents(
     some: list[Stored], teacher: Teacher, settings: Settings[DistillOptions], data: TrainingRows, model: Any, k: int
 ) -> Iterator[bytes]:
-    """The file, in the order of the rows."""
+    """The contents of the file, in the order of the rows."""
     layout, mesh = model.kernels.layout, None if model.kernels.layout is None else jax.sharding.get_mesh()
     with telling("reading the teacher's weights"):
         read = beside(teacher.read, str(jnp.dtype(model.model.dtype)), mesh, model.kernels)
@@ -156,7 +156,7 @@ def _contents(
 
 
 def _entries(k: int, top: tuple[Any, Any], at: list[tuple[int, np.ndarray]]) -> bytes:
-    """What the file has of some rows, by the row and the places of each."""
+    """The file's entries of some rows, by the row and the places of each."""
     ids, log_probs = (np.concatenate([own[row, places] for row, places in at]) for own in map(np.asarray, top))
     if np.isnan(log_probs).any():
         raise UserError(
@@ -173,6 +173,6 @@ def _entry(k: int) -> np.dtype:
 
 
 def _counts(laid: LaidRows) -> np.ndarray:
-    """(rows,): how many places of each are scored."""
+    """The number of scored places of each row, (rows,)."""
     blocks = np.array_split(np.arange(laid.num_rows), max(1, laid.num_rows // 64))
     return np.concatenate([scored_places(laid, rows).sum(axis=1) for rows in blocks])

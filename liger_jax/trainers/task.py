@@ -1,4 +1,4 @@
-"""What differs between methods of training: a run asks its task, and all else is the same for each of them."""
+"""The interface of a method of training. A run calls its task for what differs; the rest is common to all methods."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
@@ -8,17 +8,17 @@ from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models import KernelOptions, Layout
 from liger_jax.training import meshes
 
-TEACHER = "teacher"  # the attribute of a model that has one, and a part of the paths of the teacher's variables
+TEACHER = "teacher"  # the attribute of a student's model with the teacher, also in the paths of the teacher's variables
 
 
 @runtime_checkable
 class FrozenModel(Protocol):
-    """A model that is not trained, and whose numbers are not read yet."""
+    """A model that is not trained, and whose weights are not read yet."""
 
     @property
     def stays(self) -> bool:
-        """Whether it is beside the trained model in each step, as its attribute `TEACHER`; else it is there before the
-        first one alone.
+        """Whether it runs beside the trained model in each step, as its attribute `TEACHER`; else it runs only before
+        the first step.
         """
         ...
 
@@ -32,28 +32,28 @@ class FrozenModel(Protocol):
         ...
 
     def new(self, dtype: str, layout: Layout | None) -> Any:
-        """A model of its structure with random weights, for its shapes."""
+        """A model of its structure with random weights, of which only the shapes are used."""
         ...
 
     def made_of(self) -> dict[str, str]:
-        """Texts by which it can be told from another one."""
+        """Texts that identify it."""
         ...
 
     def read(self, dtype: str, mesh: Any, kernels: KernelOptions) -> Any:
-        """Reads it."""
+        """Reads its weights."""
         ...
 
 
 @runtime_checkable
 class Sampling(Protocol):
-    """How the model that is trained makes the batches of its steps, from rows that are prompts."""
+    """How the model that is trained samples the batches of its steps, from rows that are prompts."""
 
     def rows(self, settings: Any) -> int:
-        """The number that must be divided by as many devices as split a batch."""
+        """The number of rows that must be divisible by the number of devices over which a batch is split."""
         ...
 
     def prepared(self, settings: Any, tokenizer: Tokenizer, sources: Mapping[str, list[Any]] | None = None) -> Any:
-        """Makes the rows of a run. `sources`: what its data name."""
+        """Makes the rows of a run. `sources`: its files and datasets."""
         ...
 
     def updates(self, settings: Any) -> int:
@@ -61,20 +61,20 @@ class Sampling(Protocol):
         ...
 
     def begin(self, settings: Any, data: Any, tokenizer: Tokenizer, place: Callable[[Any], Any]) -> Any:
-        """What makes the steps, `rollouts.Rollouts`. `place`: puts a batch on the run's devices."""
+        """The object that makes the steps, `rollouts.Rollouts`. `place`: puts a batch on the run's devices."""
         ...
 
 
 @runtime_checkable
 class Task(Protocol):
-    """What a run trains for. The members are in the order in which a run asks for them; `settings` are the run's."""
+    """A method of training. The members are in the order in which a run uses them; `settings` are the run's."""
 
-    # What few methods have.
+    # Only some methods have these.
     teacher: FrozenModel | None = None  # a frozen model that the loss reads
-    sampling: Sampling | None = None  # what makes the batches; `None` where the rows are the batches
+    sampling: Sampling | None = None  # how batches are sampled; `None` where the rows are the batches
 
-    # What it trains on.
-    tokenizer: type[Tokenizer] = Tokenizer  # what encodes documents
+    # The data.
+    tokenizer: type[Tokenizer] = Tokenizer  # the class that encodes documents
 
     def add_columns(self, settings: Any, data: Any) -> None:
         """Adds columns to the rows, which `before` may fill."""
@@ -86,29 +86,29 @@ class Task(Protocol):
 
     @abc.abstractmethod
     def normalizer(self, settings: Any, data: Any) -> Callable[[Any], Any]:
-        """What makes the loss's denominator of a batch, as `make_step` takes it."""
+        """The function that computes the loss's denominator for a batch, as `make_step` takes it."""
 
     @abc.abstractmethod
     def sums(self, graph: Any, settings: Any, data: Any) -> Callable[..., Any]:
-        """What some rows add to the scores of a model of structure `graph`: a jitted function of parameters, frozen
-        variables and rows, which returns an array.
+        """The sums over some rows from which the scores of a model of structure `graph` are computed: a jitted function
+        of parameters, frozen variables and rows, which returns an array.
         """
 
-    # What is done once and in each evaluation.
+    # What is done once, and in each evaluation.
     def before(self, settings: Any, data: Any, model: Any, made_of: Mapping[str, str]) -> None:
-        """Is called before the first step. `model`: the model as it was read. `made_of`: texts by which model and data
-        can be told from others.
+        """Is called before the first step. `model`: the model as it was read. `made_of`: texts that identify model and
+        data.
         """
 
     @abc.abstractmethod
     def scores(self, totals: Sequence[float]) -> dict[str, float]:
         """The scores by the names of `scored`, from the sums over all rows."""
 
-    # What is shown and written.
+    # What is printed and written.
     figures: tuple[str, ...] = ()  # names of what the loss function returns beside the loss
     scored: tuple[str, ...] = ()  # names of the scores, among them "eval_loss"
     shown: tuple[str, ...] = ()  # names of the figures in the progress bar
-    main_figure: str = "loss"  # name of the figure whose first and last value end the run's words
+    main_figure: str = "loss"  # name of the figure whose first and last value are in the run's last line
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The teacher of a run: a frozen model whose vocabulary is that of the model that is trained."""
+"""The teacher of a run: a frozen model with the vocabulary of the model that is trained."""
 
 import dataclasses
 import math
@@ -26,13 +26,13 @@ from liger_jax.user_errors import UserError, of_option, quantizing
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A teacher that was found, and whose numbers are not read yet."""
+    """A teacher whose folder was found, and whose weights are not read yet."""
 
     source: Source  # its folder
     architecture: Architecture  # what it is
     quantize: str | None  # how its projections are held, "nf4" or "int8"; `None` for as they are
-    vocab_size: int  # the entries that student and teacher have in common. Heads may have padding after them.
-    stays: bool  # whether it is beside the student in each step; else it is there before the first one alone
+    vocab_size: int  # the number of tokens that student and teacher have in common; heads may have padding after them
+    stays: bool  # whether it runs beside the student in each step; else only before the first step
 
     @property
     def config(self) -> Any:
@@ -40,7 +40,7 @@ class Teacher:
         return self.architecture.config
 
     def new(self, dtype: str, layout: Layout | None) -> Any:
-        """A model of its structure with random weights, for its shapes."""
+        """A model of its structure with random weights, of which only the shapes are used."""
         options: dict[str, Any] = self._dtypes(dtype) | dict(kernels=KernelOptions(layout=layout), rngs=nnx.Rngs(0))
         model = self.architecture.family(self.architecture.config, **options)
         if self.source.is_nf4:
@@ -51,7 +51,7 @@ class Teacher:
         return model
 
     def read(self, dtype: str, mesh: Any, kernels: KernelOptions) -> Any:
-        """Reads it."""
+        """Reads its weights."""
         options: dict[str, Any] = self._dtypes(dtype) | dict(mesh=mesh, kernels=kernels, quantize=self.quantize)
         with quantizing("--teacher-quantize", self.quantize, f"--teacher={self.source.folder}"):
             return AutoModelForCausalLM.from_pretrained(self.source, **options)
@@ -65,7 +65,7 @@ class Teacher:
         return held + jnp.dtype(dtype).itemsize * tokens * 3 * (config.hidden_size + config.feed_forward_width)
 
     def made_of(self) -> dict[str, str]:
-        """Texts by which it can be told from another teacher."""
+        """Texts that identify it."""
         config = {self.source.path.name: self.source.path.read_bytes()}
         digests = identity.of_files(config) | identity.of_weights(self.source.folder, self.source.weight_files)
         return {f"{TEACHER}'s {name}": digest for name, digest in digests.items()}
@@ -104,7 +104,7 @@ def found(settings: Settings[DistillOptions], source: Source, student: Architect
 def _check_vocabularies(
     name: str, student: tuple[Source, Architecture], teacher: tuple[Source, Architecture], size: int
 ) -> None:
-    """Checks that a number means one token to both; the teacher may know more tokens."""
+    """Checks that each id is the same token for both; the teacher may have more tokens."""
     vocabulary = lambda source, model: training_rows.tokenizer(source, model.config.vocab_size).vocabulary
     ours, its = (vocabulary(*each) for each in (student, teacher))
     for token, number in ours.items():

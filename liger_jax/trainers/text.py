@@ -1,4 +1,4 @@
-"""What `liger-jax finetune` trains for: that each token is predicted from those before it."""
+"""The task of `liger-jax finetune`: each token is predicted from those before it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,10 +10,9 @@ from liger_jax.training.evaluation import mean_scores
 
 
 class Text(Task):
-    """That each token is predicted from those before it, of `FinetuneOptions`.
+    """Each token is predicted from those before it, with `FinetuneOptions`.
 
-    What is held out is scored by its cross-entropy, whatever the loss: by "dft" a token of probability 0 would have
-    none.
+    Held-out rows are scored by their cross-entropy with either loss: "dft" is 0 for a token of probability 0.
     """
 
     figures = ("token_accuracy",)
@@ -33,7 +32,7 @@ class Text(Task):
         return score_sums(graph)
 
     def scores(self, totals: Sequence[float]) -> dict[str, float]:
-        """Their means, and the perplexity."""
+        """The means of the sums, and the perplexity."""
         return mean_scores(totals)
 
 

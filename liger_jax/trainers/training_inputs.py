@@ -1,4 +1,4 @@
-"""What the steps of a training run train on: its rows, their number, the learning rate and the optimizer."""
+"""The inputs of a training run's steps: its rows, the number of steps, the learning rate and the optimizer."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ RunRows = training_rows.TrainingRows | PromptRows
 
 @dataclasses.dataclass(frozen=True)
 class TrainingInputs:
-    """What a run's steps train on."""
+    """The inputs of a run's steps."""
 
-    tokenizer: Any  # what its rows were encoded by
+    tokenizer: Any  # the tokenizer of its rows
     data: RunRows  # the rows
     steps: int  # how many there are
     rate: Callable[[Any], Any]  # the learning rate of a step
@@ -37,7 +37,7 @@ class TrainingInputs:
 
 
 def training_inputs(run: Run) -> TrainingInputs:
-    """Makes a run's rows, prints what they are, and decides what its steps do with them."""
+    """Makes a run's rows, prints a summary of them, and decides the number of steps and the learning rate."""
     settings, task, recipe, laid = run.settings, run.task, run.settings.recipe, None
     sampling = task.sampling
     sources = training_rows.sources_of(settings.rows)
@@ -49,7 +49,7 @@ def training_inputs(run: Run) -> TrainingInputs:
         else:
             data = sampling.prepared(settings, tokenizer, sources)
         if jax.process_count() > 1 and processes.is_first():
-            data.keep()  # the others find them
+            data.keep()  # the other processes read these
     print(data.summary)
     steps = recipe.num_steps(data.num_in_epoch)
     if isinstance(data, training_rows.TrainingRows):

@@ -1,4 +1,4 @@
-"""Runs code of the user's: for so many seconds at most, with its neighbours in reach, and back in the same folder."""
+"""Runs the user's code: with a timeout, with the modules of the current folder, and back in the same folder."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_PAUSE = 1.0  # seconds between two interruptions of code that has caught one
+_PAUSE = 1.0  # seconds until code that has caught an interruption is interrupted again
 _MOST = 10  # interruptions, after which the process ends
-# A signal that nobody sends and that is ignored by default, so that one that comes late does no harm.
+# A signal that is not sent otherwise and is ignored by default, so that one that arrives late does no harm.
 _SIGNAL = getattr(signal, "SIGURG", None)
 
 
@@ -20,7 +20,7 @@ class OutOfTimeError(BaseException):
 
 @contextlib.contextmanager
 def folder_kept(home: str | None, report: Callable[[str], None]) -> Iterator[None]:
-    """A context in which modules of the current folder are found, and after which the current folder is the same.
+    """A context in which modules of the current folder can be imported, and which restores the current folder.
 
     An installed command does not look for modules there by itself.
     """

@@ -1,4 +1,4 @@
-"""Whether a model's weights are there, which is looked at before anything is traced."""
+"""Checks that a model's weights are there, before anything is traced."""
 
 from liger_jax.models.hugging_face.checkpoint import why_no_weights
 from liger_jax.models.hugging_face.source import Source
@@ -11,6 +11,6 @@ _CURE = (
 
 
 def check(flag: str, source: Source) -> None:
-    """Looks for the files of a model's weights."""
+    """Refuses a model without the files of its weights."""
     if why := why_no_weights(source.folder):
         raise UserError(f"{flag}: {source.folder} {why} {_CURE}")

@@ -229,11 +229,12 @@ def test_pairs_that_are_too_long_are_cut_and_those_alike_left_out(source, tmp_pa
     )
     sizes = data.rows.tokens.sizes().reshape(-1, 2)
     assert sizes[0].sum() == 32 and sizes[0, 1] < 16 and sizes[1].tolist() == [16, 16]
-    assert "4 of 4 pairs are cut off, as longer than --length=32" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "4 of 4 pairs are cut off: both answers of a pair share --length=32, and theirs are longer" in said
     told = data.summary.replace(f"{tmp_path / 'long.jsonl'}, ", "").splitlines()[1:]
     assert sizes.shape == (2, 2) and sorted(told) == [
-        "1 document has a prompt that leaves its answer no place in --length=32, and no row: line 6",
-        "1 document has answers that are equal as far as --length=32 reaches, and no row: line 7",
+        "1 document has a prompt that leaves no room for its answer in --length=32, and no row: line 6",
+        "1 document has answers that are equal once they are cut to --length=32, and no row: line 7",
         "1 document has equal answers, and no row: line 3",
         "2 documents have an empty answer, and no row: line 4, line 5",
     ]
@@ -262,8 +263,8 @@ def test_pairs_whose_scores_say_the_opposite_are_counted(source, tmp_path, capsy
     "tokens, told",
     [
         ([], "(nothing: the first token ends the text)"),
-        (["<|im_start|>"], "(nothing that is seen: '<|im_start|>')"),
-        ([" ", "\n"], "(nothing that is seen: ' \\n')"),
+        (["<|im_start|>"], "(nothing visible: '<|im_start|>')"),
+        ([" ", "\n"], "(nothing visible: ' \\n')"),
         (["one", "\x1b", " two"], "one\\x1b two"),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_reward_that_fails_ends_the_run_behind_the_steps_that_it_has_done(sour
     assert grpo(source, tmp_path, *options, reward=f"{__name__}:late") == 2
     told = capfd.readouterr().err
     assert re.search(
-        r"late has failed in step 3 with AssertionError at test_grpo.py:\d+. Mend it. Step 2 is saved, and",
+        r"late has failed in step 3 with AssertionError at test_grpo.py:\d+. Correct it. Step 2 is saved, and",
         told,
     )
     assert grpo(source, tmp_path, *options, reward=f"{__name__}:late") == 0

@@ -217,7 +217,7 @@ def test_answers_that_are_left_out_are_named_with_the_reason(source, tmp_path, n
     assert "data: 6 documents in 3 answers" in told
     assert told.replace(f"{tmp_path / 'some.jsonl'}, ", "").splitlines()[1:] == [
         "2 documents have an empty answer, and no row: line 4, line 5",
-        "1 document has a prompt that leaves its answer no place in --length=100, and no row: line 6",
+        "1 document has a prompt that leaves no room for its answer in --length=100, and no row: line 6",
     ]
     (tmp_path / "some.jsonl").write_text(lines[3])
     with pytest.raises(

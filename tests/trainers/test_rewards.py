@@ -125,9 +125,9 @@ def test_async_functions_wait_together_and_keep_their_loop():
         await asyncio.sleep(1e6)
 
     refused(
-        r"The reward fails has failed in step 3 with KeyError: 'gone' at test_rewards.py:\d+. Mend it.", fails, slow
+        r"The reward fails has failed in step 3 with KeyError: 'gone' at test_rewards.py:\d+. Correct it.", fails, slow
     )
-    refused("The reward hangs has not come to an end in step 3 within --reward-timeout=0.2 s", hangs, seconds=0.2)
+    refused("The reward hangs has not returned in step 3 within --reward-timeout=0.2 s", hangs, seconds=0.2)
 
 
 def test_metrics_are_means_and_columns_have_a_value_for_each_completion():
@@ -173,7 +173,7 @@ def test_metrics_are_means_and_columns_have_a_value_for_each_completion():
         ([1.0], r"1 values in step 3 for 2 completions: \[1.0\]"),
         (itertools.count(), "more than 2 values in step 3 for 2 completions"),
         ([1.0, np.nan], "nan in step 3 for a completion of line 2"),
-        ([1.0, 1e39], r"1e\+39 in step 3 for a completion of line 2. .* of a size of 1e\+15 at most with its weight"),
+        ([1.0, 1e39], r"1e\+39 in step 3 for a completion of line 2. .* at most 1e\+15 in size with its weight"),
         ([-np.inf, 0.0], "-inf in step 3 for a completion of line 1"),
         ([1.0, 10**400], "1000.* … 0*0 in step 3 for a completion of line 2"),
         ([1j, 1.0], "1j in step 3"),
@@ -251,7 +251,7 @@ def test_a_function_that_exits_does_not_end_the_program():
 @pytest.mark.parametrize("function", [loops, sleeps, backtracks, never_yields, has_a_timer_of_its_own])
 def test_a_function_that_hangs_ends_in_time(function):
     before = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGURG)
-    refused(f"The reward {function.__name__} has not come to an end in step 3 within", function, seconds=0.3)
+    refused(f"The reward {function.__name__} has not returned in step 3 within", function, seconds=0.3)
     assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGURG)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -360,7 +360,7 @@ def test_a_function_may_import_its_neighbours_when_it_is_called(beside):
         ("mine:f=much", "--reward=.* what comes after mine:f= must be a number"),
         (
             "random:f",
-            r"--reward=random:f: Python's own module random of .*random.py was taken, .* and not .*random.py.",
+            r"--reward=random:f: Python's own module random of .*random.py is imported already, and was taken in place of .*random.py.",
         ),
         ("random:choice", "--reward=random:choice: Python's own module random .* Rename yours, and pass its new name."),
         ("numpy:mean", "--reward=numpy:mean: the module numpy of .*__init__.py was taken"),
@@ -482,7 +482,7 @@ def test_rewards_are_tried_before_the_run(tmp_path, capsys):
     with pytest.raises(
         UserError,
         match=r"^The reward fails has failed on two made-up completions, .* AttributeError: "
-        r"'list' .* at test_rewards.py:\d+. Mend it. A field of the data is a list .* completion\[0\]\[.content.\]",
+        r"'list' .* at test_rewards.py:\d+. Correct it. A field of the data is a list .* completion\[0\]\[.content.\]",
     ):
         rollouts(tmp_path, "fails")
     rollouts(tmp_path, "long")
