@@ -1,4 +1,4 @@
-"""What files of a tokenizer add: tokens beside tokenizer.json, to each text, and by a normalizer."""
+"""What a tokenizer's files add: tokens that tokenizer.json lacks, tokens around each text, and a normalizer's text."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-_MOST_GROWTH = 100  # times as long as a text that a normalizer may make of it by replacing
+_MOST_GROWTH = 100  # the factor by which a normalizer's replacements may lengthen a text
 
 
 def merged(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of tokenizer_config.json, with those of special_tokens_map.json where transformers reads it.
 
-    `special_tokens`: the second file's. They count where the first one lists no added tokens.
+    `special_tokens`: those of the second file. They are used where the first one lists no added tokens.
     """
     return dict(config) if _DECODER in config else {**config, **special_tokens}
 
@@ -32,7 +32,7 @@ def merged(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict
 def add(tokenizer: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], added: Mapping[str, Any]) -> None:
     """Adds to a tokenizer what `AutoTokenizer.from_pretrained` adds: listed tokens, and special ones that it lacks.
 
-    `added`: numbers by token, of added_tokens.json. It counts where the config lists no added tokens.
+    `added`: ids by token, of added_tokens.json. They are used where the config lists no added tokens.
     """
     special = dict.fromkeys(content for content, _ in _special(config))
     if _DECODER in config:
@@ -41,7 +41,7 @@ def add(tokenizer: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
         listed = sorted(_legacy(folder / ADDED, added, special), key=lambda each: each[0])
     before = {token.content for _, token in listed if tokenizer.token_to_id(token.content) is not None}
     own = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    if _DECODER not in config:  # tokenizer.json says more of a token than the older file
+    if _DECODER not in config:  # tokenizer.json has more fields of a token than the older file
         listed = [each for each in listed if each[1].content not in own]
     names = own | {token.content for _, token in listed}
     tokenizer.add_tokens([token for _, token in listed])
@@ -60,7 +60,7 @@ def add(tokenizer: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
 
 
 def _special(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The special tokens that have a name, and those that have none: each with its content and as the config has it."""
+    """The special tokens with a name and those without one: each one's content, and its value in the config."""
     others = [name for name in config if name.endswith("_token") and name not in NAMED]
     values = [config.get(name) for name in (*NAMED, *others)]
     extra = next((config[name] for name in _EXTRA if config.get(name)), ())
@@ -72,7 +72,7 @@ def _special(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _listed(path: Path, decoder: Any) -> Iterator[tuple[int, tokenizers.AddedToken]]:
-    """The tokens of `added_tokens_decoder`, each with its number."""
+    """The tokens of `added_tokens_decoder`, each with its id."""
     for number, value in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
         if not number.isdecimal() or not isinstance(value, dict) or not isinstance(value.get("content"), str):
             raise UserError(f"{path}: {_DECODER} must hold tokens by their numbers, and has {short({number: value})}.")
@@ -80,7 +80,7 @@ def _listed(path: Path, decoder: Any) -> Iterator[tuple[int, tokenizers.AddedTok
 
 
 def _legacy(path: Path, added: Mapping[str, Any], special: Mapping[str, None]) -> Iterator[tuple[int, Any]]:
-    """The tokens of added_tokens.json, each with its number."""
+    """The tokens of added_tokens.json, each with its id."""
     for content, number in added.items():
         if type(number) is not int or number < 0:
             raise UserError(f"{path} must hold numbers by token, and has {short({content: number})}.")
@@ -95,7 +95,7 @@ def _token(value: Any, is_special: bool) -> tokenizers.AddedToken:
 
 
 def check_growth(path: Path, content: bytes) -> None:
-    """Checks that no normalizer makes a text many times as long, which would fill the memory."""
+    """Refuses a normalizer that makes a text many times as long, which would fill the memory."""
     try:
         values = config_json.loads(content, path)
     except ValueError as error:
@@ -108,7 +108,7 @@ def check_growth(path: Path, content: bytes) -> None:
 
 
 def _growth(normalizer: Any) -> float:
-    """How many times as long as a text a normalizer's replacements can make it."""
+    """The factor by which a normalizer's replacements can lengthen a text."""
     if not isinstance(normalizer, dict):
         return 1.0
     parts = normalizer.get("normalizers")
@@ -122,13 +122,13 @@ def _growth(normalizer: Any) -> float:
 
 
 class AddedOnce:
-    """The texts of a run that begin or end with what the tokenizer adds."""
+    """The texts of a run that already begin or end with the tokens which the tokenizer adds."""
 
     def __init__(self, text: Callable[[Sequence[int]], str]):
         self._text, self._texts = text, dict[tuple[str, str], int]()
 
     def of(self, encoded: Any, to_go_on: bool = False) -> slice:
-        """Which tokens of an encoded text count."""
+        """The tokens of an encoded text, each of the added ones once."""
         ids, is_added = encoded.ids, encoded.special_tokens_mask
         if 0 not in is_added:
             return slice(0, len(ids))
@@ -150,7 +150,7 @@ class AddedOnce:
         self._texts[about] = self._texts.get(about, 0) + 1
 
     def notices(self) -> dict[str, str]:
-        """What is to be said of such texts since it was said last: sentences by what they are about."""
+        """The notices of such texts since the last call: sentences by topic."""
         noted, self._texts = self._texts, {}
         sentences = {}
         for (verb, tokens), number in noted.items():

@@ -1,4 +1,4 @@
-"""Answers that are compared, as tokens: pairs of them, the chosen one first, or single ones with labels."""
+"""Tokens of preferences: pairs of answers, the chosen one first, or single answers with labels."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from liger_jax.models.core.config_fields import MOST
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.user_errors import UserError, refusals_kept
 
-EMPTY = "an empty answer"  # what a document has that is left out
+EMPTY = "an empty answer"  # why a document is left out
 
 
 class PairTokenizer(Tokenizer):
@@ -28,7 +28,7 @@ class PairTokenizer(Tokenizer):
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> Iterator[Piece]:
-        """Encodes some pairs of many. Both answers of a pair share a row.
+        """Encodes some of the pairs. Both answers of a pair share a row.
 
         A pair that is longer than a row is cut at its end: first the longer answer, and then both to half a row.
 
@@ -53,20 +53,20 @@ class PairTokenizer(Tokenizer):
                 if not all(piece.is_scored for piece in pair):
                     self.left_out[document.where] = no_place(length)
                 elif _are_equal(pair):
-                    self.left_out[document.where] = f"answers that are equal as far as --length={length} reaches"
+                    self.left_out[document.where] = f"answers that are equal once they are cut to --length={length}"
                 else:
                     yield from pair
 
     def side(self, piece: Piece, number: int) -> str:
-        """Which answer of its pair a piece is."""
+        """Which answer of its pair a piece holds."""
         return SIDES[number % 2]
 
     def notes(self, length: int) -> list[str]:
-        """What is to be said of all pairs that were encoded."""
+        """The notes about all pairs that were encoded."""
         notes = super().notes(length)
         if self._cut_pairs:
             number = f"{self._cut_pairs:,} of {self._num_pairs:,} pairs"
-            notes.append(f"{number} are cut off, as longer than --length={length}, which both answers of a pair share")
+            notes.append(f"{number} are cut off: both answers of a pair share --length={length}, and theirs are longer")
         if self._num_doubted:
             pairs = "1 pair has" if self._num_doubted == 1 else f"{self._num_doubted:,} pairs have"
             notes.append(
@@ -85,7 +85,7 @@ class UnpairedTokenizer(Tokenizer):
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> Iterator[Piece]:
-        """Encodes some documents of many, and cuts them to the length of a row."""
+        """Encodes some of the documents, and cuts them to the length of a row."""
         self.left_out |= {document.where: EMPTY for document in documents if document.is_blank}
         full, there = [document for document in documents if not document.is_blank], set()
         for piece in super().encoded(full, length, refused):
@@ -101,21 +101,21 @@ class UnpairedTokenizer(Tokenizer):
 
 
 class UnpairedWithOthers(UnpairedTokenizer):
-    """The same for losses with a baseline: each answer is followed by one that another prompt got."""
+    """The same for losses with a baseline: each answer is followed by one to another prompt."""
 
     together = 2
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self._before: dict[Hashable, Piece] = {}  # answers to two prompts, for documents that all have one
+        self._before: dict[Hashable, Piece] = {}  # answers to two prompts, for later documents that all have one prompt
 
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> Iterator[Piece]:
-        """Encodes some documents of many. An answer and the other one share a row.
+        """Encodes some of the documents. An answer shares a row with the answer to another prompt.
 
-        Yields two pieces for each answer: it, and its prompt with an answer to another prompt, as `_others` chooses it;
-        or, where all of these documents have one prompt, with an answer of the documents before.
+        Yields two pieces for each answer: the answer itself, and its prompt with the answer to another prompt that
+        `_others` chooses. Where all of these documents have one prompt, the other answer is of earlier documents.
         """
         pieces = list(super().encoded(documents, MOST, refused))
         asked = [_asked(piece) for piece in pieces]
@@ -139,7 +139,7 @@ class UnpairedWithOthers(UnpairedTokenizer):
         self._before = dict([*(self._before | dict(zip(asked, pieces, strict=True))).items()][-2:])
 
     def side(self, piece: Piece, number: int) -> str:
-        """Whether a piece's answer is good; or that it is another one's, for the baseline."""
+        """Whether a piece's answer is good, or belongs to another prompt, for the baseline."""
         return super().side(piece, number) if number % 2 == 0 else "with the answer to another prompt, for the baseline"
 
 
@@ -157,7 +157,7 @@ def _are_equal(pair: Sequence[Piece]) -> bool:
 
 
 def _asked(piece: Piece) -> Hashable:
-    """What the piece's answer answers."""
+    """The prompt of a piece's answer."""
     document = piece.document
     if document is not None and document.messages is None:
         return document.prompt
@@ -181,14 +181,14 @@ def _others(asked: Sequence[Hashable]) -> list[int | None]:
         return [None] * len(asked)
     others = []
     for run, after in zip(runs, [*runs[1:], runs[0]], strict=True):
-        if asked[after[0]] == asked[run[0]]:  # the last run goes on in the first one
+        if asked[after[0]] == asked[run[0]]:  # the last run of equal prompts continues in the first one
             after = runs[1]
         others += [after[i % len(after)] for i in range(len(run))]
     return others
 
 
 def _begin(piece: Piece) -> int:
-    """The place of the first token of a piece's answer."""
+    """The index of the first token of a piece's answer."""
     return 1 + int(np.argmax(piece.labels[1:] != IGNORE_INDEX))
 
 

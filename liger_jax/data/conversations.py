@@ -1,4 +1,4 @@
-"""A tokenizer's conversations: which chat template prints each, which tokens end answers, and what is to be said."""
+"""A tokenizer's conversations: which chat template prints each, which tokens end answers, and notes about both."""
 
 import contextlib
 import difflib
@@ -18,17 +18,17 @@ from liger_jax.data.pieces import failures
 from liger_jax.user_errors import UserError, counted, needed_packages
 
 _PLAIN = 2 * [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-_MOST_SEEN = 10_000  # texts; a template may print a tool's numbers after an answer
+_MOST_SEEN = 10_000  # texts, since a template may print different ones, such as a tool's numbers, after each answer
 
 
 _KNOWN = ("system", "user", "assistant", "tool")
 
 
 class Conversations:
-    """The conversations of a run, or of whoever speaks.
+    """The conversations of a run, or of a chat.
 
-    `marks`: the added tokens that end conversations' "last" answers and "earlier" ones, those in what a template prints
-    "behind" last answers, and those that it prints "inside" answers, such as after thoughts.
+    `marks`: added tokens of four kinds: those that end the "last" answers of conversations, those that end "earlier"
+    answers, those that a template prints "behind" last answers, and those "inside" answers, such as after thoughts.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Conversations:
     ):
         self._tokenizer, self._sources = tokenizer, templates
         self._special_tokens, self._folder = special_tokens, folder
-        self._templates: dict[str, Any] = {}  # those that were used, by their text
+        self._templates: dict[str, Any] = {}  # the templates that were used, by their text
         self._seen: dict[str, set[str]] = {"behind": set(), "inside": set()}  # texts whose tokens are among the marks
         self._roles, self._left_out = UnknownRoles(), LeftOut()
         self.marks: dict[str, set[int]] = {name: set() for name in ("last", "earlier", "behind", "inside")}
@@ -49,8 +49,8 @@ class Conversations:
     def stops(self) -> list[int]:
         """The tokens that end a text after an answer.
 
-        Each ends a last answer, alone or before another mark: what ends earlier ones only may mean something else. And
-        none stands within answers, at which a model would stop too early.
+        Each ends a last answer, alone or before another mark: a token that ends only earlier answers may mean something
+        else. None occurs within answers, where a model would stop too early.
         """
         marks = self.marks
         return sorted((marks["last"] | marks["earlier"] & marks["behind"]) - marks["inside"])
@@ -63,18 +63,18 @@ class Conversations:
         return result
 
     def prompt(self, document: Document) -> str:
-        """The text of a conversation up to the words that the assistant is to say."""
+        """The text of a conversation up to the assistant's next words."""
         source = template_sources.chosen(self._sources(), document.tools, self._folder)
         result = self._template(source).prompt(document.messages or [], document.tools, document.values)
         self._look(document, source, result.missing)
         return result.text
 
     def look_at_ends(self, messages: Sequence[Any], rendered: Any, ends: Sequence[int]) -> None:
-        """Notes what ends answers."""
+        """Records the tokens that end answers."""
         is_last = messages[-1]["role"] == "assistant" and is_trained(messages[-1])
         earlier, last = (ends[:-1], ends[-1:]) if is_last else (ends, [])
-        # A mark that is no special token may end a tool's call, after which another call may follow. The answer's own
-        # last token ends nothing, unless it is a special one.
+        # An added token that is not special may end a tool call, after which another call may follow. Where nothing
+        # follows an answer, its last token is an end only if it is special.
         has_calls = any(message.get("tool_calls") for message in messages)
         self.marks["earlier"] |= (self._special if has_calls else self._added) & {*earlier}
         self.marks["last"] |= (self._special if has_calls or not rendered.behind.strip() else self._added) & {*last}
@@ -87,16 +87,16 @@ class Conversations:
                 self.marks[name] |= self._added & {*ids}
 
     def notes(self) -> list[str]:
-        """What is to be said of templates and of how answers end."""
+        """Notes about templates and the ends of answers."""
         return [note for template in self._templates.values() for note in template.notes.sentences()]
 
     def notices(self) -> dict[str, str]:
-        """What is to be said of messages since it was said last: sentences by what they are about."""
+        """The notices of messages since the last call: sentences by topic."""
         return self._roles.notices() | self._left_out.notices()
 
     @functools.cached_property
     def _added(self) -> set[int]:
-        """The numbers of added tokens: special ones, and others that stand beside the vocabulary."""
+        """The ids of added tokens: special ones, and others beside the vocabulary."""
         return {*self._tokenizer.get_added_tokens_decoder()}
 
     @functools.cached_property
@@ -108,12 +108,12 @@ class Conversations:
         self._left_out.look(document.where, missing)
 
     def _template(self, source: str) -> Any:
-        """The template of this text. What ends a plain answer is looked for when it is first used."""
+        """The template of this text. The tokens that end a plain answer are found at its first use."""
         if source not in self._templates:
             with needed_packages():
                 from liger_jax.chat.template import ChatTemplate
             self._templates[source] = ChatTemplate(source, self._special_tokens)
-            with contextlib.suppress(UserError):  # it takes no such conversation, or nothing proves what ends an answer
+            with contextlib.suppress(UserError):  # it refuses this conversation, or the end is ambiguous
                 plain = ChatTemplate(source, self._special_tokens).render(_PLAIN)
                 with failures():
                     encode = lambda end: self._tokenizer.encode(plain.text[:end], add_special_tokens=False).ids
@@ -123,7 +123,7 @@ class Conversations:
 
 
 class UnknownRoles:
-    """The roles that neither chat templates in general know nor the one that prints them, and where they stand."""
+    """Roles that neither the chat template that prints them nor chat templates in general know, and their rows."""
 
     def __init__(self):
         self._places: dict[str, dict[str, None]] = {}  # of rows, by role, in the order of the data
@@ -131,14 +131,14 @@ class UnknownRoles:
     def look(self, document: Document, template: str) -> None:
         """Looks for such roles.
 
-        `template`: the text of the chat template that prints it. A role that stands there in quotes is known.
+        `template`: the text of the chat template that prints it. A role that it has in quotes is known.
         """
         for role in {message["role"] for message in document.messages or ()}.difference(_KNOWN):
             if f"'{role}'" not in template and f'"{role}"' not in template:
                 self._places.setdefault(role, {})[document.where] = None
 
     def notices(self) -> dict[str, str]:
-        """What is to be said of them, and forgets them."""
+        """The notices of such roles, which are then forgotten."""
         noted, self._places = self._places, {}
         return {f"role {role}": _sentence(role, list(places)) for role, places in noted.items()}
 

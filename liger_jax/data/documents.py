@@ -1,4 +1,4 @@
-"""What is trained on: a text, a completion of a prompt, or a conversation."""
+"""Documents to train on: a text, a completion of a prompt, or a conversation."""
 
 import dataclasses
 import hashlib
@@ -16,18 +16,18 @@ class Document:
     messages: list[dict[str, Any]] | None = None  # the conversation's, or `None` for a text
     tools: Any = None  # functions that the assistant may call, for the chat template
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # more variables of the chat template
-    unread: frozenset[str] = frozenset()  # fields that look as if they chose what is trained on, and do not
+    unread: frozenset[str] = frozenset()  # fields that seem to choose what is trained on, but are not read
     prompt: str | None = None  # what stands before the text and is not trained on; `None` where there is no prompt
     path: Path | None = None  # the file of a text that is too long to be held in memory, which then is not in `text`
     # The other answer, after the same prompt, where this is the chosen one of a pair.
     rejected: "Document | None" = None
     desirable: bool | None = None  # whether it is a good answer, where it has a label that says so
-    is_doubted: bool = False  # its row's scores say that the rejected answer is as good as the chosen one, or better
+    is_doubted: bool = False  # by the scores in its row, the rejected answer is as good as the chosen one, or better
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing in it that could be trained on."""
-        is_answer = self.rejected is not None or self.desirable is not None  # which is named where it is left out
+        is_answer = self.rejected is not None or self.desirable is not None  # its place is printed if it is left out
         return self.messages is None and self.path is None and not is_answer and not self.text.strip()
 
     @property
@@ -38,7 +38,7 @@ class Document:
 
     @property
     def content(self) -> list[Any]:
-        """All that is trained on or read beside it, but for a text in a file."""
+        """All contents that tokens are made of, except a text in a file."""
         parts: list[Any] = [self.text, self.messages, self.tools, self.values]
         parts += [] if self.prompt is None else [self.prompt]
         parts += [] if self.desirable is None else [self.desirable]
@@ -46,7 +46,7 @@ class Document:
 
 
 class Fingerprint:
-    """A text by which documents can be told from others, made of one after the other.
+    """A digest of documents, which are added one after the other.
 
     >>> fingerprint = Fingerprint()
     >>> fingerprint.add(Document("a.txt", "one"))
@@ -65,7 +65,7 @@ class Fingerprint:
         self.count += 1
 
     def add_text(self, text: str) -> None:
-        """Adds a part of a text that is not in memory as a whole."""
+        """Adds a chunk of a text that is not in memory as a whole."""
         self._digest.update(text.encode())
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The rows of a file, one after the other, so that the file may be larger than the memory. Prose is no rows."""
+"""The rows of a file, one after the other, so that the file may be larger than the memory. Prose has no rows."""
 
 import csv
 import importlib
@@ -15,7 +15,7 @@ from liger_jax.data.documents import Document
 from liger_jax.models.core.config_fields import MOST
 from liger_jax.user_errors import UserError, in_one_line, needed_packages
 
-MOST_AT_ONCE = 2**25  # characters of a file that are held in memory; of a longer one there are parts
+MOST_AT_ONCE = 2**25  # characters of a file that are held in memory; longer files are read in chunks
 _ARROW_FILE = b"ARROW1"  # begins a file of Arrow's that is no stream
 _ROWS_AT_ONCE = 256  # of a columnar table
 _CHUNK = 2**20
@@ -52,7 +52,7 @@ class Line(str):
 
 
 def why_no_json(error: Exception) -> str:
-    """Why `json.loads` has failed, as a clause after the place."""
+    """Why `json.loads` has failed, as a clause that follows the place."""
     if isinstance(error, RecursionError):
         return "is nested too deep"
     return f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else f"cannot be read: {error}"
@@ -65,7 +65,7 @@ def _of_text(path: Path, end: str, file: io.TextIOWrapper) -> Iterator[Found | D
     if not head.strip():
         raise UserError(f"{path} is empty.")
     if "\n" not in head.lstrip():
-        head += file.readline(MOST_AT_ONCE)  # what the first line is tells JSON lines from other JSON
+        head += file.readline(MOST_AT_ONCE)  # the first line tells JSON lines from other JSON
     files.check_text(path, head)
     first = head.lstrip().partition("\n")[0]
     if end in files.DELIMITERS:
@@ -128,7 +128,7 @@ def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Foun
 
 
 def _check_delimiter(path: Path, names: Sequence[str], delimiter: str) -> None:
-    """Raises a UserError if a first row that is one cell holds what separates the columns of other tables."""
+    """Raises a UserError if the first row is a single cell with a separator of other tables in it."""
     other = next((each for each in ",;\t|" if len(names) == 1 and each in names[0]), None)
     if other is None:
         return

@@ -1,4 +1,4 @@
-"""Files of data by a path or a glob: what each holds by its name, and the texts of those that hold text."""
+"""Files of data by a path or a glob: the kind of each by its name, and the texts of text files."""
 
 import bz2
 import codecs
@@ -26,11 +26,11 @@ _NOT_READ = {
     "Save its sheet as a .csv file.": ".xls .xlsx .ods",
 }
 KNOWN = (*JSON_LINES, *DELIMITERS, *COLUMNAR, *COMPRESSED, *" ".join(_NOT_READ.values()).split(), ".txt", ".md")
-_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # bytes that are in no text
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # bytes that do not occur in text
 
 
 def suffix(path: Path) -> str:
-    """The end of a file's name that says what it holds: in small letters, and without that of its compression."""
+    """The extension that says what a file holds: in lower case, and without that of its compression."""
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     return name.suffix.lower()
 
@@ -39,13 +39,13 @@ def why_not(path: Path) -> str | None:
     """Why a file is not read, and the cure; `None` if it is read."""
     end = suffix(path)
     if end in COLUMNAR and path.suffix.lower() in COMPRESSED:
-        return "is compressed as a whole, and is read by parts. Unpack it first."
+        return "is compressed as a whole, and cannot be read in chunks. Unpack it first."
     cure = next((cure for cure, ends in _NOT_READ.items() if end in ends.split()), None)
     return None if cure is None else f"is a {end} file, which is not read as it is. {cure}"
 
 
 def is_rows(path: Path) -> bool:
-    """Whether a file holds rows by its name, and no prose."""
+    """Whether a file holds rows and not prose, by its name."""
     return suffix(path) in (*JSON_LINES, *DELIMITERS, *COLUMNAR)
 
 
@@ -83,12 +83,12 @@ def read_texts(pattern: str, refused: dict[str, UserError] | None = None) -> dic
 def found(pattern: str, flag: str = "--data") -> list[Path]:
     """The files and folders of a name or a glob.
 
-    `pattern`: a name counts before a glob, so that chats[1].jsonl is found. `**` stands for all folders below, as in
-    Python's glob, but for those behind links, which may lead in a circle.
+    `pattern`: an existing name takes precedence over a glob, so that chats[1].jsonl is found. `**` stands for all
+    folders below, as in Python's glob, except those behind links, which may be circular.
     """
     try:
         return [Path(pattern)] if os.path.exists(pattern) else sorted(map(Path, set(_matches(pattern))))
-    except (ValueError, re.error) as error:  # a null, or a set of characters that is none
+    except (ValueError, re.error) as error:  # a null character, or a malformed set of characters
         raise UserError(f"{flag}={pattern!r} is neither a file's name nor a valid glob: {error}.") from error
 
 
@@ -125,7 +125,7 @@ def opened(path: Path) -> Iterator[io.TextIOWrapper]:
         raise UserError(f"{path} {reason}")
     how = COMPRESSED.get(path.suffix.lower(), open)
     try:
-        with how(path, "rt", encoding="utf-8-sig") as file:  # without the mark that some editors begin with
+        with how(path, "rt", encoding="utf-8-sig") as file:  # without the byte order mark of some editors
             try:
                 yield file
             except UnicodeDecodeError as error:
@@ -136,9 +136,9 @@ def opened(path: Path) -> Iterator[io.TextIOWrapper]:
 
 
 def checked(path: Path, file: io.TextIOWrapper) -> Callable[[int], str]:
-    """Reads a file by parts, and checks that each is text.
+    """Reads a file in chunks, and checks that each is text.
 
-    Returns a function that returns so many next characters, and fewer at the end.
+    Returns a function that returns the next n characters, and fewer at the end.
     """
     begin = 0
 
@@ -153,7 +153,7 @@ def checked(path: Path, file: io.TextIOWrapper) -> Callable[[int], str]:
 
 
 def check_text(path: Path, text: str, begin: int = 0) -> None:
-    """Checks that a part of a file is text."""
+    """Checks that a chunk of a file is text."""
     if (at := text.find("\0")) >= 0:
         raise _no_text(path, f"character {begin + at} is a null character, which text files do not have")
 
@@ -163,7 +163,7 @@ def _no_text(path: Path, reason: str) -> UserError:
 
 
 def _no_utf8(path: Path, data: bytes, begin: int, at: int) -> UserError:
-    """The error for a byte of a file that is no UTF-8, and is text if no control character stands around it."""
+    """The error for a file that is not UTF-8: text in another encoding, if no control character is near the byte."""
     cure = "convert it by: iconv -f {} -t UTF-8 {} > FILE."
     if not at and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return UserError(f"{path} is in UTF-16, and must be in UTF-8: {cure.format('UTF-16', path.name)}")

@@ -1,6 +1,6 @@
-"""The formats of a row of data: the fields that identify each, and what is trained on or asked.
+"""The formats of a row of data: the fields that identify each, and what is trained on or is the prompt.
 
-A row that could be meant in two ways is refused, since nobody would see that the wrong one was trained on.
+A row that could be read in two ways is refused, since nobody would notice training on the wrong one.
 """
 
 import json
@@ -14,9 +14,9 @@ from liger_jax.data.documents import Document
 from liger_jax.data.pieces import errors_at
 from liger_jax.user_errors import UserError
 
-MOST_LEVELS = 100  # of lists and objects in one another; what reads them later calls itself at each
+MOST_LEVELS = 100  # the deepest nesting of lists and objects, which are read recursively later
 CONVERSATIONS = ("conversations", "conversation")
-ROLES = {  # ShareGPT's, and the ones that chat templates know
+ROLES = {  # ShareGPT's roles, and those that chat templates know
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
     "system": "system", "tool": "tool",
 }  # fmt: skip
@@ -76,14 +76,14 @@ def prompt(where: str, values: Any) -> Document:
 def _document(where: str, values: Row, column: str | None, form: str | None) -> Document:
     if form is None and column is not None and column in values:
         return _of_column(where, values, column)
-    full = {name: each for name, each in values.items() if each not in ("", [])}  # as tables fill what is not there
+    full = {name: each for name, each in values.items() if each not in ("", [])}  # as tables fill missing values
     forms = [name for name, (has, _) in FORMATS.items() if has(full)]
     forms = forms or [name for name, (has, _) in FORMATS.items() if has(values)]
     if form is not None:
         if form not in forms:
             raise UserError(f"the row is not of --format {form}, {_fields_of(form)}: it has {_names(values)}.")
         forms = [form]
-    if not forms or forms == ["text"] and form is None and column is not None:  # another text than the named one
+    if not forms or forms == ["text"] and form is None and column is not None:  # a text other than the named one
         raise UserError(_unknown(values, column or "text"))
     if len(forms) > 1:
         cures = " or ".join(f"--format {name}" for name in forms)
@@ -134,7 +134,7 @@ def _of_alpaca(where: str, values: Row) -> Document:
 
 def _of_completion(where: str, values: Row) -> Document:
     prompt, completion = (parsed(values[name]) for name in ("prompt", "completion"))
-    if str(values.get("label")).strip().lower() in ("true", "false", "1", "0", "1.0", "0.0"):  # as tables write them
+    if str(values.get("label")).strip().lower() in ("true", "false", "1", "0", "1.0", "0.0"):  # as tables store them
         raise UserError(
             "label says whether the completion is good, but finetune would train on bad ones too. Remove their rows "
             "and then the field, or train on both with liger-jax dpo --loss kto."
@@ -156,7 +156,7 @@ def _of_completion(where: str, values: Row) -> Document:
 
 
 def conversation(where: str, beside: Row, messages: Any) -> Document:
-    """The conversation of messages, in a template's form or in ShareGPT's; `beside` are the row's other fields."""
+    """The conversation of messages, in the form of chat templates or ShareGPT; `beside` are the row's other fields."""
     messages = parsed(messages)
     if isinstance(messages, list):
         messages = [message(each) for each in messages]
@@ -172,7 +172,7 @@ def conversation(where: str, beside: Row, messages: Any) -> Document:
 
 
 def message(value: Any) -> Any:
-    """A message with a role and a content, whichever form it came in."""
+    """A message with a role and a content, from either form."""
     if not isinstance(value, dict):
         raise UserError("messages must be a list of objects, each with a role and a content.")
     value = {name: each for name, each in value.items() if each is not None}
@@ -190,7 +190,7 @@ def message(value: Any) -> Any:
 
 
 def _with_system(system: Any, messages: list[Row]) -> list[Row]:
-    """The messages after the system message that stands beside them, if one does."""
+    """The messages, after the system message of a separate field if there is one."""
     if system is None or isinstance(system, str) and not system.strip():
         return messages
     if not isinstance(system, str):
@@ -234,7 +234,7 @@ def _are_messages(value: Any) -> bool:
 
 
 def _unknown(values: Row, column: str) -> str:
-    """Why a row is of no format, and what is right to do about it."""
+    """Why a row is of no format, and the cure."""
     problem = f"there are no messages, and no text in {column!r}, among {_names(values)}."
     if all(name in values for name in _PAIRS):
         return (
@@ -281,7 +281,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return True
 
 
-FORMATS: dict[str, tuple[Callable[[Row], bool], Callable[[str, Row], Document]]] = {  # whether a row is, and what it is
+FORMATS: dict[str, tuple[Callable[[Row], bool], Callable[[str, Row], Document]]] = {  # a row's test, and its document
     "messages": (lambda row: "messages" in row, lambda where, values: conversation(where, values, values["messages"])),
     "sharegpt": (
         lambda row: any(not isinstance(parsed(row.get(name, "")), str) for name in CONVERSATIONS),

@@ -1,4 +1,4 @@
-"""Rows of pieces that are in files: each is made when it is asked for, so that all of them need no memory."""
+"""Rows of pieces that are stored in files: each is made when it is read, so that they take no memory together."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from liger_jax.training.rows import batched
 
 
 class Column:
-    """A column of rows, which is read as an array is: by rows, and then by places in them."""
+    """A column of rows, which is indexed like an array: by rows, and then by places in them."""
 
     def __init__(self, made: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: Any = np.int32):
         self._made, self.shape, self.ndim, self.dtype = made, shape, len(shape), np.dtype(dtype)
@@ -31,7 +31,7 @@ class Column:
 
 
 class LaidRows(Mapping[str, Any]):
-    """The rows of some pieces, as `pack`, `pad` or `pack_pairs` lays them."""
+    """The rows of some pieces, laid as by `pack`, `pad` or `pack_pairs`."""
 
     def __init__(self, tokens: Tokens, pieces: list[np.ndarray], length: int, packed: bool):
         self.tokens, self.length, self.packed, self._together = tokens, length, packed, tokens.together
@@ -59,11 +59,11 @@ class LaidRows(Mapping[str, Any]):
 
     @property
     def most_in_a_row(self) -> int:
-        """The most pieces that a row has."""
+        """The largest number of pieces in a row."""
         return int(self._rows.counts.max())
 
     def of_pieces(self, values: np.ndarray, most: int) -> np.ndarray:
-        """A column (rows, `most`) float32 of a number of each of `pieces`, and 0 where a row has fewer."""
+        """A column (rows, `most`) float32 with one number for each of `pieces`, and 0 where a row has fewer."""
         column = np.zeros((self.num_rows, most), np.float32)
         rows, numbers = self._rows.segments.T
         column[rows, numbers] = values
@@ -85,13 +85,13 @@ class LaidRows(Mapping[str, Any]):
     def made(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of a column.
 
-        `name`: a model's argument, or "pieces" for the place in `pieces` of what stands at each place, -1 for none.
+        `name`: a model's argument, or "pieces" for the index in `pieces` of the piece at each place, -1 for none.
         """
         return self._rows.column(name, rows, lambda place: self.tokens.arrays(int(self.pieces[place])))
 
 
 class RowBatches:
-    """Rows in equal batches, as `training.rows.batched` makes them, each when it is asked for."""
+    """Rows in equal batches, as by `training.rows.batched`, each made when it is read."""
 
     def __init__(self, rows: LaidRows | None, size: int):
         self._rows, self._size = rows, size

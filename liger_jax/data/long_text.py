@@ -1,4 +1,4 @@
-"""Tokens of a text that is too long to be encoded at once: from windows that overlap.
+"""Tokens of a text that is too long to be encoded at once, from windows that overlap.
 
 Two windows give the same tokens where they overlap, but for the places near their ends. They are joined at a token in
 the middle of the overlap, around which both agree.
@@ -15,9 +15,9 @@ OVERLAP = 2**12
 
 
 def encoded(read: Callable[[int], str], encode: Callable[[str], Any]) -> Iterator[list[int]]:
-    """The tokens of a long text. `read`: returns so many next characters of the text, and fewer at its end."""
+    """The tokens of a long text. `read`: returns the next n characters of the text, and fewer at its end."""
     text = read(WINDOW)
-    encoding, skipped = encode(text), 0  # the tokens before `skipped` were given already
+    encoding, skipped = encode(text), 0  # the tokens before `skipped` were yielded already
     while len(text) >= WINDOW and (more := read(WINDOW - OVERLAP)):
         begin = len(text) - OVERLAP
         text = text[begin:] + more
@@ -43,13 +43,13 @@ def with_added(
     own = [i for i, is_added in enumerate(some.special_tokens_mask) if not is_added]
     before, after = (some.ids[: own[0]], some.ids[own[-1] + 1 :]) if own else ([], [])
     last: list[int] = []
-    for number, part in enumerate(encoded(read, encode)):
-        if number == 0 and before and part[: len(before)] == before:
+    for number, tokens in enumerate(encoded(read, encode)):
+        if number == 0 and before and tokens[: len(before)] == before:
             repeat("begin", before)
         elif number == 0:
             yield before
-        last = [*last, *part][-len(after) :] if after else []
-        yield part
+        last = [*last, *tokens][-len(after) :] if after else []
+        yield tokens
     if after and last == after:
         repeat("end", after)
     else:
@@ -57,7 +57,7 @@ def with_added(
 
 
 def _joint(encoding: Any, begin: int, following: Any) -> int:
-    """A place in the following window at which both windows have the begin of the same token, and agree around it."""
+    """A place in the next window at which the same token begins in both windows, which agree around it."""
     least, most = OVERLAP // 4, OVERLAP - OVERLAP // 4
     ours, theirs = _tokens(encoding, begin, least, most), _tokens(following, 0, least, most)
     if ours != theirs or not ours:
@@ -69,14 +69,14 @@ def _joint(encoding: Any, begin: int, following: Any) -> int:
 
 
 def _tokens(encoding: Any, begin: int, least: int, most: int) -> list[tuple[int, int, int]]:
-    """Begin, end and id of the tokens within a part of a window; `begin` is the window's place in that of `found`."""
+    """Begin, end and id of the tokens within a range of a window; `begin` is the place of the text in that window."""
     first, last = _first(encoding, begin + least), _first(encoding, begin + most)
     each = zip(encoding.offsets[first:last], encoding.ids[first:last], strict=True)
     return [(start - begin, end - begin, token) for (start, end), token in each]
 
 
 def _first(encoding: Any, place: int) -> int:
-    """The first token that begins at a place or after it."""
+    """The index of the first token that begins at a place or after it."""
     offsets = encoding.offsets
     low, high = 0, len(offsets)
     while low < high:

@@ -1,4 +1,4 @@
-"""The options that rows are made of, whichever run reads them."""
+"""The options that decide how rows are made, for runs of every method."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _TEXT = "text, or rows of text or messages: files, globs, folders, a dataset's i
 
 @dataclasses.dataclass(frozen=True)
 class RowOptions:
-    """What rows are made of, and how they are laid."""
+    """The data of rows, and how documents are laid into them."""
 
     data: str | Sequence[str] = option(help=_TEXT, metavar="DATA")
     eval_data: Sequence[str] = option(
@@ -34,7 +34,7 @@ class RowOptions:
         None, "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)",
         choices=list(ROPE_SCALINGS),
     )  # fmt: skip
-    # `None` for 0.02, or none beside `eval_data`.
+    # `None` for 0.02, or for 0 with `eval_data`.
     eval_share: float | None = option(
         None, "fraction of the data that is held out for evaluation (default: 0.02)", check=share("0 holds nothing out")
     )
@@ -53,7 +53,7 @@ class RowOptions:
 
     @property
     def share_held_out(self) -> float:
-        """The share of the data that is held out."""
+        """The fraction of the data that is held out."""
         return (0.0 if self.eval_data else 0.02) if self.eval_share is None else self.eval_share
 
     @property

@@ -1,4 +1,4 @@
-"""Pieces of documents: tokens with a label for each that is trained on."""
+"""Pieces of documents: tokens, and labels for those that are trained on."""
 
 import contextlib
 import dataclasses
@@ -10,30 +10,30 @@ from liger_jax.data.documents import Document
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.user_errors import UserError
 
-NO_TOKEN = "no token to train on"  # what a document has that is left out, where nothing more is known
+NO_TOKEN = "no token to train on"  # why a document is left out, where nothing more is known
 _MOST_SAID = 500  # characters of another library's error
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A document's tokens, or a part of them that fills a row."""
+    """The tokens of a document, or of a section of it that fills a row."""
 
     tokens: np.ndarray  # (tokens,) int32
     labels: np.ndarray  # (tokens,) int32, the token where it is trained on and -100 elsewhere
     document: Document | None = None  # the document
-    begin: int = 0  # the place of the first token in the document
+    begin: int = 0  # the index of the first token in the document
     total: int = 0  # how many tokens the document has; 0 where that is not known yet
     is_good: bool | None = None  # the label of a single answer; `None` for a piece without one
 
     @property
     def is_scored(self) -> bool:
-        """Whether a token is trained on. The first one cannot be: nothing stands before it."""
+        """Whether a token is trained on. The first one cannot be, since nothing precedes it."""
         return bool(np.any(self.labels[1:] != IGNORE_INDEX))
 
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """A context for the tokenizer. A panic of its Rust code is no Exception."""
+    """A context for the tokenizer. A panic of its Rust code is not an `Exception`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -52,7 +52,7 @@ def errors_at(where: str) -> Iterator[None]:
 
 
 def places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:
-    """The tokens of a stretch of text. One that begins before it belongs to it if only white space stands there."""
+    """The tokens of a span of text. One that begins earlier belongs to it if it has only white space there."""
     (begin, end), (begins, ends) = span, offsets.reshape(-1, 2).T
     before = begin
     while before and text[before - 1].isspace():
@@ -75,12 +75,12 @@ def completed(offsets: np.ndarray, prompt_size: int) -> np.ndarray:
 
 
 def no_place(length: int) -> str:
-    """What a document has whose answers, or one of them, are cut off as a whole."""
-    return f"a prompt that leaves its answer no place in --length={length}"
+    """The reason to leave out a document of which a whole answer is cut off."""
+    return f"a prompt that leaves no room for its answer in --length={length}"
 
 
 def nothing_to_train_on(why: Iterable[str] = ()) -> UserError:
-    """The error for data of which no token is trained on."""
+    """The error for data without a token to train on."""
     if not (reasons := "; ".join(dict.fromkeys(why))):
         return UserError("The data has no token to train on: each is predicted from those before it.")
     cure = " Pass a larger --length, or leave it out." if "--length" in reasons else ""

@@ -15,13 +15,13 @@ from liger_jax.data.formats import CONVERSATIONS, Row, conversation, message, pa
 from liger_jax.models.core.config_fields import short
 from liger_jax.user_errors import UserError
 
-PAIRS = "pairs"  # what the settings call such rows
+PAIRS = "pairs"  # the name of such rows in the settings
 LABELLED, LABELLED_WITH_OTHERS = "unpaired", "unpaired with others"
 SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", *CONVERSATIONS)
-_NOT_READ = ("question", "instruction", "input")  # other names of a prompt, which would be lost
+_NOT_READ = ("question", "instruction", "input")  # other names of a prompt, which would be ignored
 _BESIDE = ("system", "tools", VALUES)
-_SCORES = (  # names that data sets give the numbers by which an answer was chosen
+_SCORES = (  # names in data sets of the scores by which an answer was chosen
     ("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen-rating", "rejected-rating"),
     ("chosen_rating", "rejected_rating"),
 )  # fmt: skip
@@ -39,11 +39,11 @@ def pair(where: str, values: Row, column: str | None = None, form: str | None = 
 
 
 def _is_doubted(values: Row) -> bool:
-    """Whether the row's own scores say that the rejected answer is as good as the chosen one, or better."""
+    """Whether the scores in the row say that the rejected answer is as good as the chosen one, or better."""
     for names in _SCORES:
         try:
             chosen, rejected = (float(values[name]) for name in names)
-        except (LookupError, TypeError, ValueError, OverflowError):  # there are none, or they are no numbers
+        except (LookupError, TypeError, ValueError, OverflowError):  # there are no scores, or they are not numbers
             continue
         if chosen <= rejected:
             return True
@@ -104,7 +104,7 @@ def _texts(where: str, values: Row, prompt: Any, chosen: str, rejected: str) -> 
 
 
 def _same_beginning(one: str, other: str) -> int:
-    """How many characters both texts begin with, up to a white space, so that no word is cut."""
+    """The number of characters that both texts begin with, up to white space, so that no word is cut."""
     size, most = 0, min(len(one), len(other)) - 1
     while size < most and one[size] == other[size]:
         size += 1
@@ -116,7 +116,7 @@ def _same_beginning(one: str, other: str) -> int:
 def _conversations(where: str, values: Row, prompt: Any, chosen: Any, rejected: Any) -> Document:
     sides = [_messages(name, side) for name, side in zip(SIDES, (chosen, rejected), strict=True)]
     before = [] if prompt is None else _prompt(prompt)
-    if not before or all(_first_asked(side) == _first_asked(before) for side in sides):  # the answers hold it, too
+    if not before or all(_first_asked(side) == _first_asked(before) for side in sides):  # the answers include it
         system = [each for each in before[:1] if each["role"] == "system" and sides[0][0]["role"] != "system"]
         size = _same_messages(*sides)
         before, sides = system + sides[0][:size], [side[size:] for side in sides]
@@ -138,7 +138,7 @@ def _conversations(where: str, values: Row, prompt: Any, chosen: Any, rejected: 
 
 
 def _not_the_prompt(others: list[str], values: Row, before: list[Row]) -> str:
-    """Why a row is refused whose answers begin with messages that the prompt does not begin with."""
+    """Why a row is refused in which the answers begin with other messages than the prompt."""
     begin = f"{others[0]} begins" if len(others) == 1 else "chosen and rejected begin"
     problem = f"{begin} with other messages than the prompt."
     texts = [name for name in SIDES if isinstance(parsed(values[name]), str)]
@@ -148,7 +148,7 @@ def _not_the_prompt(others: list[str], values: Row, before: list[Row]) -> str:
 
 
 def _is_blank(answers: list[Row]) -> bool:
-    """Whether the assistant says nothing in any of the messages, calls nothing and reasons nothing."""
+    """Whether the assistant's messages have no content, no tool calls and no reasoning."""
     said = [each for each in answers if each["role"] == "assistant"]
     fields = ("content", "tool_calls", *REASONING)
     return not any(str(each.get(name) or "").strip() for each in said for name in fields)
@@ -173,13 +173,13 @@ def _prompt(prompt: Any) -> list[Row]:
 
 
 def _first_asked(messages: list[Row]) -> str | None:
-    """What is said first to the assistant, by which a conversation is known; `None` in an answer alone."""
-    asked = (each for each in messages if each["role"] not in ("system", "assistant"))  # whatever the user is called
+    """The first message to the assistant, which identifies a conversation; `None` if there are only answers."""
+    asked = (each for each in messages if each["role"] not in ("system", "assistant"))  # any name of the user's role
     return next((str(each.get("content")).strip() for each in asked), None)
 
 
 def _same_messages(one: list[Row], other: list[Row]) -> int:
-    """How many messages both begin with, of which at least one is left over in each."""
+    """The number of messages that both begin with; at least one message is left in each."""
     most = min(len(one), len(other)) - 1
     return next((i for i in range(most) if one[i] != other[i]), most)
 
@@ -216,7 +216,7 @@ def _labelled(where: str, values: Row) -> Document:
 
 
 def _label(value: Any) -> bool:
-    """Whether an answer is good: true or 1, or such a word, as a table without types writes it."""
+    """Whether an answer is good: true or 1, or one of these as a text, as in a table without types."""
     known = _LABELS.get(value.strip().lower()) if isinstance(value, str) else value
     if not isinstance(known, bool | int | float) or known not in (0, 1):
         raise UserError(f"label holds {short(value)}, and must be true for a good answer, or false.")

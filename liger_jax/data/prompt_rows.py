@@ -24,20 +24,20 @@ _MULTIPLE = 16  # prompts are padded to a multiple of it
 class Line:
     """A line of the data."""
 
-    where: str  # where it stands, in words
+    where: str  # its place in the data, in words
     tokens: np.ndarray  # (tokens,) int32, the prompt's
-    fields: Mapping[str, Any]  # its values by name, which rewards are given
+    fields: Mapping[str, Any]  # its values by name, which are passed to rewards
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptRows:
-    """The prompts of a run. A row is a completion's: each prompt has a group of equal rows."""
+    """The prompts of a run, with a row for each completion: each prompt has a group of equal rows."""
 
     lines: Sequence[Line]  # the lines of the data
     batch: int  # completions in a step, a multiple of `group`
     group: int  # completions of a prompt
     seed: int  # seed of the order
-    # Names and weights of what `--data` names, with the number of lines of each.
+    # The name, weight and number of lines of each source that `--data` names.
     sources: Sequence[tuple[str, float, int]]
 
     held_out_rows = None
@@ -62,7 +62,7 @@ class PromptRows:
         return -(-max(len(line.tokens) for line in self.lines) // _MULTIPLE) * _MULTIPLE
 
     def made_of(self) -> dict[str, str]:
-        """Texts by which the data can be told from that of another run."""
+        """Texts that identify the data."""
         fields = (json.dumps(line.fields, default=str, sort_keys=True).encode() for line in self.lines)
         contents = (line.tokens.tobytes() + each for line, each in zip(self.lines, fields, strict=True))
         return {"documents": f"{len(self.lines)} prompts {digests.of_bytes(*contents)[:12]}"}
@@ -74,9 +74,9 @@ class PromptRows:
         return [self.lines[i] for i in self._order(epoch)[first * number : (first + 1) * number]]
 
     def batches(self) -> Callable[[int], Rows]:
-        """The rows of each step by its number, from 0.
+        """The rows of each step, numbered from 0.
 
-        Returns a function of the step. Its rows are padded in front; labels are the tokens.
+        Returns a function of the step. The rows are padded on the left; labels are the tokens.
         """
 
         def rows_of(step: int) -> Rows:
@@ -91,11 +91,11 @@ class PromptRows:
         return rows_of
 
     def held_out(self, most: int) -> list[Piece]:
-        """None are held out."""
+        """Always empty: no prompts are held out."""
         return []
 
     def keep(self) -> None:
-        """Prompts are tokenised at each start."""
+        """Keeps nothing: prompts are tokenised at each start."""
 
     @property
     def _steps_in_epoch(self) -> int:
@@ -103,7 +103,7 @@ class PromptRows:
         return -(-visits // (self.batch // self.group))
 
     def _order(self, epoch: int) -> np.ndarray:
-        """The lines of an epoch. The last step is filled up with lines that come twice."""
+        """The lines of an epoch. The last step is filled up with lines that were used already."""
         random, orders, first = np.random.default_rng([self.seed, epoch]), [], 0
         for _, weight, count in self.sources:
             visits = max(1, round(weight * count))
@@ -145,7 +145,7 @@ def prepared(
 
 
 def _rows(source: DataSource, subset: str | None) -> Iterator[tuple[str, Any]]:
-    """The rows of files, or of a dataset of the hub, each with where it stands."""
+    """The rows of files or of a dataset of the hub, each with its place."""
     if not source.paths:
         yield from reading.numbered(reading.rows_of(source, subset), source.name)
     for path in source.paths:

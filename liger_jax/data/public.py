@@ -1,4 +1,4 @@
-"""Data for a loop of one's own: documents, their tokens and labels, and rows."""
+"""Data for your own training loop: documents, their tokens and labels, and rows."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,12 @@ from liger_jax.user_errors import needed_packages, python_words, user_errors
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens of a document, or of a part of it that fills a row.
+    """The tokens of a document, or of a section of it that fills a row.
 
     Attributes:
         input_ids: int32 (tokens,).
         labels: int32 (tokens,), unshifted: a token's own id where it is trained on, and -100 elsewhere.
-        where: where its document was found, in words.
+        where: the place of its document in the data, in words.
     """
 
     input_ids: np.ndarray
@@ -68,9 +68,9 @@ def read(
         if not own:
             return reading.read(names, column, subset, form=format)
         documents = reading.rows_to_documents(own["data"], "data", column, format)
-        if not (found := [document for document in documents if not document.is_empty]):
+        if not (full := [document for document in documents if not document.is_empty]):
             raise reading.no_text(names)
-        return found
+        return full
 
 
 def tokens(
@@ -189,7 +189,7 @@ def num_scored(tokens: Iterable[Tokens]) -> int:
 
 
 def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Rows that are files, a dataset's id, or an iterable of dicts.
+    """The rows of a call: files, a dataset's id, or an iterable of dicts.
 
     Returns the names of files and datasets, or else the name that is given to the rows; and the rows by it.
     """
@@ -207,8 +207,8 @@ def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
 def _tokenizer(checkpoint: str | os.PathLike[str]) -> Any:
     """The tokenizer of a checkpoint."""
     encoder = importlib.import_module("liger_jax.data.training_rows").tokenizer
-    found = source.find(os.path.expanduser(os.fspath(checkpoint)), weights=False)
-    return encoder(found, found.config.get("vocab_size", MOST))
+    folder = source.find(os.path.expanduser(os.fspath(checkpoint)), weights=False)
+    return encoder(folder, folder.config.get("vocab_size", MOST))
 
 
 @contextlib.contextmanager

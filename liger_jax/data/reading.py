@@ -46,7 +46,7 @@ def read(
 def documents_of(
     source: DataSource, rows: Any, column: str | None, form: str | None, refused: Refused = None
 ) -> Iterator[Document]:
-    """The documents of one thing that `--data` names, each read when it is asked for."""
+    """The documents of one source that `--data` names, each read when it is needed."""
     if not source.paths:
         yield from rows_to_documents(rows, source.name, column, form, refused)
     for path in source.paths:
@@ -55,7 +55,7 @@ def documents_of(
 
 
 def dataset(name: str, subset: str | None, **options: Any) -> Any:
-    """A dataset of the hub, of which the split "train" is read."""
+    """The split "train" of a dataset of the hub."""
     with needed_packages():
         datasets = importlib.import_module("datasets")
     try:
@@ -67,7 +67,7 @@ def dataset(name: str, subset: str | None, **options: Any) -> Any:
 
 
 def rows_of(source: DataSource, subset: str | None) -> Any:
-    """The rows of what is no file: those that a program has, or a dataset of the hub."""
+    """The rows of a source that is not a file: those of a program, or a dataset of the hub."""
     return dataset(source.name, subset) if source.rows is None else source.rows
 
 
@@ -82,7 +82,7 @@ def rows_to_documents(
 
 
 def numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a dataset, each with where it stands."""
+    """The rows of a dataset, each with its place."""
     for number, row in enumerate(rows, 1):
         where = f"{name}, row {number}"
         yield where, _fields(where, row)
@@ -95,12 +95,12 @@ def _fields(where: str, row: Any) -> dict[str, Any]:
 
 
 def no_text(data: Sequence[str], flag: str = "--data") -> UserError:
-    """The error for data that holds no text."""
+    """The error for data without a text."""
     return UserError(f"{flag}={' '.join(data)} has no text.")
 
 
 def unread(fields: frozenset[str]) -> str:
-    """What is to be said of fields that look as if they chose what is trained on, and do not; "" for none."""
+    """A notice of fields that seem to choose what is trained on, but are not read; "" for none."""
     if not fields:
         return ""
     return (
@@ -125,7 +125,7 @@ def _of_file(path: Path, column: str | None, form: str | None, refused: Refused)
             yield _reader(form)(where, values, column, form)
 
 
-_READERS = {  # of rows that are no texts; each form has what such rows are
+_READERS = {  # formats of rows that are not texts, with what such rows are
     preferences.PAIRS: (preferences.pair, "pairs are rows with chosen and rejected"),
     preferences.LABELLED: (preferences.labelled, "answers are rows with completion and label"),
     preferences.LABELLED_WITH_OTHERS: (preferences.labelled, "answers are rows with completion and label"),

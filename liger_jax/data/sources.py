@@ -1,4 +1,4 @@
-"""What `--data` names: files, globs, folders and datasets of the hub, each with how often its rows are in an epoch."""
+"""The sources that `--data` names: files, globs, folders and datasets of the hub, each with its weight in an epoch."""
 
 import dataclasses
 import math
@@ -22,16 +22,16 @@ _ABOUT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class DataSource:
-    """One thing that `--data` names."""
+    """A source that `--data` names."""
 
-    name: str  # as it was typed, without its weight
+    name: str  # the argument without its weight
     weight: float = 1.0  # how often its rows are in an epoch
     paths: tuple[Path, ...] = ()  # its files; none for a dataset of the hub
-    rows: Any = None  # an iterable of rows that a program has; `None` for files and datasets
+    rows: Any = None  # a program's iterable of rows; `None` for files and datasets
 
 
 def data_sources(given: Sequence[str], flag: str = "--data") -> list[DataSource]:
-    """What the arguments of a flag name, each perhaps with a weight, as in `chats.jsonl=2`: one source for each."""
+    """The sources that the arguments of a flag name, one for each, perhaps with a weight, as in `chats.jsonl=2`."""
     sources = [_data_source(text, flag) for text in given]
     seen: dict[Any, str] = {}
     for source in sources:
@@ -46,19 +46,19 @@ def data_sources(given: Sequence[str], flag: str = "--data") -> list[DataSource]
 
 
 def in_both(some: Sequence[DataSource], others: Sequence[DataSource]) -> str | None:
-    """The first file or dataset of the second that is among the first, too, under whatever name."""
+    """The first file or dataset of the second sources that is also among the first ones, under any name."""
     first = {identity for source in some for identity, _ in _identities(source)}
     return next((name for source in others for identity, name in _identities(source) if identity in first), None)
 
 
 def resolved(names: str) -> list[str]:
-    """The words of names with spaces between them, each resolved if it is a path, so that spellings are compared."""
+    """Names separated by spaces, each resolved if it is a path, so that spellings of a path compare equal."""
     words = (re.fullmatch(r"(.*?)(=[\d.e+-]+)?", word, re.S) for word in names.split(" "))
     return [os.path.realpath(word[1]) + (word[2] or "") for word in words if word]
 
 
 def _identities(source: DataSource) -> Iterator[tuple[Any, str]]:
-    """What tells the files or the dataset of a source from others, and their names. Links are what they lead to."""
+    """Keys that identify the files or the dataset of a source, with their names. A link has the key of its target."""
     for path in source.paths:
         stat = path.stat()
         yield (stat.st_dev, stat.st_ino), str(path)
@@ -75,7 +75,7 @@ def _name_and_weight(text: str, flag: str) -> tuple[str, float]:
     if os.path.exists(text):
         if weight is None:
             return text, 1.0
-        longer = number + ("0" if "." in number else ".0")  # the same number, which no file is called by
+        longer = number + ("0" if "." in number else ".0")  # the same number in a spelling that is not a file's name
         raise UserError(f"{flag}={text}: both {name} and {text} exist. Write {name}={longer} or {text}=1.")
     if weight is None:
         raise UserError(f"{flag}={text}: what comes after {name}= must be a number above 0, such as {name}=2.")
@@ -95,25 +95,25 @@ def _data_source(text: str, flag: str) -> DataSource:
 def weight(text: str) -> float:
     """How often the rows of an argument of `--data` are in an epoch.
 
-    Returns what comes after its last "=", where that is a weight; else 1.
+    Returns the number after the last "=" if it is a weight, else 1.
     """
     return _name_and_weight(text, "--data")[1]
 
 
 def may_be_id(name: str) -> bool:
-    """Whether a name may be a dataset's. If its first part is a folder here, it is a mistyped path."""
+    """Whether a name may be a dataset's id. If its owner is the name of a folder here, it is a mistyped path."""
     organisation, slash, _ = name.rpartition("/")
     is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.lower().endswith(KNOWN)
     return is_id and not (slash and os.path.isdir(organisation))
 
 
 def _is_found(name: str) -> bool:
-    """Whether a name is one of something: a file, a folder, a glob that matches, or a dataset's id with its owner."""
+    """Whether a name is a file, a folder, a glob that matches, or a dataset's id with its owner."""
     return bool(name) and (bool(found(name)) or "/" in name and may_be_id(name))
 
 
 def _number(text: str) -> float | None:
-    """A weight; `None` if the text is none."""
+    """The weight that a text is; `None` if it is not one."""
     try:
         value = float(text)
     except ValueError:
@@ -122,7 +122,7 @@ def _number(text: str) -> float | None:
 
 
 def _of_folder(folder: Path, flag: str) -> list[Path]:
-    """The files of a folder that are meant: of one kind, and of one split where their names tell splits."""
+    """The files of a folder to read: of one kind, and of one split where their names have splits."""
     paths = sorted(_all_in(folder))
     rows = [path for path in paths if is_rows(path) and not _ABOUT.fullmatch(path.name)]
     others = sorted({*paths} - {*rows})
@@ -132,7 +132,7 @@ def _of_folder(folder: Path, flag: str) -> list[Path]:
             f"meant: {flag} '{folder}/**/*{rows[0].suffix}'."
         )
     if rows and others:
-        print(f"data: {_some(others)}: passed over, as what tells about the data")
+        print(f"data: {_some(others)}: skipped, since they describe the data")
     if not (files := rows or others):
         raise UserError(f"{folder} holds no files. Pass {flag} another folder, or a file.")
     return _of_split(folder, files, flag)
@@ -155,7 +155,7 @@ def _of_split(folder: Path, paths: list[Path], flag: str) -> list[Path]:
 
 
 def _split(path: Path) -> str | None:
-    """The split that a path names, in the file's name before the folders'."""
+    """The split that a path names, by the file's name first and then by its folders'."""
     for part in reversed(path.parts):
         for word in re.split(r"[^a-z]+", part.lower()):
             if word in _SPLITS:

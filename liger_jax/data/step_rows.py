@@ -1,7 +1,8 @@
-"""The rows of each step of a run, in which few places hold no token.
+"""The rows of each step of a run, with little padding.
 
-A step has its pieces, or bundles of pieces that belong together, in the order in which they are drawn. Bundle i is of
-micro-batch i mod N, and a micro-batch's bundles are laid into rows of one of a few sizes, all known before step 1.
+A step has its pieces, or bundles of pieces that belong together, in the order in which they are drawn. Bundle i belongs
+to micro-batch i mod N, and the bundles of a micro-batch are laid into rows of one of a few sizes, which are all known
+before step 1.
 """
 
 import dataclasses
@@ -18,26 +19,26 @@ from liger_jax.training import packing, row_sizes
 from liger_jax.training.row_sizes import Size
 from liger_jax.training.rows import Rows, batched
 
-_SHARED = 1.02  # what a place of such a row costs, beside one of a row with a single document
-_SAMPLED = 2**12  # steps by which the number of rows is chosen
-_TRIED = 12  # numbers of rows that are tried
+_SHARED = 1.02  # the cost of a place in a row of several documents, relative to one in a row of a single document
+_SAMPLED = 2**12  # the most steps that are looked at to choose the number of rows
+_TRIED = 12  # how many numbers of rows are tried
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Laying:
-    """What decides how rows are laid."""
+    """The settings by which rows are laid."""
 
-    batch: int  # bundles in a step, or with `--pack` rows
+    batch: int  # bundles in a step; with `--pack`, rows
     micro_batches: int = 1
     shards: int = 1  # devices that split the rows of a micro-batch
     padded: bool = False  # each bundle has a row of the whole length
     alone: bool = False  # each bundle has its own row
     longest: int = 2**14  # the most places in a row of several bundles, or the length of all rows if that is more
-    in_segments: bool = False  # rows say where their documents are, even where each has its own
-    # How a place's cost grows with its row, as attention's does that computes all of a row: by this for each place. 0
-    # where attention computes what a document sees.
+    in_segments: bool = False  # rows have segment ids, even if each has a single document
+    # By how much the cost of a place grows with each place of its row, where attention computes whole rows; 0 where it
+    # computes only within documents.
     growth: float = 0.0
-    program: float = 2.0**15  # how many places fewer a run must compute for one more size
+    program: float = 2.0**15  # how many places one more size must save a run, for its compilation
 
     @property
     def at_once(self) -> int:
@@ -46,11 +47,11 @@ class Laying:
 
 
 class Laid(NamedTuple):
-    """Rows, and what is in them."""
+    """Rows, and the bundles in them."""
 
     rows: Rows
-    numbers: np.ndarray | None  # (rows, length) uint32, of each token's piece; `None` where they are not known yet
-    # The number of each bundle or packed row, its row here, and the segment and the place at which it begins there.
+    numbers: np.ndarray | None  # (rows, length) uint32, the number of each token's piece; `None` if not known yet
+    # For each bundle or packed row its number, its row here, and the segment and the place at which it begins there.
     places: Sequence[tuple[int, int, int, int]]
 
 
@@ -58,7 +59,7 @@ class StepRows:
     """The rows of a run's steps.
 
     `laid` are the rows to train on and `held_out` those that are scored: packed, or with a bundle in each row.
-    `chosen_of` says which of the first each of `steps` steps has.
+    `chosen_of` returns the indices of the rows in `laid` that a step has; there are `steps` steps.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StepRows:
         self._laid, self._held_out, self._chosen_of, self._laying = laid, held_out, chosen_of, laying
         self._packed = laid.packed
         chosen = [chosen_of(step) for step in range(steps)]
-        self.tokens = int(sum(laid.sizes[some].sum() for some in chosen))  # of all steps
+        self.tokens = int(sum(laid.sizes[some].sum() for some in chosen))  # in all steps
         find = self._packed_sizes if self._packed else self._own_sizes
         self.sizes, self._size_of, self.scored_size = find(chosen)
         self.places = int(sum(self.sizes[i].places * n for i, n in enumerate(np.bincount(self._size_of))))  # of all
@@ -83,23 +84,23 @@ class StepRows:
         return self.sizes[self._size_of[step]]
 
     def steps_of(self, size: Size) -> int:
-        """How many steps have a size."""
+        """The number of steps of a size."""
         return int(np.count_nonzero(self._size_of == self.sizes.index(size)))
 
     @property
     def num_segments(self) -> int:
-        """The most pieces that a row may have."""
+        """The largest number of pieces that a row may have."""
         if self._packed:
             return max(each.most_in_a_row for each in (self._laid, self._held_out) if each is not None)
-        most = self._laying.at_once - self.scored_size.rows + 1  # each row has a bundle where there are so many
+        most = self._laying.at_once - self.scored_size.rows + 1  # each row has at least one bundle, if there are enough
         return max(1, most) * self._laid.tokens.together
 
     def rows_of(self, step: int, own: np.ndarray | None = None) -> Rows:
-        """The rows of a step. `own`: those that are read, where other processes read the others; `None` for all."""
+        """The rows of a step. `own`: the rows that this process reads, if others read the rest; `None` for all."""
         return self._made(step, None if own is None else tuple(own.tolist())).rows
 
     def numbers_of(self, step: int) -> np.ndarray:
-        """(rows, length) uint32, the number of each token's piece, by which its dropout goes wherever it is laid."""
+        """(rows, length) uint32, the number of each token's piece, which seeds its dropout wherever it is laid."""
         if not self._packed:
             numbers = self._made(step, None).numbers
             assert numbers is not None
@@ -111,7 +112,7 @@ class StepRows:
         return numbers
 
     def some_of(self, step: int) -> Rows:
-        """Some rows of a step, in the size of those that are scored."""
+        """Some rows of a step, in the size of a scored batch."""
         chosen, laying = self._chosen_of(step), self._laying
         some = chosen[: self.scored_size.rows] if self._packed else chosen[:: laying.micro_batches]
         return self._laid_in(self._laid, some, self.scored_size, None).rows
@@ -125,7 +126,7 @@ class StepRows:
             yield steps._laid_in(laid, chosen_of(i), steps.size_of(i), None, has_beside=False)
 
     def scored(self) -> Sequence[Rows]:
-        """The rows that are held out, in batches of one size, each made when it is asked for."""
+        """The rows that are held out, in batches of one size, each made when it is read."""
         return _Scored(self, self._held_out)
 
     def empty(self, size: Size) -> Rows:
@@ -138,7 +139,7 @@ class StepRows:
     def _laid_in(
         self, laid: LaidRows, chosen: np.ndarray, size: Size, own: tuple[int, ...] | None, has_beside: bool = True
     ) -> Laid:
-        """Bundles in rows of a size; of packed rows the rows themselves."""
+        """Bundles laid into rows of a size; rows that are packed already stay as they are."""
         beside = laid.beside if has_beside else {}
         mine = np.isin(np.arange(size.num_rows), np.arange(size.num_rows) if own is None else own)
         turns = _turns(chosen)
@@ -151,7 +152,7 @@ class StepRows:
         in_segments |= size.rows < self._laying.at_once
         arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in packing.columns(in_segments)}
         arrays["labels"][:] = IGNORE_INDEX
-        for name, column in beside.items():  # of segments (rows, S), or of tokens (rows, length, …)
+        for name, column in beside.items():  # values of segments (rows, S), or of tokens (rows, length, …)
             of_row = (self.num_segments,) if column.ndim == 2 else (size.length, *column.shape[2:])
             arrays[name] = np.zeros((size.num_rows, *of_row), column.dtype)
         numbers, segments, ends = (np.zeros(n, np.int64) for n in (shape, size.num_rows, size.num_rows))
@@ -179,7 +180,7 @@ class StepRows:
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def _packed_sizes(self, chosen: list[np.ndarray]) -> tuple[list[Size], np.ndarray, Size]:
-        """Sizes for rows that are packed over the whole data: fewer rows for steps that have fewer."""
+        """Sizes for rows that are packed over all data: fewer rows for steps that have fewer."""
         laying, numbers = self._laying, np.array([len(some) for some in chosen])
         shapes = [self._shape_of(number) for number in range(laying.batch + 1)]
         costs = np.maximum.accumulate([float(shape.places) for shape in shapes])
@@ -189,7 +190,7 @@ class StepRows:
         return [shapes[level] for level in levels], np.searchsorted(levels, numbers), scored
 
     def _shape_of(self, number: int) -> Size:
-        """The least size for so many packed rows, in no more micro-batches than the rows need."""
+        """The smallest size for a number of packed rows, in no more micro-batches than they need."""
         laying = self._laying
         count = laying.micro_batches if laying.padded else max(1, -(-number // laying.at_once))
         number = laying.batch if laying.padded else number
@@ -215,7 +216,7 @@ class StepRows:
         granule = min(row_sizes.GRANULE, length)
 
         def needs(rows: int, steps: slice = slice(None)) -> tuple[np.ndarray, int]:
-            """What steps and what scored batches need, in granules."""
+            """The lengths that steps and scored batches need, in granules."""
             some = shares[steps]
             loads = row_sizes.balanced(some.reshape(-1, at_once), rows)[1].reshape(len(some), -1).max(axis=1)
             of_scores = row_sizes.balanced(held, rows)[1].max(initial=1)
@@ -250,7 +251,7 @@ class StepRows:
 
 
 class StreamRows:
-    """The rows of a stream's steps, as `StepRows` has them: all of one size, since nobody knows its documents."""
+    """The rows of a stream's steps, as in `StepRows`, all of one size, since its documents are not known in advance."""
 
     def __init__(self, stream: Stream, held_out: LaidRows, laying: Laying):
         self._stream, self._size = stream, Size(held_out.length, laying.at_once, laying.micro_batches)
@@ -299,7 +300,7 @@ class _Scored(Sequence[Rows]):
 
 
 def _packed(laid: LaidRows, names: Sequence[str], chosen: np.ndarray, size: Size, mine: np.ndarray) -> Rows:
-    """Packed rows as they are, with rows without a token after them."""
+    """Packed rows unchanged, and rows without a token after them."""
     some, here = {}, mine[: len(chosen)]
     for name in names:
         empty, column = IGNORE_INDEX if name == "labels" else 0, laid[name]
@@ -309,5 +310,5 @@ def _packed(laid: LaidRows, names: Sequence[str], chosen: np.ndarray, size: Size
 
 
 def _turns(chosen: np.ndarray) -> np.ndarray:
-    """How often each came before in a step."""
+    """How often each value occurred earlier in the step."""
     return np.array([np.count_nonzero(chosen[:i] == each) for i, each in enumerate(chosen)], np.int64)

@@ -1,7 +1,7 @@
-"""Rows of a dataset that is read from the hub while the run goes on.
+"""Rows of a dataset that is read from the hub during the run.
 
-Each step has the next documents of the stream, in their order, so that a row and a piece say where a step begins.
-These places are noted beside the run: a run that goes on begins to read there.
+Each step has the next documents of the stream, in their order, so that the number of a row and of a piece say where a
+step begins. These places are stored in the run's folder, and a resumed run begins to read there.
 """
 
 import itertools
@@ -21,16 +21,16 @@ from liger_jax.training.rows import Rows
 from liger_jax.user_errors import UserError, in_one_line
 
 _AT_ONCE = 64  # rows that are encoded together
-_KEPT = 2  # batches: a step's, and that of the step before, by which weights are checked
-Place = tuple[int, int]  # rows of the stream that are done, and pieces of the next row
+_KEPT = 2  # batches: a step's, and the previous step's, by which weights are checked
+Place = tuple[int, int]  # how many rows of the stream are done, and how many pieces of the next row
 
 
 class Stream:
-    """The rows of each step, whichever was asked for before."""
+    """The rows of each step, in any order of steps."""
 
     def __init__(self, options: RowOptions, batch: int, encoder: Tokenizer, folder: Path):
         self._options, self._rows_in_step, self._encoder, self._name = options, batch, encoder, options.data[0]
-        self._own = options.rows.get(self._name)  # rows that a program has: noted places may be of others
+        self._own = options.rows.get(self._name)  # rows of a program: stored places may be of other rows
         if self._own is None and (files.found(self._name) or not sources.may_be_id(self._name)):
             raise UserError(
                 f"--stream reads a dataset of the hub, and --data={self._name} is not one. Leave out --stream."
@@ -46,8 +46,8 @@ class Stream:
         self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
         self._done: dict[int, tuple[Rows, np.ndarray]] = {}
         self._pieces: Iterator[tuple[Place, Piece]] = iter(())
-        self._printed: set[str] = set()  # what was said already: each batch of documents would repeat it
-        self._next = -1  # the step that `_pieces` has come to
+        self._printed: set[str] = set()  # the notices that were printed, which each batch of documents would repeat
+        self._next = -1  # the next step of `_pieces`
 
     def rows_of(self, step: int) -> Rows:
         """The rows of a step."""
@@ -60,7 +60,7 @@ class Stream:
     def _of_step(self, step: int) -> tuple[Rows, np.ndarray]:
         """A step's rows, and the pieces of their tokens."""
         while step not in self._done:
-            begun = min(step, len(self._places) - 1)  # a step whose begin is not known comes by those before it
+            begun = min(step, len(self._places) - 1)  # the last step before it whose begin is stored
             if self._next != begun:
                 self._pieces, self._next = self._from(self._places[begun]), begun
             batch, place = self._batch()
@@ -133,7 +133,7 @@ class Stream:
             ) from error
 
     def _read_own(self, row: int) -> Iterator[Any]:
-        """The rows of a program from a number on. An iterator gives them once."""
+        """The rows of a program from a number on. An iterator can be read only once."""
         if self._is_read and isinstance(self._own, Iterator):
             raise UserError(
                 f"--data={self._name} is an iterator that is at its end, or was read further, and it cannot begin "
@@ -143,7 +143,7 @@ class Stream:
         yield from itertools.islice(self._rows, row, None)
 
     def _note(self, step: int, place: Place) -> None:
-        """Notes where a step begins."""
+        """Stores where a step begins."""
         if step < len(self._places):
             return
         self._places.append(place)

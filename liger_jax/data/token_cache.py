@@ -1,7 +1,7 @@
-"""Tokens of a run's data in files beside the run: made once, mapped into memory, and known by the data's content.
+"""Tokens of a run's data in files in its folder: made once, mapped into memory, and keyed by the data's content.
 
-A folder of tokens has flat arrays: of all tokens, whether each is scored, where each piece ends, and what is shown of
-documents. `meta.json` comes last and has digests, so that a folder that was cut off or damaged is made anew.
+A folder of tokens has flat arrays: all tokens, whether each is scored, where each piece ends, and what is shown of
+documents. `meta.json` is written last and has digests, so that a folder that is incomplete or damaged is made anew.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Tokens:
         return np.diff(self._ends, prepend=0)
 
     def num_scored(self, pieces: np.ndarray) -> int:
-        """How many tokens of some pieces the loss counts: never the first of a piece, which follows nothing."""
+        """How many tokens of some pieces the loss counts: never the first of a piece, which has no token before it."""
         ends, total = self._ends, 0
         for i in pieces.tolist():
             begin = int(ends[i - 1]) if i else 0
@@ -65,7 +65,7 @@ class Tokens:
 
     @property
     def digest(self) -> str:
-        """A text by which the tokens and their labels can be told from others."""
+        """A text that identifies the tokens and their labels."""
         digests = self.meta["digests"]
         return f"{digests['tokens']} {self.meta['trained_on']} {digests['ends']}"
 
@@ -76,7 +76,7 @@ class Tokens:
         return tokens, np.where(self._scored[begin:end], tokens, IGNORE_INDEX).astype(np.int32)
 
     def piece(self, i: int) -> Piece:
-        """A piece with what is shown of its document: where it is from, the roles of its messages, "" for a prompt."""
+        """A piece with what is shown of its document: its place, the roles of its messages, and "" for a prompt."""
         number = int(self._document[i])
         first, last = int(self._title_ends[number - 1]) if number else 0, int(self._title_ends[number])
         where, roles, has_prompt = json.loads(bytes(self._titles[first:last]))
@@ -91,17 +91,17 @@ class Tokens:
 
     @property
     def together(self) -> int:
-        """How many pieces, one after the other, share a row and are held out together."""
+        """How many consecutive pieces share a row and are held out together."""
         return self.meta["together"]
 
     @property
     def kind(self) -> str:
-        """What belongs together, in a word."""
+        """The name of such a group of pieces."""
         return self.meta["kind"]
 
     @property
     def marks(self) -> dict[str, list[int]]:
-        """Which tokens end answers and which stand in them, as `Tokenizer.marks` has them."""
+        """The tokens that end answers, and those within them, as in `Tokenizer.marks`."""
         return self.meta["marks"]
 
 
@@ -112,7 +112,7 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def leftovers_removed(out: Path) -> Iterator[None]:
-    """A context for a run, before and after which unfinished tokens are removed, or such as it did not keep."""
+    """A context for a run, before and after which tokens are removed that are unfinished or were not kept."""
     remove = lambda: [shutil.rmtree(path, ignore_errors=True) for path in (out / FOLDER).glob(f"*{NEW}")]
     remove()
     try:
@@ -120,11 +120,11 @@ def leftovers_removed(out: Path) -> Iterator[None]:
     finally:
         remove()
         with contextlib.suppress(OSError):
-            (out / FOLDER).rmdir()  # where it is empty
+            (out / FOLDER).rmdir()  # only if the folder is empty
 
 
 def find(place: Path, key: str) -> Tokens | None:
-    """The tokens of an earlier start, or of another run of the same data by this user, if they are whole."""
+    """The tokens of an earlier start, or of another run of the same data by this user, if they are complete."""
     if (tokens := _whole(place / key, key)) is not None:
         return tokens
     taken = place / f"{key}{NEW}"
@@ -163,7 +163,7 @@ def write(
             for source in sources:
                 for batch in batches(read(source)):
                     writer.add(batch, tokenizer.encoded(batch, length, refused), refused, tokenizer.left_out)
-                writer.end_part()
+                writer.end_source()
         meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks}
         meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments, "kind": tokenizer.kind}
         write_json(folder / META, meta | {"notes": tokenizer.notes(length)})
@@ -181,7 +181,7 @@ def keep(tokens: Sequence[Tokens]) -> None:
         if each.folder.name.endswith(NEW):
             kept = each.folder.with_name(each.folder.name.removesuffix(NEW))
             shutil.rmtree(kept, ignore_errors=True)
-            with contextlib.suppress(OSError):  # where an open file cannot be moved, the next start makes it anew
+            with contextlib.suppress(OSError):  # if an open file cannot be moved, the next start makes the tokens anew
                 each.folder.rename(kept)
                 each.folder = kept
         if each.meta.get("key") == each.folder.name:

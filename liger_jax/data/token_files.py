@@ -15,14 +15,14 @@ from liger_jax.data.pieces import NO_TOKEN, Piece
 from liger_jax.ops.labels import IGNORE_INDEX
 
 ARRAYS = {  # by name
-    "tokens": np.int32,  # of all pieces
+    "tokens": np.int32,  # the tokens of all pieces
     "scored": np.bool_,  # whether each token is trained on
-    "ends": np.int64,  # of each piece in `tokens`
-    "begins": np.int64,  # the place of each piece's first token in its document
+    "ends": np.int64,  # the end of each piece in `tokens`
+    "begins": np.int64,  # the index of each piece's first token in its document
     "document": np.int64,  # number of each piece's document
-    "totals": np.int64,  # tokens of each document, cut off or not
-    "title_ends": np.int64,  # of each document's title in `titles`
-    "labels": np.int8,  # of each piece: 1 for a good answer, 0 for a bad one, -1 for what is no answer with a label
+    "totals": np.int64,  # number of tokens of each document before it was cut off
+    "title_ends": np.int64,  # the end of each document's title in `titles`
+    "labels": np.int8,  # for each piece: 1 for a good answer, 0 for a bad one, -1 without a label
     "titles": np.uint8,  # what is shown of documents, in UTF-8
 }
 _BATCH = 1024  # documents that are encoded at once
@@ -39,7 +39,7 @@ class Writer:
         self._trained_on = hashlib.sha256()  # `scored`, with an answer's label at its first token, which no loss reads
         self._fingerprint, self._unread, self._pieces = Fingerprint(), frozenset(), [0]
         self._documents = self._titles = self._tokens = self._count = 0
-        self._unused: dict[str, int] = {}  # by what such documents have in the place of a token to train on
+        self._unused: dict[str, int] = {}  # by the reason why such documents have no token to train on
         self._first_unused: dict[str, list[str]] = {}
 
     def __enter__(self) -> "Writer":
@@ -51,11 +51,11 @@ class Writer:
     def add(
         self, documents: Sequence[Document], pieces: Iterable[Piece], refused: reading.Refused, why: dict[str, str]
     ) -> None:
-        """Adds documents and their pieces; `why` says by their places what those without a piece have."""
+        """Adds documents and their pieces; `why` has the reasons of documents without a piece, by their places."""
         used: dict[int, int] = {}  # numbers of documents
         total = 0
         for piece in pieces:
-            if not piece.begin or id(piece.document) not in used:  # the answers of a pair have each a title and a total
+            if not piece.begin or id(piece.document) not in used:  # each answer of a pair has a title and a total
                 self._end_document(total)
                 used[id(piece.document)], total = self._documents, 0
                 self._begin_document(piece.document)
@@ -86,12 +86,12 @@ class Writer:
                 first = self._first_unused.setdefault(what, [])
                 first += [document.where][: 3 - len(first)]
 
-    def end_part(self) -> None:
-        """Ends the pieces of one thing that `--data` names."""
+    def end_source(self) -> None:
+        """Ends the pieces of one source that `--data` names."""
         self._pieces.append(0)
 
     def meta(self) -> dict[str, Any]:
-        """What is to be known of the tokens."""
+        """The fields of `meta.json`."""
         return {
             "digests": {name: digest.hexdigest() for name, digest in self._digests.items()},
             "trained_on": self._trained_on.hexdigest(),

@@ -34,9 +34,9 @@ _MOST_SAID = 500  # characters of another library's error
 class Tokenizer:
     """The tokenizer of a checkpoint, from tokenizer.json and the small files beside it."""
 
-    together = 1  # how many pieces, one after the other, share a row and are held out together
-    kind = "piece"  # what they are together, in a word
-    in_segments = False  # whether rows say where their pieces are, even where each has its own row
+    together = 1  # how many consecutive pieces share a row and are held out together
+    kind = "piece"  # the name of such a group of pieces
+    in_segments = False  # whether rows have segment ids, even if each has a single piece
 
     def __init__(self, source: Source | str | Path, vocab_size: int, stops: Sequence[int]):
         source = find(source, weights=False)
@@ -59,7 +59,7 @@ class Tokenizer:
             raise
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # tokenizers raises nothing narrower, and its panics are no Exceptions
+        except BaseException as error:  # tokenizers raises nothing narrower, and its panics are no `Exception`
             raise UserError(f"{folder / FILE} cannot be read: {str(error)[:_MOST_SAID]}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -68,7 +68,7 @@ class Tokenizer:
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
         self._stops: list[int] = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
         self._conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
-        self.left_out: dict[str, str] = {}  # what documents without a piece have instead, where there is a word for it
+        self.left_out: dict[str, str] = {}  # the reasons of documents without a piece, by their places
         self._once = AddedOnce(self.text)
         self._has_joined = False  # whether a prompt that is a text was joined to its answer
         self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
@@ -76,7 +76,7 @@ class Tokenizer:
     def pieces(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> list[Piece]:
-        """Encodes documents, cuts them to the length of a row, and prints what is to be known of them."""
+        """Encodes documents, cuts them to the length of a row, and prints notes about them."""
         pieces = list(self.encoded(documents, length, refused))
         for note in self.notes(length):
             print(note)
@@ -87,11 +87,11 @@ class Tokenizer:
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> Iterator[Piece]:
-        """Encodes some documents of many, and cuts them to the length of a row.
+        """Encodes some of the documents, and cuts them to the length of a row.
 
         A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
-        and so is a prompt with its completion, and what is longer is dropped. A token that ends a last answer is added
-        to `stops`.
+        and so is a prompt with its completion; tokens beyond `length` are dropped. A token that ends a last answer is
+        added to `stops`.
         """
         chats = [each for each in documents if each.messages is not None]
         completions = [each for each in documents if each.messages is None and each.prompt is not None]
@@ -108,15 +108,15 @@ class Tokenizer:
             yield from (piece for piece in own if piece.is_scored)
 
     def side(self, piece: Piece, number: int) -> str:
-        """What a piece is among those that belong together."""
+        """The name of a piece within its group, such as "chosen"."""
         return ""
 
     def notes(self, length: int) -> list[str]:
-        """What is to be said of all documents that were encoded."""
+        """Notes about all documents that were encoded."""
         notes = [*self._conversations.notes(), *self.notices().values()]
         for kind, cut in self._cut.items():
             if cut:
-                notes.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
+                notes.append(f"{cut:,} of {self._count[kind]:,} {kind} are longer than --length={length}, and cut off")
         with contextlib.suppress(UserError):  # a damaged template is reported where it is needed
             if self._has_joined and self.has_template:
                 notes.append(
@@ -126,36 +126,36 @@ class Tokenizer:
         return list(dict.fromkeys(notes))
 
     def notices(self) -> dict[str, str]:
-        """What is to be said of texts and messages that were encoded since it was said last."""
+        """The notices of texts and messages that were encoded since the last call: sentences by topic."""
         return self._conversations.notices() | self._once.notices()
 
     @property
     def stops(self) -> list[int]:
-        """The tokens that end a text, by the checkpoint and by what ends the last answers of conversations.
+        """The tokens that end a text: the checkpoint's, and those that end the last answers of conversations.
 
-        A number beyond the model's vocabulary is none of them: a model cannot write it.
+        An id beyond the model's vocabulary is left out, since the model cannot generate it.
         """
         stops = [*self._stops, *(stop for stop in self._conversations.stops if stop not in self._stops)]
         return [stop for stop in stops if stop < self._vocab_size]
 
     @property
     def marks(self) -> dict[str, list[int]]:
-        """Which tokens end answers and which stand in them, by name: what `add_marks` takes."""
+        """The tokens that end answers, and those within them, by name, as `add_marks` takes them."""
         return {name: sorted(tokens) for name, tokens in self._conversations.marks.items()}
 
     def add_marks(self, marks: Mapping[str, Sequence[int]]) -> None:
-        """Adds what `marks` was when other conversations had been encoded."""
+        """Adds the `marks` of conversations that were encoded earlier."""
         for name, tokens in marks.items():
             self._conversations.marks[name] |= {*tokens}
 
     def identity(self) -> dict[str, Any]:
-        """What the tokens of a text depend on, apart from the text."""
+        """All that the tokens of a text depend on, apart from the text."""
         files = {name: digests.of_bytes(content) for name, content in self._files.items() if content}
         return files | {"vocab_size": self._vocab_size, "eos": self._eos, "media": sorted(self._media)}
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The number of each token, those that were added among them, in order of the numbers."""
+        """The id of each token, added ones included, in order of the ids."""
         numbers = self._tokenizer.get_vocab(with_added_tokens=True)  # in another order in each process
         return dict(sorted(numbers.items(), key=lambda token: token[1]))
 
@@ -165,7 +165,7 @@ class Tokenizer:
         return any("strftime_now" in source for source in self._chat_templates().values())
 
     def prompt(self, document: Document) -> np.ndarray:
-        """The tokens after which a model goes on with a text, or answers a conversation."""
+        """The prompt's tokens, for a text that the model continues or a conversation that it answers."""
         is_text = document.messages is None
         text = document.text if is_text else self._conversations.prompt(document)
         with failures():
@@ -196,8 +196,8 @@ class Tokenizer:
             with refusals_kept(refused, document.where):
                 tokens = self._checked(ids, document)
                 for i in range(0, len(tokens), length):
-                    part = tokens[i : i + length]
-                    pieces.append(Piece(part, part, document, i, len(tokens)))
+                    some = tokens[i : i + length]
+                    pieces.append(Piece(some, some, document, i, len(tokens)))
         return pieces
 
     def _completions(
@@ -217,17 +217,18 @@ class Tokenizer:
                 yield self._one(document, ids, is_scored, length, "completions")
 
     def _long(self, document: Document, length: int, refused: dict[str, UserError] | None) -> Iterator[Piece]:
-        """The pieces of a text that is read by parts."""
+        """The pieces of a text that is read in chunks."""
         ids, begin, path = [], 0, document.path or Path()
         with refusals_kept(refused, document.where), opened(path) as file, errors_at(document.where):
             ends = [] if self._eos is None else [self._eos]
-            parts = long_text.with_added(checked(path, file), self._tokenizer, self._once.note)
-            for some in itertools.chain(parts, [None]):
+            chunks = long_text.with_added(checked(path, file), self._tokenizer, self._once.note)
+            for some in itertools.chain(chunks, [None]):
                 is_end = some is None
                 ids += (ends if ids[-1:] != ends else []) if some is None else some
-                while len(ids) > length or is_end and ids:  # the last token stays: the end may have to follow it
-                    part = self._checked(ids[:length], document)
-                    yield Piece(part, part, document, begin)
+                # The last token is kept back, since the end-of-text token may have to follow it.
+                while len(ids) > length or is_end and ids:
+                    tokens = self._checked(ids[:length], document)
+                    yield Piece(tokens, tokens, document, begin)
                     ids, begin = ids[length:], begin + length
 
     def _chats(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
@@ -253,7 +254,7 @@ class Tokenizer:
         return pieces
 
     def _one(self, document: Document, ids: list[int], is_scored: np.ndarray, length: int, kind: str) -> Piece:
-        """A document that is one piece, and is cut off if it is longer than a row."""
+        """A document as one piece, which is cut off if it is longer than a row."""
         tokens = self._checked(ids, document)
         labels = np.where(is_scored, tokens, IGNORE_INDEX).astype(np.int32)
         self._cut[kind] += len(tokens) > length
@@ -272,7 +273,7 @@ class Tokenizer:
         return rendered
 
     def _chat_templates(self) -> dict[str, str]:
-        """The chat templates by name, from the places where transformers looks."""
+        """The chat templates by name, from the files that transformers reads."""
         names = {"default": "chat_template.jinja"}
         names |= {Path(name).stem: name for name in self._files if Path(name).parent == Path(TEMPLATES)}
         templates = {name: self._text(file) for name, file in names.items() if self._files[file] is not None}
@@ -336,7 +337,7 @@ class Tokenizer:
 
 
 def _left_out_by(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The fields by which all answers of a conversation are left out; "" if one is trained on."""
+    """The fields that leave out all answers of a conversation; "" if one is trained on."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if any(map(is_trained, answers)):
         return ""

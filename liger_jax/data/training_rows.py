@@ -26,7 +26,7 @@ from liger_jax.training.rows import Mixture, hold_out, num_mixed
 from liger_jax.training.waiting import telling
 from liger_jax.user_errors import UserError, counted, user_errors
 
-# The modules that decide about tokens, by their paths: a change in one of them makes tokens anew.
+# The modules that tokens depend on, by their paths: if one of them changes, tokens are made anew.
 MADE_BY = (
     "chat/jinja", "chat/left_out", "chat/limits", "chat/messages", "chat/prompts", "chat/spans", "chat/strict_json",
     "chat/template", "chat/template_sources", "chat/traced",
@@ -39,14 +39,14 @@ _ROOT = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRows:
-    """The data of a run."""
+    """The data of a run, as rows."""
 
     rows: LaidRows | None  # the rows to train on; `None` if they are read from a stream
     held_out_rows: LaidRows | None  # the rows that are scored and not trained on; `None` if there are none
-    # (rows, weight) of consecutive groups of rows, where an epoch has each as often as the weight says; `None` for each
-    # row once.
+    # (rows, weight) of consecutive groups of rows, each of which an epoch has `weight` times; `None` if an epoch has
+    # each row once.
     mixture: Mixture | None
-    summary: str  # how many there are, in words
+    summary: str  # the numbers of documents, rows and tokens, in words
     stream: Stream | None = None  # the stream
     in_steps: StepRows | StreamRows | None = None  # the rows of each step; `None` before `laid_in_steps`
 
@@ -64,11 +64,11 @@ class TrainingRows:
 
     @property
     def _tokens(self) -> list[Tokens]:
-        """The tokens of both, which may be the same."""
+        """The tokens of the rows to train on and of those held out, which may be the same."""
         return list({each.tokens.folder: each.tokens for each in self.laid}.values())
 
     def made_of(self) -> dict[str, str]:
-        """Texts by which the data of a run can be told from that of another: its documents, and its tokens."""
+        """Texts that identify the data of a run: its documents, and its tokens."""
         digest = digests.of_bytes("".join(each.digest for each in self._tokens).encode())[:12]
         number = sum(each.num_rows for each in self.laid)
         return {
@@ -77,7 +77,7 @@ class TrainingRows:
         }
 
     def laid_in_steps(self, batch: int, seed: int, epochs: float | None, steps: int, laying: Laying) -> "TrainingRows":
-        """The same with the rows of each step."""
+        """The same data with the rows of each step."""
         in_steps: StepRows | StreamRows
         if self.stream is not None:
             assert self.held_out_rows is not None
@@ -90,16 +90,16 @@ class TrainingRows:
 
     @property
     def num_stored(self) -> int:
-        """The most pieces that a row of `laid` has."""
+        """The largest number of pieces in a row of `laid`."""
         return max(each.most_in_a_row for each in self.laid)
 
     @property
     def num_segments(self) -> int:
-        """The most pieces that a row of a step has."""
+        """The largest number of pieces in a row of a step."""
         return self.num_stored if self.in_steps is None else self.in_steps.num_segments
 
     def held_out(self, most: int) -> list[Piece]:
-        """The first pieces that are scored, and of those that belong together the first."""
+        """The first pieces that are scored, and the first one of each group."""
         laid = self.held_out_rows
         return [] if laid is None else [laid.tokens.piece(int(i)) for i in laid.pieces[:: laid.tokens.together][:most]]
 
@@ -116,7 +116,7 @@ def tokenizer(source: Source, vocab_size: int, kind: type[Tokenizer] = Tokenizer
 
 
 def sources_of(options: RowOptions) -> dict[str, list[DataSource]]:
-    """What the flags of a run name, which is looked for before anything is read.
+    """The sources that the flags of a run name, which must be there before anything is read.
 
     Returns files and datasets by flag; those of `--data` are left out for a stream.
     """
@@ -185,7 +185,7 @@ def tokens_of(
     refused: reading.Refused = None,
     is_kept: bool = True,
 ) -> Tokens:
-    """The tokens of what a flag names. Prints what is to be known of them."""
+    """The tokens of the sources that a flag names. Prints notes about them."""
     tell([path for source in sources for path in source.paths])
     loaded = {source.name: reading.rows_of(source, options.subset) for source in sources if not source.paths}
     key = _key(options, encoder, sources, loaded) if is_kept else flag.strip("-")
@@ -250,7 +250,7 @@ def _summary(options: RowOptions, laid: LaidRows, held_out: LaidRows | None, mix
 
 
 def _unused(meta: Mapping[str, Any]) -> list[str]:
-    """What documents without a row have, and where they are, in words."""
+    """Lines with the reasons and the places of documents without a row."""
     lines = []
     for what, unused in meta["unused"].items():
         have = "1 document has" if unused == 1 else f"{unused:,} documents have"
@@ -260,7 +260,7 @@ def _unused(meta: Mapping[str, Any]) -> list[str]:
 
 
 def _key(options: RowOptions, encoder: Tokenizer, sources: Sequence[DataSource], loaded: Mapping[str, Any]) -> str:
-    """What tokens are made of: the content of the data, how it is read, and the tokenizer."""
+    """The key of tokens: the content of the data, how it is read, and the tokenizer."""
     made: list[Any] = [importlib.metadata.version("tokenizers"), encoder.identity(), options.length]
     made += [type(encoder).__name__, options.column, options.subset, options.format]
     made += (digests.of_file(_ROOT / f"{name}.py") for name in MADE_BY)
@@ -270,7 +270,7 @@ def _key(options: RowOptions, encoder: Tokenizer, sources: Sequence[DataSource],
         with telling(f"looking at {disk.size(size)} of data"):
             for source in sources:
                 files = {str(path): digests.of_file(path) for path in source.paths}
-                dataset = loaded.get(source.name)  # one that does not tell its content is read anew each time
+                dataset = loaded.get(source.name)  # a dataset without a digest of its content is read anew each time
                 content = files or getattr(dataset, "_fingerprint", None) or f"at {datetime.datetime.now()}"
                 made.append([source.name, content])
     return digests.of_json(made)

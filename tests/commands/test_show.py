@@ -216,15 +216,15 @@ def test_a_document_of_which_nothing_is_trained_on_is_named(source, capsys, tmp_
     long = json.dumps({"messages": [question, {"role": "assistant", "content": "one"}]})
     (source.parent / "long.jsonl").write_text(_tiny.chats(3) + "\n" + long)
     printed = shown(capsys, source, "long.jsonl", "--length=60")
-    why = "a prompt that leaves its answer no place in --length=60"
+    why = "a prompt that leaves no room for its answer in --length=60"
     assert f"1 document has {why}, and no row: {source.parent / 'long.jsonl'}, line 4\n" in printed
 
 
 def test_answers_behind_the_cut_are_named_with_the_length(source, capsys):
     assert main(["data", f"--model={source}", str(source.parent / "chats.jsonl"), "--length=8"]) == 2
     assert re.search(
-        r"Nothing is left to train on: 12 documents have a prompt that leaves its answer no place in --length=8, and "
-        r"no row: \S+, line 1, \S+, line 2, \S+, line 3, …\. Pass a larger --length, or leave it out\.\n$",
+        r"Nothing is left to train on: 12 documents have a prompt that leaves no room for its answer in --length=8, "
+        r"and no row: \S+, line 1, \S+, line 2, \S+, line 3, …\. Pass a larger --length, or leave it out\.\n$",
         capsys.readouterr().err,
     )
 

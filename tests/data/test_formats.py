@@ -226,7 +226,7 @@ def test_a_completion_longer_than_a_row_is_cut_off_and_told_of(folder, capsys):
     (piece,) = Tokenizer(Source(folder), 320, []).pieces([read(row)], length=10)
     assert len(piece.tokens) == 10 and piece.total > 10 and (piece.labels >= 0).sum() == 6
     cut, joined = capsys.readouterr().out.splitlines()
-    assert cut == "1 of 1 completions are cut off, as longer than --length=10"
+    assert cut == "1 of 1 completions are longer than --length=10, and cut off"
     assert joined.startswith("prompts that are texts are joined to their answers as they stand, without the tokenizer")
 
 

@@ -213,7 +213,7 @@ def test_a_cell_of_a_table_holds_any_text(tmp_path):
         ("a", '[\n{"text": "one"}]', "holds JSON, which would be trained on as plain text"),
         ("a.gz", "one", "a.gz cannot be read: Not a gzipped file"),
         ("a.feather", "one", "is a .feather file, which is not read as it is. Write its table as Parquet: "),
-        ("a.parquet.gz", "one", "is compressed as a whole, and is read by parts. Unpack it first."),
+        ("a.parquet.gz", "one", "is compressed as a whole, and cannot be read in chunks. Unpack it first."),
         ("a.tar.gz", "one", "is a .tar file, which is not read as it is. Unpack it first"),
         ("a.ipynb", "{}", "is a .ipynb file, which is not read as it is. Write its text to a .txt file"),
     ],
@@ -333,7 +333,7 @@ def test_a_refusal_by_a_little_says_how_to_begin_nevertheless(source, tmp_path, 
     failure(capsys, source, *arguments)
     monkeypatch.setattr(devices, "here", lambda: _device(needed[0].total / share / 2**30))
     told = failure(capsys, source, *arguments)
-    assert "The run needs" in told and ("--risk-memory begins nevertheless." in told) == is_near
+    assert "The run needs" in told and ("--risk-memory starts the run nevertheless." in told) == is_near
     told = failure(capsys, source, *arguments, "--risk-memory")
     assert "The run needs" not in told and "a.txt" in told  # it goes on to the data, which is not there
 
@@ -344,7 +344,7 @@ def test_a_run_that_risks_it_takes_what_needs_least_of_what_is_left_to_it(source
     model, mesh = architecture_of(Source(source)), {"data": 1, "fsdp": 1}
     chosen = memory.fitted(settings, model, "float32", "float32", "float32", mesh)
     assert chosen.recipe.micro_batches == 4  # a run that is refused has one
-    assert "--risk-memory begins nevertheless\n" in capsys.readouterr().out
+    assert "the run starts nevertheless, by --risk-memory\n" in capsys.readouterr().out
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_only_the_assistants_tokens_and_the_mark_that_ends_them_are_trained_on(s
 def test_a_conversation_longer_than_a_row_is_cut_off_and_told_of(source, plain, capsys):
     (piece,) = Tokenizer(Source(source), 320, []).pieces([Document("", messages=CHAT)], length=60)
     assert len(piece.tokens) == 60 and answers(plain, piece).startswith("three")
-    assert "1 of 1 conversations are cut off, as longer than --length=60" in capsys.readouterr().out
+    assert "1 of 1 conversations are longer than --length=60, and cut off" in capsys.readouterr().out
 
 
 TURNS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<e>\n{% endfor %}"

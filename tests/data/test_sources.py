@@ -1,4 +1,4 @@
-"""What `--data` names: files, folders, splits and weights, and files that are read by parts."""
+"""What `--data` names: files, folders, splits and weights, and files that are read in chunks."""
 
 import csv
 import json
@@ -92,7 +92,7 @@ def test_a_folder_is_its_files_without_what_tells_about_them(capsys):
     write(one__a_jsonl=LINE, one__b__c_csv="text\none", one__README_md="# one", **{"one__.hidden_jsonl": LINE})
     (part,) = sources.data_sources(["one"])
     assert names(part) == ["one/a.jsonl", "one/b/c.csv"]
-    assert capsys.readouterr().out == "data: one/README.md: passed over, as what tells about the data\n"
+    assert capsys.readouterr().out == "data: one/README.md: skipped, since they describe the data\n"
     write(prose__a_txt="one", prose__README_md="two")
     assert names(sources.data_sources(["prose"])[0]) == ["prose/README.md", "prose/a.txt"]
 
@@ -139,7 +139,7 @@ def test_a_mixture_has_each_file_s_rows_as_often_as_its_weight_says():
     assert not len(batch_of(steps)["input_ids"])
 
 
-# --- files that are read by parts -------------------------------------------------------------------------------------
+# --- files that are read in chunks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

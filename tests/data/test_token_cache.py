@@ -183,7 +183,7 @@ def test_what_is_said_of_conversations_is_said_at_each_start(source, tmp_path, c
     for _ in range(2):
         found = rows_of(options_of(source, "chats.jsonl", length=40), tokenizer(source), tmp_path)
         found.keep()
-        assert "7 of 7 conversations are cut off, as longer than --length=40\n" in capsys.readouterr().out
+        assert "7 of 7 conversations are longer than --length=40, and cut off\n" in capsys.readouterr().out
 
 
 def test_the_mark_that_ends_answers_is_known_from_files_too(source, tmp_path):
