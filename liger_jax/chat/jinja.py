@@ -40,14 +40,14 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
         self.filters = {name: _followed(name, function) for name, function in self.filters.items()}
         self.filters |= {"tojson": _to_json, "join": _join, "format": _format, "safe": _safe, "~": _plain}
         self.globals |= {"raise_exception": _raise, "strftime_now": datetime.datetime.now().strftime}
-        del self.globals["lipsum"]  # makes texts of any length, by chance
+        del self.globals["lipsum"]  # makes random texts of any length
         self.clock = limits.Clock()
         self.parsed = False
 
     def call(__self, __context, __obj, *args, **kwargs):  # noqa: N805  a template may name an argument "self"
-        """A function that a template calls; what a method of a plain string makes of traced ones is traced.
+        """A function that a template calls; if a plain string's method gets traced strings, its result is traced.
 
-        Every turn of a loop comes here, too, by its event.
+        Every iteration of a loop is such a call, too, by its event.
         """
         __self.clock.check()
         if isinstance(text := getattr(__obj, "__self__", None), str):
@@ -94,7 +94,7 @@ class _Events(ext.Extension):
 
 
 class _Instrumented(visitor.NodeTransformer):
-    """Lets each loop tell at which message it is, and replaces `~` by `+`, which keeps origins."""
+    """Makes each loop report the message that it is at, and replaces `~` by `+`, which keeps origins."""
 
     def __init__(self):
         self._loops = itertools.count()
@@ -138,7 +138,7 @@ def _followed(name: str, function: Any) -> Any:
 
 
 def _subject(args: Any) -> tuple[Any, Any]:
-    """What a filter is applied to, and its other arguments; Jinja may pass the environment or a context first."""
+    """The value that a filter is applied to, and its other arguments; Jinja may pass its environment or context."""
     passed = isinstance(args[0], jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext) if args else False
     subject, *others = args[passed:] or (None,)
     return subject, others
@@ -152,7 +152,7 @@ def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute
 
 
 def _plain(text: str) -> str:
-    """A fragment of `~`, which escapes nothing beside what `safe` has marked; `+` would."""
+    """An operand of `~`, which unlike `+` escapes nothing beside text that `safe` has marked."""
     return text if isinstance(text, Traced) else str(text)
 
 
@@ -181,7 +181,7 @@ def _to_json(
 
 
 def _parsed(environment: Environment, value: Any) -> Any:
-    """The value, with objects in the place of a tool call's arguments that are a JSON string."""
+    """The value, in which the arguments of a tool call that are a JSON string are parsed."""
     if isinstance(value, dict):
         return {key: _parsed(environment, each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of conversations beside answers: a system message, a tool's result, the tools."""
+"""Contents of conversations, apart from answers, that a chat template does not print, such as a system message."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -12,21 +12,21 @@ _WORDS = {"tool": "tool result", "function": "tool result", "ipython": "tool res
 
 
 class LeftOut:
-    """What was left out, and in how many rows."""
+    """The contents that were left out, and in how many rows."""
 
     def __init__(self):
         self._rows: dict[str, int] = {}
-        self._last: dict[str, str] = {}  # the row in which it was left out last: both answers of a pair are one row's
+        self._last: dict[str, str] = {}  # the last row without it, since both answers of a pair are in one row
 
     def look(self, where: str, missing: Iterable[str]) -> None:
-        """Counts what is missing of a row."""
+        """Counts the contents that are missing in a row."""
         for what in missing:
             if self._last.get(what) != where:
                 self._rows[what] = self._rows.get(what, 0) + 1
                 self._last[what] = where
 
     def notices(self) -> dict[str, str]:
-        """What is to be said of it, and forgets it."""
+        """The notices about them, which are then forgotten."""
         noted, self._rows, self._last = self._rows, {}, {}
         return {what: f"the chat template {what}, in {counted(n, 'row')}" for what, n in noted.items()}
 
@@ -39,7 +39,7 @@ def of(
     values: Mapping[str, Any],
     without_tools: Callable[[], str],
 ) -> Iterator[str]:
-    """What a template leaves out of a conversation, apart from the answers that are trained on.
+    """The contents that a template leaves out of a conversation, apart from the answers that are trained on.
 
     Yields words that follow "the chat template", such as "prints no system message".
     """
@@ -77,7 +77,7 @@ def _thoughts_in(content: Any) -> str:
 
 
 def _is_cut(layout: Layout, i: int, content: Any) -> bool:
-    """Whether less than a content stands in the text; only cuts are followed, and what is replaced is there."""
+    """Whether the text has only a section of a content; replaced characters count as printed."""
     runs = [run for run in layout.runs if run.origin and run.origin.message == i and "content" in run.origin.field]
     if not isinstance(content, str) or any(run.origin is None or run.origin.at is None for run in runs):
         return False
@@ -89,7 +89,7 @@ def _is_cut(layout: Layout, i: int, content: Any) -> bool:
 
 
 def _text_or_none(render: Callable[[], str]) -> str | None:
-    """What a template prints, or `None` if it fails, such as one that iterates over tools without asking for them."""
+    """The text that a template prints, or `None` if it fails, such as one that iterates over tools without a test."""
     try:
         return render()
     except UserError:

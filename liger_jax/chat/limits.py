@@ -1,6 +1,6 @@
-"""What a chat template may use: it is a program that anyone may have written, and may run without an end.
+"""Limits of chat templates, which are programs that anyone may have written, and which may never end.
 
-Time is checked wherever a template calls something, in each turn of a loop among others. What becomes large in one
+Time is checked wherever a template calls something, and in each iteration of a loop. A result that becomes large in one
 step, such as a text times a number, is refused before it is made.
 """
 
@@ -19,7 +19,7 @@ _GROUPED = {"batch", "slice"}
 
 
 class OverBudget(Exception):
-    """A template uses too much; the message says of what, as the end of a sentence."""
+    """A template exceeds a limit; the message says which, as the end of a sentence."""
 
 
 class Clock:
@@ -45,7 +45,7 @@ def check_size(size: int) -> None:
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
-    """Checks what an operator would make."""
+    """Checks the size of an operator's result before it is made."""
     if isinstance(left, int) and isinstance(right, int):
         bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * max(right, 0)}
         if bits.get(operator, 0) > _MOST_BITS:
@@ -69,7 +69,7 @@ def check_pattern(pattern: str, values: Iterable[Any]) -> None:
 
 
 def check_call(name: str, subject: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks what a filter or a method of a string would make."""
+    """Checks the size of a result of a filter or a string's method before it is made."""
     values = [*args, *kwargs.values()]
     largest = max((value for value in values if isinstance(value, int)), default=0)
     if name in _GROUPED and largest > _MOST_GROUPS:

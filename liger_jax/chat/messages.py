@@ -12,7 +12,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 VALUES = "chat_template_kwargs"
 _OF_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", *REASONING, *IS_TRAINED}
 _OF_ROW = {"messages", "tools", VALUES}
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # a template has them from elsewhere
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # a template gets these from elsewhere
 _LOOK_ALIKE = re.compile(r"weight|train|loss|mask|kwargs|function", re.IGNORECASE)
 _TEXT = ("text", "input_text", "output_text")  # types of parts that are text
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -57,11 +57,11 @@ def template_values(value: Any) -> dict[str, Any]:
 
 
 def look_alikes(row: dict[str, Any]) -> set[str]:
-    """The fields that look as if they chose what is trained on, and do not."""
+    """The fields that seem to choose what is trained on, but are not read."""
     row, of_messages = _without_nulls(row), set()
     for message in row["messages"]:
         unread = set(message) - (_OF_MESSAGE if message["role"] == "assistant" else _OF_MESSAGE - set(IS_TRAINED))
-        # A weight of 0 is what other messages have anyway.
+        # Messages of other roles are not trained on anyway, as with a weight of 0.
         of_messages |= {
             name for name in unread if _LOOK_ALIKE.search(name) and (name not in IS_TRAINED or message[name])
         }
@@ -75,8 +75,8 @@ def check_media(what: str, fields: Mapping[str, Any], *, names: bool = True) -> 
 
     `names`: whether a file's name or address counts, too.
     """
-    if found := [name for name in _MEDIA if _is_media(fields.get(name), names)]:
-        raise UserError(f"{what} has {found[0]!r}, and only text can be trained on.")
+    if media := [name for name in _MEDIA if _is_media(fields.get(name), names)]:
+        raise UserError(f"{what} has {media[0]!r}, and only text can be trained on.")
 
 
 def _is_media(value: Any, names: bool) -> bool:
@@ -150,7 +150,7 @@ def _tool_calls(what: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _of_json(value: Any, name: str) -> Any:
-    """The value, or what it holds as JSON."""
+    """The value, or the value that it holds as JSON."""
     if not isinstance(value, str):
         return value
     try:

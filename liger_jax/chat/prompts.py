@@ -1,6 +1,7 @@
-"""What a chat template prints before and after an answer, found by rendering parts of the conversation.
+"""The text that a chat template prints before and after an answer, found by rendering sections of the conversation.
 
-What is found is kept by the roles of the messages beside the answer: a long conversation is rendered a few times only.
+The texts are cached by the roles of the messages around the answer, so that a long conversation is rendered a few times
+only.
 """
 
 import os.path
@@ -13,7 +14,7 @@ _QUESTION, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistan
 
 
 class Prompts:
-    """What a template prints around answers."""
+    """The texts that a template prints around answers."""
 
     def __init__(self, layout: Callable[..., Any], messages: Sequence[Any]):
         self._layout, self._messages = layout, messages
@@ -29,12 +30,12 @@ class Prompts:
             try:
                 tails = self._layout(before).tail(), self._layout(before, prompt=True).tail()
                 self._added[role] = _added(*tails)[1]
-            except UserError:  # the template does not take a part of the conversation
+            except UserError:  # the template does not take a section of the conversation
                 self._added[role] = ""
         return self._added[role]
 
     def header(self, i: int) -> str | None:
-        """Finds what stands before the content of a plain answer in the place of message i."""
+        """Finds the text before the content of a plain answer that stands in for message i."""
         role, before = self._before(i)
         if role not in self._header:
             lead = self._lead_of([*before, _ANSWER, _QUESTION], len(before))
@@ -43,9 +44,9 @@ class Prompts:
         return self._header[role]
 
     def end(self) -> str:
-        """Finds what ends the conversation after its last words: what a prompt replaces, or follows.
+        """Finds the text that ends the conversation after its last words, which a prompt replaces or follows.
 
-        Returns the text, which is empty if it may be a prompt that the template prints whether it is asked to or not.
+        Returns the text; empty if it may be a prompt, which some templates print even if not asked to.
         """
         try:
             without, prompt = self._layout(self._messages), self._layout(self._messages, prompt=True)
@@ -55,10 +56,10 @@ class Prompts:
         return "".join(without.tail()) if added.strip() else end
 
     def behind(self, i: int, rest: Sequence[str]) -> list[list[str]]:
-        """Finds what comes after message i if the conversation ends there, and if a question follows.
+        """Finds the text after message i if the conversation ends there, and if a question follows.
 
-        `rest`: what comes after it in the conversation. Where the same follows an answer with the same fields
-        after the same role, the same is found. Returns the template's own words of both, in parts.
+        `rest`: the text after it in the conversation. Answers with the same fields, after the same role and before
+        the same text, have the same result. Returns the template's own words of both, as lists of texts.
         """
         until, fields = self._messages[: i + 1], {name for name, value in self._messages[i].items() if value}
         key = (self._before(i)[0], frozenset(fields), tuple(rest))
@@ -70,7 +71,7 @@ class Prompts:
         return self._behind[key]
 
     def between_turns(self, i: int, lead: str) -> str:
-        """Finds what ends message i and is printed at the next one.
+        """Finds the text that ends message i, but is printed at the next one.
 
         It is what the next message lacks if it is the first one, and what stands before a prompt, too.
 
@@ -85,7 +86,7 @@ class Prompts:
         return self._between[role] if lead.startswith(self._between[role]) else ""
 
     def _prompt(self, i: int) -> str:
-        """What the template prints after message i where the assistant is to speak."""
+        """The text that the template prints after message i as the assistant's prompt."""
         try:
             return "".join(self._layout(self._messages[: i + 1], prompt=True).tail())
         except UserError:
@@ -103,10 +104,10 @@ class Prompts:
 
 
 def after_prompt(lead: str, prompt: str) -> int | None:
-    """Where the prompt ends in what stands before an answer.
+    """Where the prompt ends in the text before an answer.
 
-    `prompt`: what the template prints for a new answer. It may go on, as by `<think>`, where a finished answer does
-    not. Returns the number of characters, or `None` if the prompt is not there.
+    `prompt`: the text that the template prints for a new answer. It may be longer, such as by `<think>`, than what it
+    prints before a finished answer. Returns the number of characters, or `None` if the prompt is not there.
     """
     if not prompt.strip():
         return None
@@ -117,6 +118,6 @@ def after_prompt(lead: str, prompt: str) -> int | None:
 
 
 def _added(without: list[str], with_prompt: list[str]) -> tuple[str, str]:
-    """What is left of two texts, which are given in parts, after the parts that are common."""
+    """The remainders of two texts, given as lists of fragments, after their common fragments."""
     common = len(os.path.commonprefix([without, with_prompt]))
     return "".join(without[common:]), "".join(with_prompt[common:])

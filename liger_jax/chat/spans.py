@@ -1,6 +1,6 @@
 """Where in a rendered conversation the assistant speaks.
 
-Each part of the text knows which message it is from, and at which message the template's loop was when it printed it.
+Each fragment of the text knows which message it is from, and at which message the template's loop was at that time.
 An answer is what the loop printed at its message, from the end of the prompt on. The prompt is what the template adds
 by `add_generation_prompt`. White space after the mark that ends an answer does not belong to it.
 """
@@ -44,19 +44,19 @@ class Run(NamedTuple):
 
 
 class Layout:
-    """The parts of a rendered conversation, from the text that the template printed."""
+    """The runs of a rendered conversation, from the text that the template printed."""
 
     def __init__(self, text: str):
         self.text, self.runs, self.marked = str.__str__(text), [], []
         loops: list[tuple[int, int]] = []
         begins: list[int] = []
         place = 0
-        for part in fragments_of(text):
-            event = part.event
-            if event is None and part.text:
+        for fragment in fragments_of(text):
+            event = fragment.event
+            if event is None and fragment.text:
                 at = loops[-1][1] if loops else NOBODY
-                self.runs.append(Run(place, place + len(part.text), part.origin, at))
-                place += len(part.text)
+                self.runs.append(Run(place, place + len(fragment.text), fragment.origin, at))
+                place += len(fragment.text)
             elif event is not None and event.kind in ("at", "left"):
                 inside = [loop for loop, _ in loops]
                 if event.loop in inside:
@@ -73,12 +73,12 @@ class Layout:
                 self._spoken.setdefault(run.origin.message, []).append(n)
 
     def tail(self) -> list[str]:
-        """What the template printed after the last message's own words, in parts."""
+        """The texts that the template printed after the last message's own words."""
         last = max((runs[-1] + 1 for runs in self._spoken.values()), default=0)
         return [self.text[run.begin : run.end] for run in self.runs[last:]]
 
     def between(self, begin: int, end: int) -> list[Run]:
-        """The runs that have characters of a stretch."""
+        """The runs that have characters of a span."""
         first = bisect.bisect_right(self.runs, begin, key=lambda run: run.end)
         return self.runs[first : bisect.bisect_left(self.runs, end, key=lambda run: run.begin)]
 
@@ -106,7 +106,7 @@ class Layout:
                 )
 
     def check_alone(self, begin: int, end: int, messages: set[int]) -> None:
-        """Checks that a stretch has the words of some messages only."""
+        """Checks that a span has words of the given messages only."""
         for run in self.between(begin, end):
             if run.origin is not None and run.origin.message not in messages:
                 others = run.origin.message
@@ -119,8 +119,8 @@ class Layout:
     def answer(self, i: int, is_last: bool, prompts: Prompts) -> Span:
         """Where message i, which is an answer, stands; `is_last` says whether no message follows.
 
-        With a mark that ends the text after the last answer only, it has the white space before that mark, too: nothing
-        but the model writes it. An error is raised where nothing proves which words are the answer.
+        If a mark ends the text only after the last answer, the white space before that mark belongs to the answer,
+        since only the model can write it. An error is raised where it is ambiguous which words are the answer.
         """
         first, last = self._printed_at(i)
         own = [n for n in self._spoken[i] if first <= n < last]
@@ -144,7 +144,7 @@ class Layout:
         return Span(begin, end, i, end > own_end)
 
     def _lead(self, first: int) -> str:
-        """What the template printed at a message before its own words; `first` is the first run there."""
+        """The text that the template printed at a message before its own words; `first` is the first run there."""
         last, at = first, self.runs[first].at if first < len(self.runs) else NOBODY
         while last < len(self.runs) and self.runs[last].at == at != NOBODY and not self.runs[last].is_spoken_by(at):
             last += 1
@@ -164,28 +164,28 @@ class Layout:
         return words
 
     def behind_words(self, span: Span) -> str:
-        """What stands from the end of a message's own words to the end of a span, which may begin there."""
+        """The text from the end of a message's own words to the end of a span, which may begin there."""
         own = (self.runs[n].end for n in self._spoken.get(span.message, ()))
         return self.text[max((end for end in own if end <= span.end), default=span.begin) : span.end]
 
     def lead_of(self, i: int) -> str | None:
-        """What the template printed at message i before its own words, or `None` if it printed none in a loop."""
+        """The text that the template printed at message i before its own words; `None` if no loop printed any."""
         first = next((n for n, run in enumerate(self.runs) if run.at == i), None)
         return None if first is None or i not in self._spoken else self._lead(first)
 
     def behind(self, i: int) -> list[str]:
-        """The template's own words between message i and the next one, in parts."""
-        parts = []
+        """The template's own words between message i and the next one, as a list of texts."""
+        texts = []
         for run in self.runs[self._spoken.get(i, [len(self.runs)])[-1] + 1 :]:
             if _is_of_another(run, i):
                 break
-            parts.append(self.text[run.begin : run.end])
-        return parts
+            texts.append(self.text[run.begin : run.end])
+        return texts
 
     def _printed_at(self, i: int) -> tuple[int, int]:
-        """The first run, and that after the last, of what the template printed at message i.
+        """The first run, and the run after the last, of the text that the template printed at message i.
 
-        Where no loop was at the message, it is all from the message before to the next one.
+        If no loop was at the message, all runs from the previous message to the next one.
         """
         spoken = self._spoken.get(i, [])
         if not spoken:
@@ -197,7 +197,7 @@ class Layout:
             first -= 1
         while last < len(self.runs) and is_there(self.runs[last]):
             last += 1
-        # A tool's answer may repeat the name of the call; all else stands in one place.
+        # A tool's answer may repeat the name of the call; all else is printed once.
         for n in spoken:
             if not first <= n < last and (not there or _fields(self.runs[n].origin) & {"content", "reasoning"}):
                 raise UserError(
@@ -215,7 +215,7 @@ class Layout:
             return size
         header = prompts.header(i) if self.runs[own].at == i else None
         if header is not None and not header.strip():
-            return 0  # nothing stands before a plain answer: all that stands here is the answer's
+            return 0  # a plain answer has no text before it, so all text here belongs to the answer
         if header is not None and (place := lead.rfind(header)) >= 0:
             return place + len(header)
         if "content" in _fields(self.runs[own].origin):
@@ -227,7 +227,7 @@ class Layout:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a text has words, beside marks: it is an instruction then, such as one that follows all messages."""
+    """Whether a text has words and not only marks, such as an instruction that follows all messages."""
     return re.search(r"\w\W*\s\W*\w", re.sub(_MARK, " ", text)) is not None
 
 
@@ -240,7 +240,7 @@ def _is_of_another(run: Run, i: int) -> bool:
 
 
 def _check_content(i: int, content: str, ranges: list[tuple[int, int]]) -> None:
-    """Checks that places and sizes of printed parts are all of a content, and none of it twice."""
+    """Checks that the printed fragments, given by places and sizes, are a whole content, and none of it twice."""
     end = 0
     for at, size in sorted(ranges):
         if at < end:
@@ -251,7 +251,7 @@ def _check_content(i: int, content: str, ranges: list[tuple[int, int]]) -> None:
 
 
 def _check_changed(i: int, content: str, printed: str) -> None:
-    """Checks that a content is printed once, in letters of another case or with signs between them."""
+    """Checks that a content is printed once, in letters of another case or with other characters between them."""
     content, printed = (re.sub(r"\W", "", text).casefold() for text in (content, printed))
     left = iter(printed)
     if not all(letter in left for letter in content):

@@ -1,7 +1,7 @@
-"""Conversations by a tokenizer's chat template, and which part of the text the assistant wrote.
+"""Conversations by a tokenizer's chat template, and which spans of the text the assistant wrote.
 
-Some templates mark the assistant's words by `{% generation %}`, and the marks decide. With any other template, an
-answer stands where the template prints its message, after the prompt.
+Some templates mark the assistant's words by `{% generation %}`, and then the marks decide. With any other template, an
+answer is the text that the template prints for its message, after the prompt.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ _Of = TypeVar("_Of")
 
 @dataclasses.dataclass
 class Notes:
-    """What is said once of all conversations."""
+    """Notes that are printed once for all conversations."""
 
     parsed: bool = False  # a tool call's arguments were a JSON string, and are printed as the object that it holds
     endless: bool = False  # an answer ends with no mark
 
     def sentences(self) -> list[str]:
-        """What is to be said."""
+        """The notes as sentences."""
         sentences = []
         if self.parsed:
             sentences.append(
@@ -46,9 +46,9 @@ class Rendered(NamedTuple):
 
     text: str  # the text
     spans: list[tuple[int, int]]  # where each answer that is trained on begins and ends; none of a prompt
-    behind: str  # what the template prints after the words of the last of these answers, up to its end
-    own_words: Set[str]  # what the template itself prints within these answers, as between thoughts and a content
-    missing: list[str]  # what the template leaves out beside answers, as `left_out.of` says it
+    behind: str  # the text that the template prints after the words of the last of these answers, up to its end
+    own_words: Set[str]  # the template's own texts within these answers, as between thoughts and a content
+    missing: list[str]  # the contents that the template leaves out, in the words of `left_out.of`
 
 
 class ChatTemplate:
@@ -95,7 +95,7 @@ class ChatTemplate:
     def _in_some_form(
         self, messages: Sequence[Any], values: Mapping[str, Any], render: Callable[[list[Any], Mapping[str, Any]], _Of]
     ) -> _Of:
-        """What `render` makes of the first form of the messages that the template takes."""
+        """The result of `render` for the first form of the messages that the template takes."""
         self._environment.clock.start()
         failed: UserError | None = None
         for form, is_parsed in _forms(messages):
@@ -138,13 +138,13 @@ class ChatTemplate:
             given |= {"messages": [_seen(i, m) for i, m in enumerate(messages)], "add_generation_prompt": prompt}
             return self._template.render(given)
         except OverBudget:
-            raise  # whatever part of the conversation it was: a shorter one proves nothing
+            raise  # for any section of the conversation, since a shorter one proves nothing
         except Exception as error:  # the template is a program, and may fail in any way
             raise UserError(f"The chat template refuses the messages: {str(error) or type(error).__name__}.") from error
 
 
 def _marked(layout: Layout, count: int, answers: set[int], trained: set[int]) -> list[Span]:
-    """The stretches that the template marks, without those of answers that are not trained on."""
+    """The spans that the template marks, without those of answers that are not trained on."""
     spans, last = [], NOBODY
     for begin, end in layout.marked:
         inside = layout.between(begin, end)
@@ -166,7 +166,7 @@ def _marked(layout: Layout, count: int, answers: set[int], trained: set[int]) ->
 
 
 def _seen(i: int, message: Mapping[str, Any]) -> jinja.Message:
-    """A message as the template sees it: its strings know where they are from."""
+    """A message as the template sees it, with strings that know their origin."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is not None:  # transformers gives it by both names, too
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -8,7 +8,7 @@ from liger_jax.user_errors import UserError
 
 
 def by_name(places: Sequence[Any], folder: Path) -> dict[str, str]:
-    """The chat templates of the first place that has some."""
+    """The chat templates of the first file that has some."""
     templates = next((place for place in places if place), None)
     if isinstance(templates, str):
         templates = {"default": templates}

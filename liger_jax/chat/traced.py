@@ -1,9 +1,8 @@
-"""Strings that know where their characters are from, so that a template's output tells which message each fragment is
-of.
+"""Strings that know where their characters are from, so that a template's output shows the message of each fragment.
 
-A template takes such a string for the plain one that it equals: whatever it tests or cuts off, it prints what it would
-print anyway. What a template makes of strings keeps their origins fragment by fragment where it adds, cuts, strips,
-splits, joins or replaces. Everything else, such as `upper`, keeps the message only.
+For a template such a string equals the plain one, so that it prints the same text with any test or cut. The result of
+adding, cutting, stripping, splitting, joining or replacing keeps the origin of each fragment; that of any other
+operation, such as `upper`, keeps only the message.
 """
 
 import functools
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from liger_jax.chat.limits import check_size
 
-NOBODY = -1  # the message of a text that several messages went into, or a message and the template's own words
+NOBODY = -1  # the message of a text that is made of several messages, or of a message and the template's own words
 
 
 class Origin(NamedTuple):
@@ -21,7 +20,7 @@ class Origin(NamedTuple):
     message: int  # index of the message, or `NOBODY`
     field: str  # the field of the message, or several, joined by "+"
     call: int = -1  # index of the tool call that the field belongs to, or -1
-    # Place of the first character in the field, or `None` where the text is made of the field by more than cuts.
+    # Place of the first character in the field, or `None` if the text is not a plain substring of the field.
     at: int | None = 0
 
 
@@ -52,8 +51,8 @@ class Traced(str):
     """A string with its fragments."""
 
     __module__ = "builtins"  # errors of templates name it
-    # The underscores keep them out of a template's reach. Texts of which one begins with all of the other share a list:
-    # a template that adds to a text a thousand times copies no fragment.
+    # The underscores keep them out of a template's reach. A text and its extension share a list, so that a template
+    # that adds to a text a thousand times copies no fragment.
     _list: list[Fragment]
     _count: int
 
@@ -181,9 +180,9 @@ def join(texts: Iterable[Any], sep: str = "") -> str:
 
 
 def derived(text: str, *sources: Any) -> str:
-    """A text that is made of others in a way that is not followed.
+    """A text that is made of others by an operation that is not traced.
 
-    Returns the text, which is from the message of its sources if they have one message.
+    Returns the text, whose origin is the message of its sources if they have a single one.
     """
     origins = {
         fragment.origin for source in sources for fragment in _all_fragments(source) if fragment.origin is not None
@@ -200,9 +199,9 @@ def derived(text: str, *sources: Any) -> str:
 
 
 def mixed(text: str, *sources: Any) -> str:
-    """A text in which the template's own words and others stand where nobody follows, such as a filled pattern.
+    """A text that mixes the template's own words and others at unknown places, such as a filled pattern.
 
-    Returns the text, which is of `NOBODY` if a source is from a message.
+    Returns the text, whose origin is `NOBODY` if a source is from a message.
     """
     has_origin = any(fragment.origin is not None for source in sources for fragment in _all_fragments(source))
     return Traced(text) if has_origin and text else text
@@ -218,7 +217,7 @@ def traced(value: Any, origin: Origin) -> Any:
 
 
 def fragments_of(text: str) -> Sequence[Fragment]:
-    """What a string consists of."""
+    """The fragments of a string."""
     return _fragments(text)
 
 
