@@ -1,7 +1,7 @@
 """The command `liger-jax`: `plan`, `data`, `finetune`, `dpo`, `grpo`, `distill`, `generate`, `chat` and `doctor`.
 
-Each is a file, with its summary, its arguments and what it does. The package knows the command line: the parser, files
-of options, the words of other trainers, and what the terminal shows. What trains is `liger_jax.trainers`.
+Each is a file with the command's summary, its arguments and its work. The package has the command line: the parser,
+files of options, and the terminal's output. `liger_jax.trainers` has the training.
 """
 
 import argparse
@@ -23,8 +23,8 @@ _COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns its exit code: 2 for an error of the user's, 1 if nobody reads the output any more."""
-    if argv is not None and list(argv) != sys.argv[1:]:  # called by a program, which does not end here
+    """Runs the command. Returns its exit code: 2 for an error of the user's, 1 if the output is closed."""
+    if argv is not None and list(argv) != sys.argv[1:]:  # called by a program, which must not be ended
         return _main(argv)
     code = _main(argv, owns_process=True)
     if waiting.is_busy():
@@ -46,7 +46,7 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
             ):
                 return args.run(args)
     except OutputError as error:
-        if error.is_unread:  # who reads it, such as `head`, has enough
+        if error.is_unread:  # its reader, such as `head`, has closed it
             return 1
         with contextlib.suppress(OSError):
             print(f"liger-jax{name}: {error}", file=sys.stderr)

@@ -8,11 +8,11 @@ from liger_jax import _options
 from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import Settings, options_of
 
-ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file
+ALTERNATIVES = (("steps", "epochs"),)  # a run takes one of them: the command line's takes precedence over a file's
 
 
 def add_options(command: argparse.ArgumentParser, method: type[Method], only: Collection[str] | None = None) -> None:
-    """Adds the options of a command that trains, or of them only those of some names."""
+    """Adds the options of a command that trains, or only those with the given names."""
     peaks = [f"{rate:.0e}".replace("e-0", "e-") for rate in method.peak_rates]
     for name, field in options_of(method).items():
         if only is None or name in only:

@@ -22,8 +22,8 @@ _DIRECTORY, _LEAST, _ENABLED = (
 def compiled_programs_kept(wanted: bool = True) -> Iterator[None]:
     """A context in which JAX keeps compiled programs, and what XLA measured to choose GPU kernels, in `folder()`.
 
-    Settings of the user's own come first: with JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE nothing
-    changes here. Where nothing can be written, every start compiles.
+    The user's settings take precedence: with JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE nothing is
+    changed. Where nothing can be written, every start compiles.
     """
     if not wanted:
         options = {_ENABLED: False}
@@ -52,7 +52,7 @@ def folder(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
 
 def _is_writable(path: Path) -> bool:
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs are run: nobody else may put some there
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # they are executed, so no other user may write there
         tempfile.TemporaryFile(dir=path).close()
     except OSError:
         return False
@@ -63,4 +63,4 @@ def _set(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         jax.config.update(name, value)
     if options:
-        compilation_cache.reset_cache()  # JAX looks at these settings once a process
+        compilation_cache.reset_cache()  # JAX reads these settings once per process

@@ -8,7 +8,7 @@ from liger_jax.user_errors import UserError, in_one_line
 
 
 def exit_code(args: argparse.Namespace, work: Callable[[], int]) -> int:
-    """Does a command's work, and prints an error that the user can mend as one sentence.
+    """Runs a command, and prints an error that the user can correct as one sentence.
 
     Returns that code; 2 for an error, and 130 for Ctrl-C.
     """

@@ -19,7 +19,7 @@ def _temperature(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Who speaks, and how."""
+    """The model, and how it samples."""
 
     model: str = option(help="a run's --out, a checkpoint's or adapters' folder, or an id")
     base: str | None = option(
@@ -27,7 +27,7 @@ class Generation:
     )
     quantize: str | None = option(None, "quantize the weights of the layers to 4 or 8 bits", choices=KINDS)
     dtype: str | None = option(None, "dtype of the computation (default: bfloat16, on a CPU float32)", choices=DTYPES)
-    # `None` for `MOST_NEW_TOKENS`, or for what the model still takes.
+    # `None` for `MOST_NEW_TOKENS`, or for the positions that the model has left, if these are fewer.
     max_new_tokens: int | None = option(
         None, f"the most tokens to generate (default: {MOST_NEW_TOKENS})", check=within(1), metavar="N"
     )
@@ -53,12 +53,12 @@ class Generation:
 
 
 def add_generation_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say which model speaks, and how."""
+    """Adds the arguments of the model and its sampling."""
     for field in _options.options_of(Generation):
         command.add_argument(_options.flag(field), **_options.argument(field))
 
 
 def generation_of(args: argparse.Namespace) -> Generation:
-    """Who speaks, and how."""
+    """The model and its sampling, from the arguments."""
     fields = {field.name for field in dataclasses.fields(Generation)}
     return Generation(**{k: v for k, v in vars(args).items() if k in fields and v is not None})

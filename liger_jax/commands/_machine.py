@@ -1,4 +1,4 @@
-"""What this machine has for JAX, and what is broken."""
+"""This machine's devices, drivers and packages for JAX, and what is broken."""
 
 import ctypes
 import dataclasses
@@ -12,19 +12,19 @@ import jax
 from liger_jax import _packages
 from liger_jax._install import install_command
 
-_CUDA_LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")  # the plugin's extra brings them
+_CUDA_LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")  # installed by the plugin's extra
 _PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What was found."""
+    """This machine's packages, driver and devices."""
 
     versions: Mapping[str, str]  # of all packages that are installed, by their names
     has_driver: bool  # whether NVIDIA's driver is here
     platforms: str  # what JAX_PLATFORMS says; empty if nothing
     devices: tuple[str, ...]  # the devices that JAX finds, in words
-    platform: str  # theirs; empty if JAX finds none
+    platform: str  # their platform; empty if JAX finds none
     error: str = ""  # why JAX finds none; empty if it does
 
     @property
@@ -34,7 +34,7 @@ class Machine:
 
 
 def found() -> Machine:
-    """Looks at this machine."""
+    """Examines this machine."""
     try:
         devices, error = jax.devices(), ""
     except RuntimeError as raised:

@@ -1,4 +1,4 @@
-"""Which implementation each op takes on this machine: each is traced once, at sizes as models have them."""
+"""Which implementation each op takes on this machine: each op is traced once, at sizes that models have."""
 
 import functools
 from collections.abc import Callable
@@ -59,10 +59,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def chosen() -> dict[str, list[Chosen]]:
-    """What each op chooses for its forward and, where it has another one, for its backward."""
+    """The implementation that each op chooses for its forward, and for its backward if that is another one."""
     choices = {}
     for name, (call, types) in CASES.items():
         with choices_noted() as noted:
-            jax.eval_shape(lambda *arrays, call=call: call(*arrays), *types)  # a new function: JAX keeps traces of old
+            jax.eval_shape(lambda *arrays, call=call: call(*arrays), *types)  # new, since JAX caches traces
         choices[name] = noted
     return choices

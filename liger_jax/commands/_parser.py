@@ -1,6 +1,6 @@
-"""The parser of the command line: what it does not know it answers with the name that was meant.
+"""The parser of the command line, which suggests a name for one that it does not know.
 
-A switch such as --pack has a second form, --no-pack, by which the command line overrules a file of options.
+A switch such as --pack has a second form, --no-pack, so that the command line can override a file of options.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from liger_jax.commands import _config
 from liger_jax.trainers.other_words import in_other_words, meant, value_in_other_words, value_of_another_command
 from liger_jax.user_errors import UserError
 
-# Options whose values name files and folders, or ids beside them.
+# Options whose values are files, folders or ids.
 PATHS = ("model", "base", "teacher", "data", "files", "eval_data", "out", "file", "picture", "config")
 
 
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
     def _check_names(self, args: Iterable[str]) -> None:
         for arg in args:
             if arg == "--" or self._subparsers is not None and not arg.startswith("-"):
-                return  # what follows is data, or the command's
+                return  # what follows is data, or belongs to the command
             if _is_option(arg) and not self._has(_name(arg)) and not self._has(arg[:2]):
                 hint = in_other_words(_name(arg), self._option_string_actions)
                 hint = hint or meant(_name(arg), self._option_string_actions)
@@ -86,11 +86,11 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized option: {_name(arg)}.{hint}")
 
     def _take_file(self, args: Sequence[str]) -> None:
-        """Makes the options of the file that --config names the defaults of this call."""
+        """Makes the options of the file of --config the defaults of this call."""
         places = [i for i, arg in enumerate(args) if _name(arg) == "--config"]
         if len(places) > 1:
             raise UserError("--config is given more than once. Write the options into one file.")
-        if not places or args[places[0]] == "--config" and places[0] + 1 == len(args):  # argparse asks for its value
+        if not places or args[places[0]] == "--config" and places[0] + 1 == len(args):  # argparse reports this
             return
         _, equals, path = args[places[0]].partition("=")
         path = self._path("--config", path if equals else args[places[0] + 1])
@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**values)
 
     def error(self, message: str) -> NoReturn:
-        """Ends with the message in one sentence, in which a mistyped command is followed by the one that was meant."""
+        """Exits with the message as one sentence, which suggests a command for a mistyped one."""
         if match := re.search(r"argument ([^:]*): invalid choice: '([^']*)' \(choose from (.*)\)", message):
             values = re.findall(r"[\w.-]+", match[3])
             near = value_in_other_words(match[2]) or meant(match[2], values)
@@ -127,5 +127,5 @@ def _name(arg: str) -> str:
 
 
 def _is_option(arg: str) -> bool:
-    """Whether an argument has the form of an option; a negative number and a text with spaces have not."""
+    """Whether an argument has the form of an option, which a negative number and a text with spaces do not have."""
     return re.match(r"-[-a-zA-Z]", arg) is not None and " " not in _name(arg)

@@ -1,4 +1,4 @@
-"""Rows for a reader: their text with the scored tokens marked, where each piece is from, and what would be refused."""
+"""Prints rows: their text with the scored tokens marked, the source of each piece, and the rows to be refused."""
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ def show(settings: Settings, count: int, *, shorten: bool) -> None:
 
 @training_errors()
 def check(settings: Settings, *, shorten: bool) -> int:
-    """Prints what the run would be refused for: all of it, where a run ends with the first.
+    """Prints all errors in the data for which a run would be refused; a run stops at the first one.
 
     Returns the exit code: 1 if there is something, else 0.
     """
@@ -57,7 +57,7 @@ def check(settings: Settings, *, shorten: bool) -> int:
 
 
 def scored_places(rows: Rows) -> np.ndarray:
-    """Which tokens the loss counts: its own labels, which predict the next token, moved back to that token."""
+    """Which tokens the loss counts: the loss's labels, which are shifted to the previous token, moved back."""
     targets = np.asarray(shifted_labels(rows["labels"], rows.get("segment_ids")))
     return np.pad(targets[:, :-1] != IGNORE_INDEX, ((0, 0), (1, 0)))
 
@@ -65,7 +65,7 @@ def scored_places(rows: Rows) -> np.ndarray:
 def row_lines(
     row: tuple[np.ndarray, ...], pieces: Mapping[int, Piece], tokenizer: Tokenizer, mark: Any
 ) -> Iterator[str]:
-    """The text of a row: each piece with a line that says what it is, and what is cut off or empty."""
+    """The text of a row: each piece after a line that says what it is, and the tokens that are cut off or padding."""
     tokens, scored, numbers = row
     for number in dict.fromkeys(numbers[numbers >= 0].tolist()):
         piece, here = pieces[number], numbers == number
@@ -79,10 +79,10 @@ def row_lines(
 
 
 def stretches(tokenizer: Tokenizer, tokens: np.ndarray, scored: np.ndarray) -> list[Stretch]:
-    """The text of tokens in stretches that are scored or not.
+    """The text of tokens, in stretches that are scored or not.
 
-    A token's text may depend on those before it, as spaces do, and a character may have several tokens. So a stretch is
-    what its tokens add to the text of all tokens before.
+    The text of a token may depend on those before it, as spaces do, and a character may have several tokens. So the
+    text of a stretch is what its tokens add to the text of all tokens before it.
     """
     text, stretches, begin = tokenizer.text(tokens.tolist()), [], 0
     changes = np.flatnonzero(np.diff(scored)) + 1
@@ -123,7 +123,7 @@ def underlined(some: Sequence[Stretch]) -> str:
 
 def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
-        reconfigure(errors="replace")  # a text may have what the terminal's encoding has not
+        reconfigure(errors="replace")  # a text may have characters that the terminal's encoding lacks
     with user_errors():
         with of_option("--model"):
             checkpoint = source.find(settings.placement.model, weights=False)
@@ -141,7 +141,7 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
 def _laid(
     settings: Settings, tokenizer: Tokenizer, place: Path, refused: dict[str, UserError] | None
 ) -> tuple[training_rows.TrainingRows | None, int]:
-    """The rows as a run lays them, `None` if all is refused, and the number of documents. Prints how much there is."""
+    """The rows as a run lays them, `None` if all are refused, and the number of documents. Prints a summary."""
     train, scored = None, None
     for flag, sources in training_rows.sources_of(settings.rows).items():
         tokens = training_rows.tokens_of(settings.rows, tokenizer, place, sources, flag, refused, is_kept=False)
@@ -167,7 +167,7 @@ def _show_rows(data: training_rows.TrainingRows, count: int, tokenizer: Tokenize
         for i in range(min(count, rows.num_rows)):
             one = {name: column[i : i + 1] for name, column in rows.items()}
             row = one["input_ids"][0], scored_places(one)[0], rows["pieces"][i]
-            if not rows.packed:  # nothing is computed behind its tokens
+            if not rows.packed:  # nothing is computed after its tokens
                 row = row[0][: rows.sizes[i]], row[1][: rows.sizes[i]], row[2][: rows.sizes[i]]
             pieces = {}
             for number in {*row[2].tolist()} - {-1}:
@@ -201,7 +201,7 @@ def _is_one(piece: Piece) -> bool:
 
 
 def _with_side(piece: Piece, side: str) -> Piece:
-    """The piece with what it is among those that belong together in its title."""
+    """The piece, with its name within its group, such as "chosen", in the title."""
     if piece.document is None or not side:
         return piece
     document = dataclasses.replace(piece.document, where=f"{piece.document.where}, {side}")
@@ -215,17 +215,17 @@ def _counts(row: tuple[np.ndarray, ...]) -> str:
 
 def _in_order(where: str) -> list[Any]:
     """Sorts line 10 after line 9."""
-    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", where))]
+    return [int(each) if i % 2 else each for i, each in enumerate(re.split(r"(\d+)", where))]
 
 
 def _visible(text: str) -> str:
-    """The text with signs for control characters, which a terminal would obey."""
+    """The text with printable symbols in place of control characters, which a terminal would execute."""
     signs = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡"} | {code: "�" for code in range(128, 160)}
     return text.translate(signs | {ord("\n"): _NEW_LINE, ord("\t"): "\t"})
 
 
 def _width(character: str) -> int:
-    """The columns that a character takes."""
+    """The number of columns that a character takes."""
     if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -1,4 +1,4 @@
-"""Texts and conversations of a model in a terminal."""
+"""Generated texts and conversations in a terminal."""
 
 import contextlib
 import sys
@@ -18,7 +18,7 @@ _JSON_LINES = (".jsonl", ".ndjson")
 
 
 def generate(options: Generation, prompt: str | None, file: str | None, chat: bool) -> int:
-    """Prints how the model goes on with each prompt, which are messages for `chat`. Returns the exit code, 0."""
+    """Prints the continuation of each prompt, which are messages for `chat`. Returns the exit code, 0."""
     documents = [Document("--prompt", prompt or "")] if file is None else list(_prompts(Path(file)))
     if chat:
         documents = [_as_conversation(document, options.system) for document in documents]
@@ -74,13 +74,13 @@ def _prompt(where: str, line: str) -> Document:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, without empty lines."""
+    """The lines that are typed, without empty ones."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited then; Windows has none
-    if sys.stdin is None:  # it was closed
+    if sys.stdin is None:  # the input was closed
         return
     if (reconfigure := getattr(sys.stdin, "reconfigure", None)) is not None:
-        reconfigure(errors="surrogateescape")  # so that one line that is no text leaves the others
+        reconfigure(errors="surrogateescape")  # so that other lines are read after one that is not text
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -93,13 +93,13 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _printed(parts: Iterator[str], stoppable: bool = False) -> str:
-    """Prints the parts of a text as they come, and returns the whole. Ctrl-C may end it."""
+def _printed(texts: Iterator[str], stoppable: bool = False) -> str:
+    """Prints a text in pieces as they are generated, and returns the whole. Ctrl-C may end it."""
     said: list[str] = []
     try:
-        for part in parts:
-            said.append(part)
-            print(part, end="", flush=True)
+        for text in texts:
+            said.append(text)
+            print(text, end="", flush=True)
     except KeyboardInterrupt:
         if not stoppable:
             raise

@@ -1,4 +1,4 @@
-"""A model that speaks: a checkpoint, or adapters and the model that they belong to, with their tokenizer."""
+"""A model that generates text: a checkpoint, or adapters and the model that they belong to, with their tokenizer."""
 
 import contextlib
 import json
@@ -27,8 +27,8 @@ from liger_jax.training.waiting import telling
 from liger_jax.user_errors import UserError, counted, of_option, quantizing, user_errors
 
 _ADAPTER_CONFIG = checkpoint.ADAPTERS.config
-_LEAST_SLOTS = 64  # of a prompt; from there on each program takes prompts of up to twice as many tokens
-_UNFINISHED = "\ufffd"  # stands for a character of which not all tokens are there
+_LEAST_SLOTS = 64  # tokens of the shortest padded prompt; each further program takes prompts of up to twice as many
+_UNFINISHED = "\ufffd"  # decoded in place of a character whose tokens are incomplete
 
 
 class TextGenerator:
@@ -36,7 +36,7 @@ class TextGenerator:
 
     def __init__(self, options: Generation):
         self._options, self._texts = options, 0
-        self._printed: set[str] = set()  # what was said of earlier turns
+        self._printed: set[str] = set()  # notices of earlier turns, which are not repeated
         with user_errors():
             result = _result(options.model)
             adapters = result if isinstance(result, Source) and _has(result, _ADAPTER_CONFIG) else None
@@ -48,7 +48,7 @@ class TextGenerator:
             stops = list(source.stops)
             what = str(source.folder if adapters is None else f"{source.folder} with the adapters of {adapters.folder}")
             with contextlib.redirect_stdout(sys.stderr), telling(f"reading {what}"):
-                # Out of a stack of layers each token's step would copy some of the weights that it reads.
+                # With stacked layers the step of each token would copy some of the weights that it reads.
                 given: Any = dict(dtype=dtype, quantize=options.quantize, scan_layers=False)
                 with quantizing("--quantize", options.quantize, options.model):
                     self._model = AutoModelForCausalLM.from_pretrained(source, **given)
@@ -59,7 +59,7 @@ class TextGenerator:
         self.tokenizer = Tokenizer(files, self._model.config.vocab_size, stops)
 
     def check_template(self) -> None:
-        """Looks for a chat template."""
+        """Refuses a model without a chat template."""
         if not self.tokenizer.has_template:
             raise UserError(
                 f"The tokenizer of {self._options.model} has no chat template, so a conversation cannot be "
@@ -67,7 +67,7 @@ class TextGenerator:
             )
 
     def generate(self, document: Document) -> Iterator[str]:
-        """Goes on with a text or a conversation."""
+        """Continues a text or a conversation."""
         prompt = self.tokenizer.prompt(document)
         notices = self.tokenizer.notices()
         for about in notices.keys() - self._printed:
@@ -119,15 +119,12 @@ class TextGenerator:
 
 
 class _Words:
-    """Tokens become text one by one. A token's text depends on those before it, and a character may be several."""
+    """Decodes tokens one by one. A token's text depends on those before it, and a character may have several tokens."""
 
     def __init__(self, text: Callable[[list[int]], str], prompt: np.ndarray):
         self._text = text
         self._tokens = prompt[-8:].tolist()
-        self._begin, self._shown = (
-            0,
-            len(self._tokens),
-        )  # from where on tokens are decoded, and up to where they are shown
+        self._begin, self._shown = 0, len(self._tokens)  # the first token to decode, and the number that were printed
 
     def of(self, token: int) -> str:
         """The text that a token adds, which is empty within a character."""
@@ -135,7 +132,7 @@ class _Words:
         return "" if self._new().endswith(_UNFINISHED) else self._tell()
 
     def rest(self) -> str:
-        """What an unfinished character has left."""
+        """The text of an unfinished character."""
         return self._tell()
 
     def _new(self) -> str:
@@ -153,7 +150,7 @@ def _has(source: Source, name: str) -> bool:
 
 
 def _result(name: str) -> Source | str:
-    """The folder with a model or adapters: the one that is named, or what a run has left in it. Else an id."""
+    """The folder with a model or adapters: the given one, or a run's result within it. Else an id."""
     folder = Path(name)
     if not folder.is_dir():
         return name

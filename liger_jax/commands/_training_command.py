@@ -1,4 +1,4 @@
-"""The commands that train, around their runs: a user's error is one sentence, whichever of them it is."""
+"""The commands that train: their arguments, their runs, and users' errors in one sentence."""
 
 import argparse
 import contextlib
@@ -17,11 +17,11 @@ from liger_jax.user_errors import UserError, in_one_line
 
 
 def of_method(method: type[Method], task: str) -> tuple[Callable[..., None], Callable[[argparse.Namespace], int]]:
-    """What a command that trains consists of: a function that adds its arguments, and one that trains for its task,
+    """The functions of a command that trains: one that adds its arguments, and one that trains for its task,
     such as "pairs.of_run", and prints a user's error as one sentence.
 
-    The second returns the exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the
-    run.
+    The second returns the exit code: 0, 2 for an error that the user can correct, or 128 plus the number of the signal
+    that stopped the run.
     """
     return functools.partial(add_options, method=method), functools.partial(_run, method, task)
 
@@ -38,7 +38,7 @@ def _run(method: type[Method], task: str, args: argparse.Namespace) -> int:
                 raise
             traceback.print_exc()
             code = 1
-        except KeyboardInterrupt:  # where a program has called the command
+        except KeyboardInterrupt:  # if a program has called the command
             print(stopped, file=sys.stderr)
             code, in_order = 130, False
         return processes.end(code, in_order)

@@ -1,4 +1,4 @@
-"""What libraries say beside a command: warnings in one line each, and tries to reach the hub once."""
+"""The warnings of libraries during a command: each in one line, and retries to reach the hub only once."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ def in_one_line() -> Iterator[None]:
 
 
 class _Once(logging.Filter):
-    """Lets the first warning of tries through."""
+    """A filter that passes only the first warning of retries."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class _Once(logging.Filter):
 
 @contextlib.contextmanager
 def retries_reported_once() -> Iterator[None]:
-    """A context in which all tries to reach the hub are one warning."""
+    """A context in which all retries to reach the hub give one warning."""
     once = _Once()
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:

@@ -70,6 +70,6 @@ def _of_pairs(args: argparse.Namespace) -> Settings[Any]:
             raise UserError(f"--{name} does not go with --loss: the fields of pairs have one name each. Leave it out.")
     with needed_packages():
         from liger_jax.trainers.dpo_options import PairOptions
-    # What the loss needs beside its name has nothing to do with its rows.
+    # The loss's other options do not affect its rows.
     smoothing = dict(label_smoothing=0.1) if {"exo_pair", "robust"} & {*args.loss_type.split(",")} else {}
     return settings_of(argparse.Namespace(**vars(args), **smoothing), PairOptions)

@@ -4,8 +4,8 @@ liger-jax distill --model Qwen/Qwen2.5-0.5B --teacher Qwen/Qwen2.5-7B --data 'le
 liger-jax distill --model ./small --teacher ./large --teacher-quantize nf4 --data chats.jsonl --divergence reverse_kl
 liger-jax distill --model ./small --teacher ./large --data chats.jsonl --top-k 64 --hard-weight 0.2 --lora 16
 
-Teacher and student have one vocabulary. With --top-k the teacher reads the data once, before the first step, and its
-likeliest tokens are in OUT; else it is beside the student in each step.
+Teacher and student have the same vocabulary. With --top-k the teacher scores the data once, before the first step, and
+its most likely tokens are stored in OUT; else it runs beside the student in each step.
 
 All else is as in `liger-jax finetune`: the same command goes on with a run that was stopped, OUT/settings.toml has the
 options, and transformers loads OUT/model or OUT/adapters.

@@ -1,7 +1,8 @@
 """`liger-jax doctor`: checks the installation, and shows which kernels run here.
 
 It prints versions, devices and their memory, where compiled programs are kept, and for every op the implementation that
-it takes here, with the reason why a faster one does not run. It ends with 1 if something is broken, and says the cure.
+it takes here, with the reason why a faster one does not run. If something is broken, it says the cure, and the exit
+code is 1.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def _devices(machine: _machine.Machine) -> Iterator[str]:
 
 
 def _cache() -> Iterator[str]:
-    """Within the command, JAX's own setting is the folder that is used, the user's or that of commands."""
+    """The line about compiled programs. JAX's setting is the folder in use, set by the user or by the command."""
     used = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     if not jax.config.jax_enable_compilation_cache or not used:  # pyright: ignore[reportAttributeAccessIssue]
         yield f"compiled programs are not kept: --no-cache, JAX's settings, or {folder()} cannot be written"
