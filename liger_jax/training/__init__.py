@@ -1,9 +1,9 @@
 """Training: a step, optimizers, rows, and the loop around them.
 
-`rows` and `waiting` are modules of small functions: the order of rows, and what is done while programs are compiled.
+`rows` and `waiting` are modules of small functions: the order of rows, and work during the compilation of programs.
 
-Of meshes training knows which devices and processes a run has (`meshes`, `processes`): a mesh by its text, and the
-`Layout` that its axes' names stand for.
+`meshes` and `processes` have the devices and processes of a run: they parse the text of a mesh, and make the `Layout`
+that the names of its axes stand for.
 """
 
 from liger_jax.training.checkpoints import Checkpoints as Checkpoints

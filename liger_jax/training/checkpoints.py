@@ -100,7 +100,7 @@ class Checkpoints:
         saved = self._steps()
         try:
             return self._read_json(saved[max(saved)])[ABOUT]["settings"] if saved else {}
-        except Exception:  # `restore` says what is damaged, and which step is whole
+        except Exception:  # `restore` says what is damaged, and which step is intact
             return {}
 
     @property
@@ -212,7 +212,7 @@ class Checkpoints:
             self._fresh = False
             stay = self._kept()
             processes.by_first(lambda: self._drop(stay))
-        except Exception as error:  # tensorstore's are no OSErrors
+        except Exception as error:  # tensorstore's errors are not OSErrors
             if processes.is_first():
                 steps.remove_unfinished(self._folder, quiet_seconds=1.0)
             if disk.is_full(error):
@@ -230,7 +230,7 @@ class Checkpoints:
         return self._replaced().get("left", [])
 
     def forget_earlier(self) -> None:
-        """Call this when nothing of the earlier run is left."""
+        """Forgets these names; call this when nothing of the earlier run is left."""
         (self._folder / _REPLACED).unlink(missing_ok=True)
 
     @property
@@ -252,7 +252,7 @@ class Checkpoints:
     # --- steps ---
 
     def _steps(self) -> dict[int, Path]:
-        """The folders of this run's steps. Those of a run that is started over count until a new one stands."""
+        """The folders of this run's steps; of a run that starts over, the earlier run's until it has saved a step."""
         if self._fresh:
             return {}
         replaced = set(self._replaced().get("steps", []))
@@ -269,7 +269,7 @@ class Checkpoints:
             self._make_way(path)
 
     def _make_way(self, path: Path) -> None:
-        """Marks all steps that are there as those of the earlier run, so that one rename makes the new one stand."""
+        """Marks all existing steps as those of the earlier run, so that a single rename puts the new one in place."""
         steps.move_aside(path)
         (self._folder / _FINISHED).unlink(missing_ok=True)
         names = [each.name for each in steps.all_of(self._folder)]
@@ -293,7 +293,7 @@ class Checkpoints:
     def _score(self, path: Path) -> float | None:
         try:
             return self._read_json(path)[ABOUT].get("score")
-        except Exception:  # a damaged one is not the best
+        except Exception:  # a damaged checkpoint is not the best
             return None
 
     # --- reading ---
@@ -313,7 +313,7 @@ class Checkpoints:
         return items
 
     def _read(self, path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
-        """State and log of a step, which are what was saved."""
+        """State and log of a step, checked to be what was saved."""
         ocp = self._orbax
         about, log = self._read_json(path, LOG).values()
         check_same(self._folder, about["settings"], self._settings, self._growing)
@@ -324,7 +324,7 @@ class Checkpoints:
         args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(shapes)})
         leaves = self._checkpointer.restore(path.absolute(), args=args)[STATE]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-        # Names are those of the program that reads: only the values are of the file.
+        # Names come from the program that reads, and only values from the file.
         pairs = zip(digests.of_leaves(state).items(), about[STATE].values(), strict=True)
         wrong = [name for (name, restored), saved in pairs if restored != saved]
         if wrong:
@@ -355,7 +355,7 @@ def _reason(error: Exception) -> str:
 
 
 def _orbax() -> Any:
-    """The package, which takes most of a second to import, so that a run does it while programs are compiled."""
+    """The package orbax. Importing it takes most of a second, which a run does while programs are compiled."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # it logs each step, and errors that it raises
     try:
         import orbax.checkpoint

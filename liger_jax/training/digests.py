@@ -1,4 +1,4 @@
-"""Digests by which it is known whether a checkpoint still holds what was saved."""
+"""Digests that show whether a checkpoint still holds what was saved."""
 
 import hashlib
 import json
@@ -13,17 +13,17 @@ _SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x3C6EF372))
 
 
 def of_leaves(tree: Any) -> dict[str, str]:
-    """A digest of each array, however it is sharded. A change of one word changes it; others are missed with 2⁻⁶⁴."""
+    """A digest of each array, for any sharding. A change of one word changes it; other changes are missed with 2⁻⁶⁴."""
     digests = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        # One program at a time: several, which add over the devices of a CPU of few cores, may wait forever.
+        # One program at a time: several that sum over the simulated devices of a CPU with few cores may deadlock.
         high, low = np.asarray(jax.block_until_ready(_sums(leaf))).tolist()
         digests[jax.tree_util.keystr(path)] = f"{leaf.dtype}{leaf.shape} {high:08x}{low:08x}"
     return digests
 
 
 def of_json(values: Any) -> str:
-    """A digest of what JSON holds."""
+    """A digest of a JSON value."""
     return of_bytes(json.dumps(values, sort_keys=True).encode())[:16]
 
 
@@ -43,7 +43,7 @@ def of_file(path: pathlib.Path) -> str:
 
 @jax.jit
 def _sums(x):
-    """Two sums mod 2³² over an array's words, each mixed with its place. Mixing is one to one for every place."""
+    """Two sums mod 2³² over an array's words, each mixed with its index. For every index the mixing is a bijection."""
     words = _words(x)
     place = jnp.zeros(words.shape, jnp.uint32)
     stride = 1

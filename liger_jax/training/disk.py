@@ -1,4 +1,4 @@
-"""Room on the disk: looked for before it is needed, and reported in a sentence when it is gone."""
+"""Space on the disk: checked before it is needed, and reported in a sentence when it runs out."""
 
 import contextlib
 import errno
@@ -16,14 +16,14 @@ _FULL = ("no space left", "os error 28", "disk quota exceeded", "os error 122") 
 
 
 def check_space(folder: Path, needed_bytes: int, what_for: str) -> None:
-    """Looks for room before a run."""
+    """Checks before a run that there is enough space."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise DiskError(f"The disk of {folder} has {size(free)} left, and {what_for} need {size(needed_bytes)}.")
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk or a quota is full, whichever library raised it."""
+    """Whether an error, of any library, says that a disk or a quota is full."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     text = str(error).lower()
@@ -43,7 +43,7 @@ def full(what: str, folder: Path, needed_bytes: int) -> DiskError:
 def late_writes_untold() -> Iterator[None]:
     """A context for tensorstore, which prints a traceback for each write that ends after one has failed.
 
-    The error of the first one is raised and says it all. Others may end after the context, which then goes on.
+    The error of the first write is raised, and is enough. Others may end after the context, which stays in effect then.
     """
     before = sys.unraisablehook
 

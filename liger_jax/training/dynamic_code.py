@@ -4,8 +4,8 @@ A level is a decade: level i = 0 … 6 cuts 10^(i − 6)·[0.1, 1] into n equal 
 signed code has n = 2^i with either sign, the unsigned one n = 2^(i + 1). 0 and 1 belong to both, and −1 to none. Codes
 are bitsandbytes' own: places in the ascending table of 256 values.
 
-Both directions are some twenty comparisons, products and sums a number, so that XLA fuses them into the update around
-them. There is no logarithm.
+Both directions take some twenty comparisons, products and sums per number, without a logarithm, so that XLA fuses them
+into the update.
 """
 
 import functools
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 ZERO = 127  # the signed code's 0; the unsigned code's is 0
 _SIGNED, _UNSIGNED = 64, 128  # cells of the level [0.1, 1]
-_LEAST_SCALE = 1e-37  # its reciprocal is finite, and what is smaller is 0 beside every epsilon
+_LEAST_SCALE = 1e-37  # its reciprocal is finite, and a smaller number is negligible beside every epsilon
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------
@@ -26,8 +26,8 @@ _LEAST_SCALE = 1e-37  # its reciprocal is finite, and what is smaller is 0 besid
 def encode_signed(x: jax.Array) -> jax.Array:
     """The nearest codes of float32 numbers in [−1, 1], as uint8."""
     place = jnp.maximum(jnp.minimum(_place(jnp.abs(x), _SIGNED), ZERO + 0.9), _end(x, _SIGNED))  # −1 has no code
-    # The last bits of place + 1.5·2²³ have the whole part, too, for fewer instructions. But XLA made 255 of all of them
-    # (jax 0.11.2 on an H200).
+    # The last bits of place + 1.5·2²³ have the integer part, too, for fewer instructions. But XLA turned all of them
+    # into 255 (jax 0.11.2 on an H200).
     whole = place.astype(jnp.int32)
     return (ZERO + jnp.where(x < 0, -whole, whole)).astype(jnp.uint8)
 
@@ -35,7 +35,7 @@ def encode_signed(x: jax.Array) -> jax.Array:
 def encode_unsigned(x: jax.Array) -> jax.Array:
     """The nearest codes above 0 of float32 numbers in [0, 1], as uint8; 0 is 0.
 
-    Rounded to 0, a second moment would leave its first moment to be divided by epsilon.
+    If a second moment were rounded to 0, its first moment would be divided by epsilon.
     """
     place = jnp.maximum(_place(x, _UNSIGNED), _end(x, _UNSIGNED))
     return jnp.where(x > 0, jnp.maximum(place.astype(jnp.int32) - 1, 1), 0).astype(jnp.uint8)
@@ -54,16 +54,16 @@ def decode_unsigned(codes: jax.Array) -> jax.Array:
 
 
 def looked_up(decode: Callable[[jax.Array], jax.Array], place: Any = None) -> Callable[[jax.Array], jax.Array]:
-    """The decoder that looks up a number among 256 that `decode` has made. `place` is the codes' on Explicit axes."""
-    numbers = jax.lax.optimization_barrier(decode(jnp.arange(256, dtype=jnp.uint8)))  # XLA would make them once a code
+    """A decoder that looks numbers up in a table of `decode`'s 256. `place`: the sharding of codes on Explicit axes."""
+    numbers = jax.lax.optimization_barrier(decode(jnp.arange(256, dtype=jnp.uint8)))  # else XLA decodes every code
     return lambda codes: numbers.at[codes].get(mode="promise_in_bounds", out_sharding=place)
 
 
 def _place(x, top):
-    """A number whose whole part is n + k where x ≥ 0 is nearest to cell k of a level of n; below 1 it is nearest to 0.
+    """A number of integer part n + k where x ≥ 0 is nearest to cell k of a level of n; below 1, x is nearest to 0.
 
     Within a level it is n·(x / 0.9 / 10^(i − 6) + 8/9), a straight line from n to 2n. Lines of higher levels are less
-    steep and meet the level at its ends, so it is the least of all lines.
+    steep and meet the level at its ends, so the result is the minimum of all lines.
     """
     levels = [(top * 2.0**-down, 10.0**-down) for down in range(7)]  # cells and largest number
     lines = [(n / (0.9 * largest), n * 8 / 9) for n, largest in levels]
@@ -77,7 +77,7 @@ def _place(x, top):
 
 
 def _end(x, top):
-    """Like `_place` where x is nearest to 1, and less than it elsewhere."""
+    """Equal to `_place` where x is nearest to 1, and less elsewhere."""
     slope = 2 * top / 0.9
     return x * slope + (2 * top - slope * (1 - 0.225 / top))
 

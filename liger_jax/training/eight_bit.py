@@ -1,4 +1,4 @@
-"""AdamW whose state has 8 bits a number: two bytes a parameter and a scale for each block of 256, in place of eight."""
+"""AdamW with a state in 8 bits: two bytes per parameter and a scale for each block of 256, in place of eight bytes."""
 
 import dataclasses
 import math
@@ -19,12 +19,12 @@ from liger_jax.ops.place import place_of
 from liger_jax.training import dynamic_code as code
 from liger_jax.training.rounding import check_numbers, check_rate
 
-MIN_SIZE = 4096  # bitsandbytes' too: smaller arrays are no memory, and some of them are delicate
-MIN_WIDTH = 16  # of the last axis: narrower ones would have a scale for hardly any numbers
-BLOCK_SIZE = 256  # bitsandbytes' too
-_LARGEST = 2.0**62  # of a gradient: its square's reciprocal, by which a block is scaled, is a normal float32 number
-_LEAST_PIECE = 32  # numbers of a block: maxima of pieces are few beside them
-_LEAST_SHARE = 1e-30  # of a block's largest second moment: what is less may be 0 in float32, and must not
+MIN_SIZE = 4096  # as in bitsandbytes: smaller arrays take little memory, and some of them are sensitive to rounding
+MIN_WIDTH = 16  # of the last axis: in narrower arrays a scale would serve very few numbers
+BLOCK_SIZE = 256  # as in bitsandbytes
+_LARGEST = 2.0**62  # of a gradient: the reciprocal of its square, which scales a block, is a normal float32 number
+_LEAST_PIECE = 32  # numbers of a block that are reduced first, so that their maxima are few in comparison
+_LEAST_SHARE = 1e-30  # of a block's largest second moment: less may become 0 in float32, which must not happen
 
 
 class ScaleByAdam8bitState(NamedTuple):
@@ -146,7 +146,7 @@ def scale_by_adam_8bit(
         del params
         count = optax.safe_increment(state.count)
         steps = jnp.asarray(count, jnp.float32)
-        # What m and v are multiplied by, since they began at 0.
+        # The bias corrections of m and v, which start at 0.
         corrections = [1 / (1 - jnp.float32(decay) ** steps) for decay in (b1, b2)]
         leaves, structure = jax.tree.flatten_with_path(grads)
         rows = zip(leaves, *(jax.tree.leaves(tree) for tree in state[1:]), strict=True)
@@ -166,7 +166,7 @@ def _checked(b1, b2, eps):
             raise ValueError(f"adamw_8bit: {name}={value} must be at least 0 and less than 1, such as 0.9.")
     if not isinstance(eps, Tracer) and not eps > 0:
         raise ValueError(f"adamw_8bit: eps={eps} must be above 0, such as 1e-8.")
-    # Out of its range, what cannot be read makes NaN.
+    # A traced number out of its range makes NaN.
     valid = [lambda x: (x >= 0) & (x < 1)] * 2 + [lambda x: x > 0]
     checked = lambda x, valid: jnp.where(valid(x), x, jnp.nan).astype(jnp.float32) if isinstance(x, jax.Array) else x
     return [checked(x, valid) for x, valid in zip((b1, b2, eps), valid, strict=True)]
@@ -196,7 +196,7 @@ def _zeros(path, param, block_size, float32_names):
             "with optax.masked or optax.partition."
         )
     if not _is_in_8_bits(path, param, float32_names):
-        # Each a separate array, since a step may be given the state to overwrite.
+        # Separate arrays, since the state may be donated to a step.
         zeros, one = (lambda: jnp.zeros_like(param, jnp.float32)), (lambda: jnp.ones((), jnp.float32))
         return zeros(), one(), zeros(), one()
     shape = code.scale_shape(param.shape, block_size)
@@ -232,14 +232,14 @@ def _updated_codes(arrays, corrections, settings, blocks):
         mu, nu = signed(mu_codes ^ zero) * blocks.spread(mu_scale), unsigned(nu_codes ^ zero) * blocks.spread(nu_scale)
         return _next_moments(grad, mu, nu, b1, b2)
 
-    # A GPU looks numbers up faster than it computes them. A TPU does not, and the second pass must not: XLA copies
-    # codes by which it looks something up before it writes over them.
+    # A GPU looks numbers up faster than it computes them. A TPU does not. The second pass must not look them up: XLA
+    # copies codes that index a table before it overwrites them.
     on_gpu = place_of(grad).platform == "gpu"
     looked_up = lambda decode: code.looked_up(decode, blocks.place)
     mu, nu = moments(jnp.uint8(0), tuple(map(looked_up, decoders)) if on_gpu else decoders)
     mu_max, nu_max = blocks.maxima(jnp.abs(mu)), blocks.maxima(nu)
-    # XLA would make moments with several uses once, and keep them in float32. It does not know these zeros, so it takes
-    # the moments of each use for others, and makes them within the use from one byte each.
+    # XLA would decode moments with several uses once, and keep them in float32. It does not know that these are zeros,
+    # so it takes the moments of each use for different ones, and decodes them within the use.
     zeros = jax.lax.optimization_barrier((jnp.uint8(0),) * 3)
     (mu, _), (_, nu) = moments(zeros[0]), moments(zeros[1])
     new_mu = code.encode_signed(mu * blocks.spread(code.reciprocals(mu_max)))
@@ -269,14 +269,14 @@ class _Blocks:
 
     width: int  # D
     size: int  # of a block
-    # How many numbers of a block are together on one device, as far as is known. It divides size, and D where D may be
-    # split. Maxima are made of pieces first, so that a mesh may split blocks between them.
+    # How many consecutive numbers of a block are on one device, as far as is known. It divides size, and D where D may
+    # be sharded. Maxima of these pieces are made first, so that a mesh may split blocks between them.
     piece: int
     place: NamedSharding | None  # how the parameter is sharded over Explicit axes; `None` where there are none
 
     @classmethod
     def of(cls, x: jax.Array, size: int) -> "_Blocks":
-        """The blocks of an array. Auto axes do not show which of them split its last axis: each may."""
+        """The blocks of an array. Types do not show Auto axes, so that each of them may shard its last axis."""
         width, sharding = x.shape[-1], jax.typeof(x).sharding
         mesh, explicit = sharding.mesh, devices_along(full_spec(sharding.spec, x.ndim)[-1], sharding.mesh.shape)
         auto = [mesh.shape[name] for name in mesh.auto_axes]
@@ -304,7 +304,7 @@ class _Blocks:
         return scales if self.place is None else jax.sharding.reshard(scales, jax.typeof(old).sharding)
 
     def _whole(self, x):
-        """An array whose last axis is whole on each device, where it counts pieces or blocks that a mesh splits."""
+        """The array with its last axis whole on each device, if that axis is of pieces or blocks that a mesh splits."""
         if self.place is None or self.piece == self.size:
             return x
         return jax.sharding.reshard(x, NamedSharding(self.place.mesh, P(*self.place.spec[:-1])))
@@ -325,14 +325,14 @@ def _check_names(params, float32_names):
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     known = {name for path in paths for name in _names(path)}
     for name in float32_names if paths else ():
-        if name not in known and name not in ("scale", "bias"):  # which are no matrices, named or not
+        if name not in known and name not in ("scale", "bias"):  # which are not matrices, even if they are named
             raise ValueError(
                 f"adamw_8bit: float32_names has {name!r}, which is in no parameter's path. Name one of {sorted(known)}."
             )
 
 
 def _sharding(x):
-    """How an array is sharded over a mesh, or how its type says it is; None where neither says."""
+    """The sharding of a concrete array, or that of its type; None if neither has one."""
     return jax.typeof(x).sharding if isinstance(x, Tracer) and is_explicit(x) else named_sharding(x)
 
 

@@ -1,6 +1,6 @@
-"""What ends a training run and can be mended by whoever started it.
+"""Errors that end a training run and that the user can correct.
 
-Each error has its own type, so that a program can say the cure in its own words.
+Each has its own type, so that a program can say the cure in its own words.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class OutOfHostMemoryError(TrainingError):
 
 @contextlib.contextmanager
 def memory_errors(where: str) -> Iterator[None]:
-    """Raises our errors where memory runs out. `where` ends their sentence, with its full stop."""
+    """A context that raises our errors when memory runs out. `where` ends their sentence, with its full stop."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

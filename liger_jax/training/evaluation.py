@@ -72,7 +72,7 @@ def mean_scores(totals: Sequence[float]) -> dict[str, float]:
     """The scores of a language model."""
     loss, right, tokens = totals
     mean = loss / tokens
-    perplexity = math.exp(min(mean, 700.0))  # beyond it, more than a float holds
+    perplexity = math.exp(min(mean, 700.0))  # beyond it, exp is more than a float holds
     return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_token_accuracy": right / tokens}
 
 

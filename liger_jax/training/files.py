@@ -1,4 +1,4 @@
-"""Small files of a run's own, and the folder in which they are."""
+"""Small files of a run, and its folder."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from liger_jax.training.errors import FolderError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a small file of a run's own."""
+    """Reads a small file of a run."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError):

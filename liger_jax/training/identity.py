@@ -1,4 +1,4 @@
-"""What a run is made of: by it a run that goes on knows that its model is still the one that it began with."""
+"""Digests of a run's model and data, by which a resumed run checks that they have not changed."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 from liger_jax.training import digests
 from liger_jax.training.errors import CheckpointError
 
-_BLOCK = 4096  # bytes that are read at each place of a tensor
+_BLOCK = 4096  # bytes that are read of each block of a tensor
 _PLACES = 3  # begin, middle and end
 _MOST_HEADER = 2**28
 _NAMED = 4  # differences that a message names
@@ -59,12 +59,13 @@ def of_whole_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], growing: Sequence[str] = ()) -> None:
-    """Checks that a run which goes on is the run that began.
+    """Checks that a resumed run has the settings that it began with.
 
-    `growing`: names of numbers that may have become larger. `None` for such a number means that another one counts.
+    `growing`: names of numbers that may have become larger. `None` for such a number means that another setting
+    replaces it.
     """
     names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
-    # Files are read whole only if asked: where one side has not done it, there is nothing to compare.
+    # Files are read as a whole only on request: if one side has not done so, there is nothing to compare.
     names = [name for name in names if not name.startswith("all of ") or name in old and name in new]
     names = [name for name in names if name not in growing or _is_less(new.get(name), old.get(name))]
     if not names:
@@ -114,7 +115,7 @@ def _sample(path: Path) -> str:
 
 
 def _places(header: bytes) -> list[tuple[int, int]]:
-    """Where the tensors begin and end after the header; none if the header is damaged, which the reader will report."""
+    """Begins and ends of the tensors after the header; none if the header is damaged, which the reader will report."""
     try:
         tensors = json.loads(header)
         ranges = [tensors[name]["data_offsets"] for name in tensors if name != "__metadata__"]

@@ -1,6 +1,6 @@
-"""What becomes of output that cannot be written, as after `| head -1`, in a closed terminal or on a full disk.
+"""Output that cannot be written, as after `| head -1`, in a closed terminal or on a full disk.
 
-A training run goes on without it. For a command whose output is all that it does, it is an error.
+A training run continues without it. For a command whose only result is its output, it is an error.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class OutputError(Exception):
-    """The standard output cannot be written. It is no `OSError`, which would be one of the file that is worked on.
+    """The standard output cannot be written. It is not an `OSError`, which would be taken for one of the files at work.
 
     Attributes:
-        is_unread: whether nobody reads it any more, rather than that the disk is full.
+        is_unread: whether its reader has closed it; else the disk is full.
     """
 
     def __init__(self, error: OSError):
@@ -24,7 +24,7 @@ class OutputError(Exception):
 
 
 class _Stream:
-    """A stream that drops what it cannot write; or raises `OutputError` then, the first time, if it is `needed`."""
+    """A stream that drops text that it cannot write; if it is `needed`, the first such text raises `OutputError`."""
 
     def __init__(self, stream: Any, needed: bool = False):
         self._stream, self._needed = stream, needed
@@ -32,7 +32,7 @@ class _Stream:
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-        except UnicodeEncodeError:  # such as a file's name that is no text
+        except UnicodeEncodeError:  # such as a file's name that is not text
             encoding = getattr(self._stream, "encoding", None) or "ascii"
             self.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except OSError as error:
@@ -53,7 +53,7 @@ class _Stream:
         return getattr(self._stream, name)
 
     def _lost(self, error: OSError) -> None:
-        """Lets the rest go nowhere, also what Python writes at the end of the process."""
+        """Discards all further output, also what Python writes at the end of the process."""
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -87,7 +87,7 @@ def output_needed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _streams(needed: bool) -> Iterator[None]:
-    """A context with standard streams of ours, which are flushed at its end. One that was closed is a null device."""
+    """A context that replaces the standard streams, and flushes them at its end. A closed one becomes a null device."""
     before = sys.stdout, sys.stderr
     out, err = (open(os.devnull, "w") if stream is None else stream for stream in before)  # noqa: SIM115  as long as the process
     sys.stdout, sys.stderr = _Stream(out, needed), _Stream(err)

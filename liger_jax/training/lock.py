@@ -1,4 +1,4 @@
-"""A folder is one process's at a time."""
+"""A lock that lets one process at a time use a folder."""
 
 import contextlib
 import errno
@@ -49,7 +49,7 @@ def held(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
                 raise
-        with contextlib.suppress(OSError):  # the text is for people; a full disk must not stop a run here
+        with contextlib.suppress(OSError):  # the text is only informative: a full disk must not stop a run here
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield

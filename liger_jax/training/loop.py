@@ -1,4 +1,4 @@
-"""The steps of a run: what they measure and print, when they save, and what they stop for."""
+"""The loop over the steps of a run: what is measured and printed, when checkpoints are saved, and when it stops."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from liger_jax.training.optimizer import Schedule
 from liger_jax.training.rows import num_tokens
 from liger_jax.training.waiting import telling
 
-_WORDS = {  # how a figure is reported; others as "name 0.123"
+_WORDS = {  # how some figures are printed; the others as "name 0.123"
     "perplexity": "perplexity {:.2f}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "memory_gib": "{:.1f} GiB",
@@ -199,15 +199,15 @@ class Loop:
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self, state, log):
-        """A context for a step, of which an error is raised after the steps before it were saved."""
+        """A context for a step. If it raises an error, the steps before it are saved first."""
         try:
             yield
-        except (TrainingError, jax.errors.JaxRuntimeError):  # the device's, or of a loss that must not be saved
+        except (TrainingError, jax.errors.JaxRuntimeError):  # of the device, or a loss that is not finite
             raise
         except Exception:
             is_saved = self.checkpoints is None or self.checkpoints.latest_step == len(log["steps"])
             is_whole = not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
-            # Several processes save together, and the others have not failed.
+            # Several processes save together, and the other ones have not failed.
             if log["steps"] and not is_saved and is_whole and jax.process_count() == 1:
                 with contextlib.suppress(Exception):  # the step's error is the one to report
                     self._save(state, log)
@@ -240,7 +240,7 @@ class Loop:
 
 
 def memory_in_use() -> int:
-    """The most memory that was in use so far."""
+    """The peak of the memory in use so far."""
     if stats := jax.local_devices()[0].memory_stats():
         return stats["peak_bytes_in_use"]
     try:
@@ -252,7 +252,7 @@ def memory_in_use() -> int:
 
 
 class _NoBar(contextlib.nullcontext):
-    """What a progress bar is called for, where there is none."""
+    """A progress bar that shows nothing."""
 
     def __enter__(self):
         return self
@@ -274,5 +274,5 @@ def _in_words(name: str, value: float) -> str:
 
 
 def figure(value: float) -> str:
-    """A figure for a reader: with three decimals, or with three digits where these would say too little."""
+    """A figure as text: with three decimals, or with three significant digits if it is small."""
     return f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.3f}"

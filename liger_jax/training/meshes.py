@@ -3,11 +3,11 @@ over it.
 
 A text is `axis=N` with commas, such as "fsdp=2,tensor=2". The axes are those of `Layout`:
 
-    data       copies of the model, each with its own sequences
-    fsdp       the same, with the model's parameters and the optimizer's state split over them
-    sequence   a sequence is split
-    expert     as fsdp, but of a mixture each device has some of the experts, to which tokens are sent
-    tensor     heads, feed-forwards and the vocabulary are split; its devices share sequences
+    data       each device has its own sequences and a copy of the model
+    fsdp       each device has its own sequences and a shard of the parameters and of the optimizer's state
+    sequence   each device has a shard of every sequence
+    expert     as fsdp, but each device has some of a mixture's experts, to which tokens are sent
+    tensor     heads, feed-forwards and the vocabulary are sharded; its devices share sequences
 """
 
 import contextlib
@@ -26,22 +26,22 @@ from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
 from liger_jax.ops.layout import devices_along
 from liger_jax.training.compiling import compiler_options
 
-BATCH_AXES = Layout.batch  # those along which each device has its own sequences, and expert's
-# Devices that are neighbours are so along the last axis: tensor's, which send most and must be in one host.
+BATCH_AXES = Layout.batch  # axes along which each device has its own sequences, and "expert"
+# Neighbouring devices are along the last axis, "tensor", which sends most and must be within one host.
 AXES = (*BATCH_AXES, "expert", "sequence", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What a run computes on: one device, or a mesh of several and how a model is sharded over it."""
+    """The devices of a run: one device, or a mesh of several and how a model is sharded over it."""
 
     mesh: Mesh | None = None  # the mesh, with Auto axes; `None` for the one device that JAX takes by default
-    layout: Layout | None = None  # which of its axes split what; `None` for one device
-    line: str = ""  # the devices in words, with those that stay idle; empty where there is one alone
+    layout: Layout | None = None  # the meaning of its axes; `None` for one device
+    line: str = ""  # the devices in words, with those that stay idle; empty for a single one
 
     @property
     def kernels(self) -> KernelOptions:
-        """The options of a model that runs here."""
+        """The options of a model that runs on these devices."""
         return KernelOptions(layout=self.layout)
 
     @property
@@ -51,7 +51,7 @@ class Devices:
 
     @property
     def layout_of_rows(self) -> Layout | None:
-        """How a model is sharded that generates here: each device has its own rows, and with them their caches."""
+        """The layout of a model that generates: each device has its own rows, and with them their caches."""
         if self.sizes["tensor"] * self.sizes["sequence"] * self.sizes["expert"] == 1:
             return self.layout
         return Layout(batch=AXES, fsdp=AXES[1:])
@@ -61,29 +61,29 @@ class Devices:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def shardings(self, tree: Any, optimizer: Any = None) -> Any:
-        """How parameters, or parameters and an optimizer's state, are sharded here."""
+        """The shardings of parameters, or of parameters and an optimizer's state."""
         if self.mesh is None or self.layout is None:
             return None
         return self.layout.shardings(tree, self.mesh, optimizer)
 
     @property
     def whole(self) -> NamedSharding | None:
-        """How a number is sharded that all devices have; `None` on one device."""
+        """The sharding of a number that every device has; `None` on one device."""
         return None if self.mesh is None else NamedSharding(self.mesh, P())
 
     def placed(self, tree: Any, optimizer: Any = None) -> Any:
-        """Puts parameters, or parameters and an optimizer's state, where they belong."""
+        """Puts parameters, or parameters and an optimizer's state, on their devices."""
         return tree if self.mesh is None else jax.device_put(tree, self.shardings(tree, optimizer))
 
     def typed(self, tree: Any, optimizer: Any = None) -> Any:
-        """The types of arrays with the places where they will be, for lowering a program before they are there."""
+        """The types of arrays with their future shardings, for lowering a program before the arrays exist."""
         if self.mesh is None:
             return tree
         typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         return jax.tree.map(typed, tree, self.shardings(tree, optimizer))
 
     def started(self, params: Any, optimizer: Any) -> tuple[Any, Any]:
-        """The state of a run that begins."""
+        """The first state of a run."""
         if self.mesh is None:
             return params, jax.jit(optimizer.init)(params)
         params = self.placed(params)
@@ -91,7 +91,7 @@ class Devices:
         return params, jax.jit(optimizer.init, out_shardings=of_state)(params)
 
     def jitted(self, step: Callable[..., Any], state: Any, optimizer: Any) -> Any:
-        """A training step that overwrites its state in place, and leaves it where it was."""
+        """A training step that overwrites its state in place and keeps its sharding."""
         out = {} if self.mesh is None else dict(out_shardings=(self.shardings(state, optimizer), self.whole))
         return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(self.mesh), **out)
 
@@ -105,7 +105,7 @@ class Devices:
         return np.unique(np.concatenate([places[index] for index in indices if index is not None]))
 
     def place(self, batch: Any) -> Any:
-        """Puts a batch on the devices, each one's rows where it computes them."""
+        """Puts a batch on the devices, each row on the device that computes it."""
         return batch if self.mesh is None or self.layout is None else self.layout.place(batch, self.mesh)
 
 
@@ -133,13 +133,13 @@ def in_words(sizes: Mapping[str, int]) -> str:
 
 
 def layout_of(sizes: Mapping[str, int]) -> Layout:
-    """Which axes of such a mesh split what."""
+    """The layout of such a mesh, by the names of its axes."""
     others = {name: name for name in ("tensor", "sequence", "expert") if sizes.get(name, 1) > 1}
     return Layout(**others)
 
 
 def shards_of_batch(sizes: Mapping[str, int]) -> int:
-    """Into how many shards such a mesh splits a batch."""
+    """The number of shards into which such a mesh splits a batch."""
     return devices_along(layout_of(sizes).batch, sizes)
 
 
@@ -151,7 +151,7 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
 
 
 def chosen(text: str | None, devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]) -> Devices:
-    """The devices of a run: the mesh that is asked for, or else the most devices along fsdp that divide the run."""
+    """The devices of a run: the requested mesh, or else the most devices along fsdp that divide batch and weights."""
     if text is not None:
         return _asked(text, devices, rows, model)
     if len(devices) == 1:
@@ -186,7 +186,7 @@ def _asked(text: str, devices: Sequence[Any], rows: int, model: Callable[[Layout
 def _checked(
     text: str, sizes: Mapping[str, int], devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]
 ) -> Devices:
-    """The mesh, which divides the rows and the model; one of a single device is none."""
+    """The mesh, after a check that it divides the rows and the model; `None` for a single device."""
     shards = shards_of_batch(sizes)
     if rows % shards:
         raise ValueError(

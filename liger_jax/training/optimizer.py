@@ -1,7 +1,7 @@
 """Optimizers for `make_step`, and the learning rates that they follow.
 
-`adamw` and `sgd` are optax's, and clip gradients, hold their state in a dtype of one's choice, and train parameters in
-bfloat16 where they are asked to. A schedule is a function of the step, from 0, as optax has them.
+`adamw` and `sgd` are optax's, with options to clip gradients, to hold their state in another dtype, and to train
+parameters in bfloat16. A schedule is a function of the step, from 0, as in optax.
 """
 
 import math
@@ -223,7 +223,7 @@ def optimizer_named(
 
 
 def _finished(optimizer, max_norm, state_dtype, seed):
-    """What is asked for around an optimizer, in this order: clipping, rounding, and the dtype of its state."""
+    """The optimizer with the requested options, in this order: clipping, rounding, and the dtype of its state."""
     if max_norm is not None:
         if isinstance(max_norm, (int, float)) and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm} must be more than 0; None does not clip gradients.")
@@ -234,7 +234,7 @@ def _finished(optimizer, max_norm, state_dtype, seed):
 
 
 def _phases(steps: int, warm_up: float) -> tuple[Schedule, Schedule]:
-    """The line up, from above 0 to 1 at the last step of the warm-up, and the share of the way down, 0 until there."""
+    """The warm-up's factor, from above 0 to 1 at its last step, and the fraction of the decay, 0 until then."""
     num_rising = math.ceil(warm_up * steps) or 1
     num_falling = steps - num_rising + 1  # from the peak to the step after the last
     rising = lambda step: jnp.minimum((step + 1) / num_rising, 1.0)

@@ -1,4 +1,4 @@
-"""Documents of any length in rows of one length: packed, so that few places stay empty, or padded. No token is lost."""
+"""Documents of any length in rows of one length: packed with little padding, or padded. No token is lost."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from liger_jax.ops.labels import IGNORE_INDEX
 
 Bundle = list[tuple[np.ndarray, np.ndarray]]  # tokens and labels of segments that share a row
 
-WINDOW = 1024  # rows in which a document looks for room, the latest ones: so the time grows with the documents only
+WINDOW = 1024  # the most recent rows that are tried for a document, so that the time grows only linearly
 
 
 def pack(
@@ -232,7 +232,7 @@ def _scored(
 def _packed_bundles(
     op: str, what: str, bundles: list[Bundle], length: int, pad_id: int
 ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
-    """Bundles of segments that stay in one row, after checks, and the places of all segments in order."""
+    """Bundles of segments that share a row, laid after checks, and the places of all segments in order."""
     _check_length(op, length)
     if not any(bundles):
         raise ValueError(f"{op}: there is no {what} to pack; pass at least one.")
@@ -248,7 +248,7 @@ def _packed_bundles(
                 f"{op}: {what} {number} has {sum(sizes)} tokens, but a row has length={length}, and no {what} is "
                 f"split or cut; shorten its sequences, leave it out, or pass length={sum(sizes)} or more."
             )
-    # The largest first, which leaves less empty; places say where each is.
+    # The largest first, which leaves less padding; `places` says where each is.
     order = sorted(range(len(bundles)), key=lambda number: -sum(len(tokens) for tokens, _ in bundles[number]))
     batch, segments = _laid([bundles[number] for number in order if bundles[number]], length, pad_id)
     sizes = np.array([len(bundle) for bundle in bundles])
@@ -269,7 +269,7 @@ def _laid(
 
 
 def columns(in_segments: bool) -> tuple[str, ...]:
-    """The model's arguments that rows are made of."""
+    """The names of the model's arguments in rows."""
     return ("input_ids", "labels", *(("segment_ids", "positions") if in_segments else ("token_mask",)))
 
 
@@ -278,7 +278,7 @@ class FirstFit:
 
     def __init__(self, length: int, packed: bool = True):
         self._length, self._packed, self._opened = length, packed, 0
-        self._room = np.zeros(WINDOW, np.int64)  # what the opened rows have left
+        self._room = np.zeros(WINDOW, np.int64)  # the free places of the open rows
 
     def __call__(self, size: int) -> tuple[int, int]:
         """The row of a piece of `size` tokens, and the place in the row at which it begins."""
@@ -294,7 +294,7 @@ class FirstFit:
 
 
 def places(bundles: Iterable[Sequence[int]], length: int, packed: bool = True) -> tuple[list[int], list[int]]:
-    """The row of each piece, and where it begins there; `bundles` are the sizes of pieces that stand side by side."""
+    """The row of each piece, and where it begins there; `bundles` are the sizes of pieces that are adjacent."""
     place, rows, begins = FirstFit(length, packed), [], []
     for sizes in bundles:
         row, begin = place(sum(sizes))
@@ -311,7 +311,7 @@ class Rows:
     def __init__(self, rows: Any, begins: Any, length: int):
         rows, self.begins, self.length = np.asarray(rows, np.int64), np.asarray(begins, np.int64), length
         self.num_rows = int(rows.max(initial=-1)) + 1
-        self._order = np.argsort(rows, kind="stable")  # of the pieces, by row
+        self._order = np.argsort(rows, kind="stable")  # the indices of the pieces, by row
         self._ends = np.searchsorted(rows[self._order], np.arange(self.num_rows), side="right")
 
     @property

@@ -1,13 +1,12 @@
-"""Several processes that train one model: how they begin, agree, write files once, and end together.
+"""Several processes that train one model: how they start, agree, write files once, and end together.
 
-Each process runs the same program on its own devices, and holds its own shard of every array. Files are the first
-one's: where processes would write the same file, `by_first` lets it write alone. In a single process all of this does
-nothing.
+Each process runs the same program on its own devices, and holds its own shard of every array. Only the first one writes
+files: where all would write the same one, `by_first` lets it write alone. In a single process all of this does nothing.
 
-A process that dies would leave the others in a collective that never ends. So each reports to JAX's coordination
-service every two seconds that it lives, and a thread ends this process once another one has not reported that for
-`SILENT_SECONDS`. The service lives in process 0. The others reach it through a `Relay`, which says when that process
-dies.
+A process that dies would leave the others in a collective that never ends. So each sends a heartbeat to JAX's
+coordination service every two seconds, and a thread ends this process once another one has sent none for
+`SILENT_SECONDS`. The service runs in process 0. The others connect to it through a `Relay`, which notices when that
+process dies.
 """
 
 import contextlib
@@ -35,14 +34,14 @@ _PLACE = re.compile(r"(.+:\d+),(\d+)/(\d+)")  # HOST:PORT,INDEX/NUMBER
 _ENDED = "ended"
 _NAMED = 3  # differences that a message names
 _barriers = itertools.count()
-_refused = threading.Event()  # all processes end, because they are not alike
+_refused = threading.Event()  # the exit code of all processes if they differ
 
 
 def begin(place: str) -> None:
     """Joins the processes of a run, before JAX has devices.
 
     `place`: "HOST:PORT,INDEX/NUMBER", the address at which process 0 listens, this process's index from 0, and how many
-    there are; empty for what JAX finds in the environment, as under SLURM, Open MPI or on a cloud TPU.
+    there are; empty to let JAX read these from the environment, as under SLURM, Open MPI or on a cloud TPU.
     """
     options: dict[str, Any] = dict(heartbeat_timeout_seconds=100, shutdown_timeout_seconds=20)
     if place:
@@ -60,7 +59,7 @@ def begin(place: str) -> None:
         )
     if _has_devices():
         raise ValueError("JAX has initialised its devices for this process only. Call processes.begin first.")
-    jax.config.update("jax_enable_recoverability", True)  # the service ends no process because another one has died
+    jax.config.update("jax_enable_recoverability", True)  # the service must not end processes when one has died
     relay = None
     try:
         address, index = (options["coordinator_address"], options["process_id"]) if place else _found()
@@ -83,24 +82,24 @@ def begin(place: str) -> None:
 
 
 def are_several() -> bool:
-    """Whether `begin` has joined several processes. JAX's devices are not looked for."""
+    """Whether `begin` has joined several processes. This does not initialise JAX's devices."""
     return bool(_watching)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and speaks."""
+    """Whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
 
 
 def wait() -> None:
     """Waits until all processes have come here. Ctrl-C ends the wait."""
     if jax.process_count() > 1:
-        name = f"liger_jax/barrier/{next(_barriers)}"  # each process comes to all of them in the same order
+        name = f"liger_jax/barrier/{next(_barriers)}"  # every process reaches the barriers in the same order
         _interruptible(lambda: jax_service().wait_at_barrier(name, timeout_in_ms=24 * 3600 * 1000))
 
 
 def check_same(what: str, values: Mapping[str, Any]) -> None:
-    """Checks that all processes have the same values, such as options: others would train something else, unseen."""
+    """Checks that all processes have the same values, such as options: a difference would train wrongly in silence."""
     if jax.process_count() == 1:
         return
     answers = _of_all(dict(values))
@@ -117,7 +116,7 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
 
 
 def check_shared(folder: Path) -> None:
-    """Checks that all processes see one folder: separate ones of one name would wait for each other's files."""
+    """Checks that all processes share the folder: with separate folders of one name they would wait forever."""
     if jax.process_count() == 1:
         return
     marker = tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder) if is_first() else None
@@ -135,17 +134,17 @@ def check_shared(folder: Path) -> None:
 
 
 def _of_all(value: Any) -> dict[int, Any]:
-    """What each process says, JSON's, by its index."""
+    """The JSON value that each process has sent, by its index."""
     place = f"liger_jax/said/{next(_barriers)}/"
     jax_service().key_value_set(f"{place}{jax.process_index()}", json.dumps(value, sort_keys=True))
     wait()
     answers = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in jax_service().key_value_dir_get(place)}
-    wait()  # before one that raises takes the service with it
+    wait()  # before a process that raises ends the service
     return answers
 
 
 def by_first(work: Callable[[], Any]) -> None:
-    """Lets the first process do something, for which the others wait."""
+    """Calls a function in the first process, while the others wait."""
     if is_first():
         work()
     wait()
@@ -153,7 +152,7 @@ def by_first(work: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def first_before_others() -> Iterator[None]:
-    """A context that the first process leaves before the others enter it, such as for files that it makes for them."""
+    """A context that the first process leaves before the others enter it, such as to make files for them."""
     if not is_first():
         wait()
     yield
@@ -163,7 +162,7 @@ def first_before_others() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_first_speaks() -> Iterator[None]:
-    """A context in which the other processes print nothing but errors."""
+    """A context in which the other processes print only errors."""
     if is_first():
         yield
         return
@@ -181,7 +180,7 @@ def most(number: int) -> int:
 
 
 def agreed(received: list[int]) -> list[int]:
-    """What any process has received all of them have, such as a signal."""
+    """A value that any process has received, such as a signal, for all of them."""
     number = most(received[0] if received else 0)
     if number and not received:
         received.append(number)
@@ -208,7 +207,7 @@ def end(code: int, in_order: bool = True) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, whatever its other threads are at. The other processes of its run are informed."""
+    """Ends this process at once, whatever its other threads are doing. The other processes of its run are informed."""
     _over.set()
     if are_several() and not _why:  # else the service may not answer
         _watching[0].join(2 * BEAT_SECONDS)
@@ -218,7 +217,7 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    if _refused.is_set() and is_first():  # its end takes the service with it, and those who are still in a call
+    if _refused.is_set() and is_first():  # its end closes the service, and ends processes that are still in a call
         time.sleep(3 * BEAT_SECONDS)
     os._exit(code)  # JAX would wait for the others, and Python for its threads
 
@@ -236,7 +235,7 @@ def lost() -> str:
 
 _why: list[str] = []  # the sentence, once a process is lost
 _watching: list[threading.Thread] = []
-_over = threading.Event()  # this process is at its end
+_over = threading.Event()  # this process is ending
 
 
 def _joined(**options: Any) -> None:
@@ -245,7 +244,7 @@ def _joined(**options: Any) -> None:
 
 
 def _watch(client: Any) -> None:
-    """Tells that this process lives, and ends it when another does not any more."""
+    """Sends this process's heartbeats, and ends it when those of another process stop."""
     own, others = jax.process_index(), [i for i in range(jax.process_count()) if i != jax.process_index()]
     seen = {i: ("", time.monotonic()) for i in others}
     for beat in itertools.count():
@@ -254,14 +253,14 @@ def _watch(client: Any) -> None:
         try:
             client.key_value_set(_key(own), str(beat), True)
             reports = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get("liger_jax/alive/")}
-        except Exception as error:  # the service is process 0's, and went with it
+        except Exception as error:  # the service ran in process 0, and has ended with it
             if own == 0:
                 return
             reports = {0: f"{_ENDED} {type(error).__name__}"}
         for i in others:
             value, now = reports.get(i, ""), time.monotonic()
             if value == _ENDED:
-                return  # all are at their end
+                return  # all processes are ending
             if value.startswith(_ENDED):
                 return _lose(i, "has ended")
             if value != seen[i][0]:
@@ -272,7 +271,7 @@ def _watch(client: Any) -> None:
 
 
 def _lose(i: int, how: str) -> None:
-    """Ends the process, and says which other one is lost, unless the main thread does so in the next moment."""
+    """Ends the process, and says which other one is lost, unless the main thread does so within a moment."""
     _why.append(
         f"Process {i} of {jax.process_count()} {how}, so this one ends, too. Start all of them again, on as many "
         "devices or fewer: the run goes on from its newest checkpoint."
@@ -294,7 +293,7 @@ def _found() -> tuple[str | None, int | None]:
 
 
 def _leave_in_order() -> None:
-    """Lets the others leave JAX's coordination service before its process, the first one, ends."""
+    """Lets the others disconnect from JAX's coordination service before the first process, which runs it, ends."""
     if not is_first():
         jax.distributed.shutdown()
         return
@@ -318,7 +317,7 @@ def _key(process: int) -> str:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """A context that undoes JAX's own handling of SIGTERM, by which the signal would end nothing."""
+    """A context that undoes JAX's own handler of SIGTERM, with which the signal would end nothing."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -328,13 +327,13 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _has_devices() -> bool:
-    from jax._src import xla_bridge  # JAX has no public way to know it without making them
+    from jax._src import xla_bridge  # JAX has no public way to know this without initialising them
 
     return xla_bridge.backends_are_initialized()
 
 
 def _interruptible(work: Callable[[], Any]) -> None:
-    """Does something in a thread: within a call that waits in C++, Python would not handle Ctrl-C."""
+    """Calls a function in a thread: while a call waits in C++, Python would not handle Ctrl-C."""
     done, errors = threading.Event(), []
 
     def run():

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 
 class Relay:
-    """Listens for a client, and sends on what it and the server say to each other, until the process ends.
+    """Listens for a client, and forwards the bytes between it and the server, until the process ends.
 
     `address`: where the client connects, as gRPC writes it. It is no TCP port, for which gRPC may ask a proxy.
     """
@@ -38,13 +38,13 @@ class Relay:
     def watch(self, lost: Callable[[str], None], seconds: float) -> None:
         """Reports the server's end from now on, before the client can notice it.
 
-        `lost`: is called with how the server was lost, such as "has ended". The client's connection closes when it
-        returns. `seconds`: the server is lost, too, when it has said nothing for so long.
+        `lost`: is called with the way in which the server was lost, such as "has ended". The client's connection closes
+        when it returns. `seconds`: the server is also lost when it has sent nothing for so long.
         """
         self._lost, self._seconds = lost, seconds
 
     def close(self) -> None:
-        """Lets no other client connect."""
+        """Accepts no more clients."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _accept(self) -> None:
@@ -86,7 +86,7 @@ class Relay:
                 end.shutdown(socket.SHUT_RDWR)
 
     def _is_heard(self, server: socket.socket) -> bool:
-        """Waits for the server; whether it says something, or ends, in time."""
+        """Waits for the server. Returns whether it sends something, or ends, in time."""
         begun = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)

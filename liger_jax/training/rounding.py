@@ -12,12 +12,12 @@ from jax.core import Tracer
 
 from liger_jax.ops.layout import is_explicit
 
-_MOMENTS = 2**32 - 1  # folded into the seed: a step that no run has, so that moments and parameters have other bits
+_MOMENTS = 2**32 - 1  # folded into the seed, a step that no run has: moments and parameters get different bits
 
 
 @contextlib.contextmanager
 def promotions() -> Iterator[None]:
-    """Lets an optimizer promote dtypes and ranks, as optax's do, whatever the rest of a program has to keep to."""
+    """A context in which an optimizer may promote dtypes and ranks, as optax's do, even if the program forbids it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -178,7 +178,7 @@ def check_numbers(function: str, **numbers: Any) -> None:
 
 
 def check_rate(function: str, name: str, rate: Any) -> None:
-    """Refuses a learning rate that is none. A schedule and a tracer are not read."""
+    """Refuses a value that is not a learning rate. A schedule and a tracer are not checked."""
     if not callable(rate) and not isinstance(rate, Tracer) and not 0 <= rate < math.inf:
         raise ValueError(f"{function}: {name}={rate} must be a finite number, at least 0.")
 
@@ -210,14 +210,14 @@ def _to_a_neighbour(param, update, key):
         return update
     start = param.astype(jnp.float32)
     total = start + update
-    # The difference is rounded to float32, which is too little to lead param + difference elsewhere in bfloat16.
+    # The difference is rounded to float32, which is too small an error to change param + difference in bfloat16.
     return jnp.where(jnp.isfinite(total), _at_random(total, key) - start, update)
 
 
 def _at_random(x, key):
     """One of the two neighbours in bfloat16 of each float32 number, in float32. What is not finite stays so."""
-    # bfloat16 is float32's upper half. Random lower bits carry into it as often as its own lower bits say.
-    # On Explicit axes each device makes the bits of its own shard if it is asked to.
+    # bfloat16 is the upper half of float32. Adding random lower bits carries into it with the right probability.
+    # On Explicit axes each device makes the bits of its own shard, if the sharding is passed.
     place = jax.typeof(x).sharding if is_explicit(x) else None
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=place)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)

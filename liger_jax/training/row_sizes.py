@@ -1,6 +1,6 @@
-"""How a run's documents are laid in rows of a few static sizes, so that few places hold no token.
+"""Sizes of rows: a run's documents are laid into rows of a few static sizes, with little padding.
 
-Each size is a program, so that there are few of them: those that cost the run least, with what a program costs.
+Each size is a program. The sizes are those with the least cost of the run, the compilations included.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 
 GRANULE = 128  # lengths are multiples of it
 MOST = 4  # sizes of a run
-_LEVELS = 256  # different lengths that are told apart
+_LEVELS = 256  # the most different lengths that are considered
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -93,8 +93,8 @@ def levels(needs: np.ndarray, costs: np.ndarray, program: float, most: int = MOS
         starts = np.concatenate([[0], kept[:-1] + 1])
         values, counts = values[kept], np.add.reduceat(counts, starts)
     before, of_value, number = np.concatenate([[0], np.cumsum(counts)]), costs[values], len(values)
-    # total[j]: the least cost of the steps below value j; choice: the value at which the last size's steps begin.
-    total, best, found = np.array([0.0, *[np.inf] * number]), np.inf, [int(values[-1])]
+    # total[j]: the least cost of all steps below value j; choice: the value where the steps of the last size begin.
+    total, best, sizes = np.array([0.0, *[np.inf] * number]), np.inf, [int(values[-1])]
     choices: list[np.ndarray] = []
     for count in range(1, most + 1):
         each = total[None, :-1] + (before[1:, None] - before[None, :-1]) * of_value[:, None]
@@ -103,16 +103,16 @@ def levels(needs: np.ndarray, costs: np.ndarray, program: float, most: int = MOS
         total = np.concatenate([[np.inf], each.min(axis=1)])
         if (cost := total[-1] + count * program) >= best:
             continue
-        best, end, found = cost, number, []
+        best, end, sizes = cost, number, []
         for choice in reversed(choices):
             if end:
-                found.append(int(values[end - 1]))
+                sizes.append(int(values[end - 1]))
                 end = int(choice[end - 1])
-    return sorted(found)
+    return sorted(sizes)
 
 
 def cost(needs: np.ndarray, costs: np.ndarray, program: float, chosen: Sequence[int]) -> float:
-    """What steps cost that take these sizes.
+    """The cost of steps that take these sizes.
 
     >>> cost(np.array([1, 1, 1, 7, 8]), np.arange(9), 2.0, [1, 8])
     23.0

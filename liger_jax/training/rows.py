@@ -15,11 +15,11 @@ import numpy as np
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import digests
 
-LENGTH = 2048  # tokens in a row, where nobody says otherwise
+LENGTH = 2048  # tokens in a row, by default
 INPUTS = ("input_ids", "segment_ids", "positions")  # the arguments by which a model reads packed rows
 ARGUMENTS = (*INPUTS, "labels")  # and those by which it is scored, too
 MASKS = ("segment_ids", "token_mask", "attention_mask")  # those that are 0 at padding
-Rows = Mapping[str, Any]  # arrays, or what is indexed as they are, such as rows that are in files
+Rows = Mapping[str, Any]  # arrays, or objects that are indexed like arrays, such as rows in files
 Mixture = Sequence[tuple[int, float]]
 Item = TypeVar("Item")
 
@@ -58,7 +58,7 @@ def num_rows(rows: Rows) -> int:
 
 
 def num_tokens(batch: Any) -> int:
-    """Counts tokens without padding. Where nothing marks padding, a row's tokens are those up to its last label."""
+    """Counts tokens without padding. If nothing marks padding, the tokens of a row are those up to its last label."""
     if not isinstance(batch, Mapping):
         return batch.size
     name = next((name for name in MASKS if name in batch), "labels")
@@ -233,7 +233,7 @@ def fingerprint(*some: Rows) -> str:
 
 
 def _visits(number: int, weight: float) -> int:
-    """How many rows of a group an epoch has."""
+    """The number of rows of a group in an epoch."""
     return max(1, round(number * weight)) if number else 0
 
 
@@ -251,5 +251,5 @@ def _mixed(mixture: Mixture, seed: int, epoch: int) -> np.ndarray:
 
 
 def _row_visits(number: int, epochs: float) -> int:
-    """How many rows the steps of a run have together."""
+    """The total number of rows in the steps of a run."""
     return max(1, round(epochs * number))

@@ -1,7 +1,7 @@
-"""What a signal does to a run: the first one ends it after its step, and a second one at once.
+"""Signals: the first one ends a run after its step, and a second one at once.
 
-Python calls its handlers between two of its own instructions, and so not while a step or a compilation goes on. What is
-said of a signal, and the end of the process, come from a thread that the signal wakes up.
+Python calls its handlers between two of its own instructions, and so not during a step or a compilation. A thread that
+the signal wakes up prints the message about it, and ends the process.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from typing import Any
 
 # SIGHUP comes when a terminal is closed. Windows has none.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-SAME_SECONDS = 0.5  # signals so soon after the first are the same one, which a launcher or a terminal has sent twice
-_ends: list[Callable[[int], None]] = []  # what ends the process, within `ending_now`
+SAME_SECONDS = 0.5  # signals so soon after the first are taken for the same one, sent twice by a launcher or a terminal
+_ends: list[Callable[[int], None]] = []  # the function that ends the process, within `ending_now`
 _writers: set[int] = set()  # file descriptors by which signals wake threads of ours
 
 
@@ -47,7 +47,7 @@ def ending_now(end: Callable[[int], None], said: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def listed() -> Iterator[list[int]]:
-    """A context in which the first signal ends nothing, but is listed and reported: what is under way must not be torn.
+    """A context in which the first signal is only listed and reported, so that work in progress is completed.
 
     A second one raises `KeyboardInterrupt`, or within `ending_now` ends the process. A SIGHUP that is ignored, as under
     `nohup`, stays so. Outside of the main thread nothing is listed.
@@ -73,15 +73,15 @@ def listed() -> Iterator[list[int]]:
 
 
 def _is_another(first: list[float]) -> bool:
-    """Whether a signal that comes now is another one than the first."""
+    """Whether a signal that arrives now is a second one."""
     return bool(first) and time.monotonic() - first[0] > SAME_SECONDS
 
 
 @contextlib.contextmanager
 def _handled(handle: Callable[[int], None], handler: Callable[[int, Any], None]) -> Iterator[bool]:
-    """A context with a handler of signals, and a thread that handles them, too, at the moment at which they come.
+    """A context with a handler of signals, and a thread that handles them at the moment at which they arrive.
 
-    It gives whether signals are handled here: they are in the main thread.
+    It yields whether signals are handled, which is so in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield False
@@ -99,7 +99,7 @@ def _handled(handle: Callable[[int], None], handler: Callable[[int, Any], None])
 
 @contextlib.contextmanager
 def _woken(handle: Callable[[int], None]) -> Iterator[None]:
-    """A context in which a thread handles signals by their numbers."""
+    """A context in which a thread is woken by signals and handles them."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -107,7 +107,7 @@ def _woken(handle: Callable[[int], None]) -> Iterator[None]:
 
     def read():
         while received := reader.recv(16):
-            if before != -1 and before not in _writers:  # of someone else, such as asyncio
+            if before != -1 and before not in _writers:  # set by other code, such as asyncio
                 with contextlib.suppress(OSError):
                     os.write(before, received)
             for number in received:

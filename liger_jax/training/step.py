@@ -1,4 +1,4 @@
-"""A training step: loss, gradients and update, of one batch or of its micro-batches one after the other."""
+"""A training step: loss, gradients and update, for one batch or for its micro-batches one after the other."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -146,7 +146,7 @@ def make_step(
             return jax.value_and_grad(loss, has_aux=has_aux)(params)
 
         if micro_batches == 1:
-            # The default's denominator is the loss's own: it need not be made twice.
+            # The default's denominator is that of the loss, which need not be computed twice.
             denominator = None if normalizer is scored_tokens else normalizer(batch)
             value, grads = value_and_grad(params, batch, denominator)
         else:
@@ -164,7 +164,7 @@ def make_step(
 
 
 def _updates(optimizer, grads, opt_state, params):
-    """What the optimizer returns. Where Explicit axes are ambiguous, as in Muon's products, they are Auto here."""
+    """The optimizer's updates. If Explicit axes are ambiguous, as in Muon's products, they are Auto for this call."""
     axes = jax.sharding.get_abstract_mesh().explicit_axes
     try:
         return optimizer.update(grads, opt_state, params)
@@ -215,7 +215,7 @@ def _micro_batched(batch: Batch, micro_batches: int) -> Any:
 
 
 def _num_sequences(batch: Batch) -> int:
-    """The number of sequences: `input_ids` has it, or a batch of pairs' first array that is no scalar."""
+    """The number of sequences: that of `input_ids`, or of the first array that is not a scalar in a batch of pairs."""
     named = model_arguments(batch)
     arrays = [named["input_ids"]] if "input_ids" in named else jax.tree.leaves(batch)
     shapes = [jnp.shape(x) for x in arrays if jnp.ndim(x)]
@@ -225,5 +225,5 @@ def _num_sequences(batch: Batch) -> int:
 
 
 def _moved(state: Any, space: Any) -> Any:
-    """Moves a state's arrays to a memory; its numbers stay where they are."""
+    """Moves a state's arrays to a memory; scalars stay where they are."""
     return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)

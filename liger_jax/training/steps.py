@@ -1,7 +1,7 @@
-"""The folders of a run's steps: which of them a run has written, and how they come and go.
+"""The folders of a run's steps: which of them a run has written, and how they are made and removed.
 
-A step's folder has the step's number for a name. Orbax writes it under another name, and renames it when it is whole.
-A run that starts over moves a step of the same number aside, to "NUMBER.earlier", until its own stands.
+The name of a step's folder is the step's number. Orbax writes it under another name, and renames it once it is
+complete. A run that starts over moves a step of the same number aside, to "NUMBER.earlier", until its own is complete.
 """
 
 import re
@@ -9,7 +9,7 @@ import shutil
 import time
 from pathlib import Path
 
-STATE, LOG, ABOUT = "state", "log", "about"  # what a checkpoint is made of
+STATE, LOG, ABOUT = "state", "log", "about"  # the items of a checkpoint
 EARLIER, _DROPPED = ".earlier", ".dropped"
 _IN_A_CHECKPOINT = {STATE, LOG, ABOUT, "_CHECKPOINT_METADATA"}
 _UNFINISHED = re.compile(r"\d+(\.earlier)?(\.orbax-checkpoint-tmp.*|\.dropped)", re.ASCII)
@@ -22,7 +22,7 @@ def number_of(path: Path) -> int | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a run's step, whole or damaged.
+    """Whether a folder is a run's step, intact or damaged.
 
     Returns `False` for a link, and for a folder with a step's name that holds other things. An empty one counts as a
     step.
@@ -51,17 +51,17 @@ def move_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a step, which is not there any more from the first moment on."""
+    """Removes a step, after a rename by which it ceases to be one at once."""
     dropped = path.with_name(path.name + _DROPPED)
     path.rename(dropped)
     shutil.rmtree(dropped)
 
 
 def remove_unfinished(folder: Path, quiet_seconds: float = 0.0) -> None:
-    """Removes what a run that was killed has left of steps that it wrote or removed.
+    """Removes what a killed run has left of steps that it was writing or removing.
 
-    `quiet_seconds`: how long nothing new may have appeared. Where a write has failed, those that were under way beside
-    it go on for a moment, and make their folders anew. Ten times as long is waited at most.
+    `quiet_seconds`: how long nothing new may have appeared. If a write has failed, concurrent ones continue for a
+    moment and make their folders anew. It waits at most ten times as long.
     """
     begin = last = time.monotonic()
     while True:

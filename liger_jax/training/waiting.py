@@ -1,4 +1,4 @@
-"""What takes seconds: said while it lasts, and done beside other work where it can be."""
+"""Work that takes seconds: announced while it lasts, and done beside other work where possible."""
 
 import contextlib
 import time
@@ -12,23 +12,23 @@ import jax
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """A context that prints what is done in it, and then the seconds that it took."""
+    """A context that prints the name of its work, and then the seconds that it took."""
     start = time.perf_counter()
     print(what, "…", end="", flush=True)
     try:
         yield
         print(f" {time.perf_counter() - start:.1f} s", end="", flush=True)
-    finally:  # whatever comes next, such as an error, has its own line
+    finally:  # the next output, such as an error, begins a new line
         print(flush=True)
 
 
 def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Begins a call in its own thread."""
+    """Starts a call in a separate thread."""
     return _noted(ThreadPoolExecutor(1, function.__name__).submit(function, *args, **kwargs))
 
 
 def is_busy() -> bool:
-    """Whether a call of `beside` or a compilation still goes on, for which Python would wait at its end."""
+    """Whether a call of `beside` or a compilation is still running, for which Python would wait at its end."""
     return any(not each.done() for each in _futures)
 
 
@@ -41,10 +41,10 @@ def _noted(future: Future[Any]) -> Future[Any]:
 
 
 class Compiling:
-    """Threads that compile programs; on a GPU it is one.
+    """Threads that compile programs; a single one on a GPU.
 
-    XLA tries several kernels for each product there, alone on the GPU, and remembers the best one. An evaluation has
-    the step's forward, so that two programs side by side would try the same.
+    There XLA measures several kernels for each product, and remembers the best one. An evaluation has the forward of
+    the step, so that two programs compiled at the same time would measure the same products twice.
     """
 
     def __init__(self):

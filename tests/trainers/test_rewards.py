@@ -360,7 +360,8 @@ def test_a_function_may_import_its_neighbours_when_it_is_called(beside):
         ("mine:f=much", "--reward=.* what comes after mine:f= must be a number"),
         (
             "random:f",
-            r"--reward=random:f: Python's own module random of .*random.py is imported already, and was taken in place of .*random.py.",
+            r"--reward=random:f: Python's own module random of .*random.py is imported already, and was taken in place "
+            r"of .*random.py.",
         ),
         ("random:choice", "--reward=random:choice: Python's own module random .* Rename yours, and pass its new name."),
         ("numpy:mean", "--reward=numpy:mean: the module numpy of .*__init__.py was taken"),
