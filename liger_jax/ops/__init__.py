@@ -9,8 +9,8 @@ function raises is in its own "Raises".
 a Pallas kernel runs it in the Pallas interpreter, on any platform. Of a tuple of names, the first one that can run is
 taken, with a warning for each before it. A name alone that cannot run here is a `ValueError` that says why.
 
-Of meshes ops know how one call is split: what a spec says (`layout`), how each device computes its own shard
-(`_explicit`, `meshes`), and on which meshes a kernel can run (`place`).
+On meshes, ops know how one call is sharded: by specs (`layout`), with a shard on each device (`_explicit`, `meshes`),
+and on which meshes a kernel can run (`place`).
 """
 
 from liger_jax.ops.attention import Segments as Segments

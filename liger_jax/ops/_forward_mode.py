@@ -1,6 +1,6 @@
-"""Forward mode: what an op says where it has gradients only, in place of JAX's sentence about a custom_vjp function.
+"""Forward mode: the error of an op that has gradients only, in place of JAX's error about a custom_vjp function.
 
-`jax.grad` asks for the op's tangents, too, and then transposes them. Only forward mode computes them. So the check is a
+`jax.grad` also asks for the op's tangents, which it transposes, but only forward mode computes them. So the check is a
 primitive for tangents whose transpose is the identity, and which can be neither run nor lowered.
 """
 
@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def reverse_only(inputs: Any, op: str, cure: str) -> Any:
-    """Returns `inputs`, for a computation that has gradients, and no derivatives along a direction."""
+    """Returns `inputs`, for a computation that has gradients but no forward-mode derivatives."""
     check = lambda x: _checked.bind(x, op=op, cure=cure) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(check, inputs)
 

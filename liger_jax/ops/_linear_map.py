@@ -1,8 +1,8 @@
 """Linear maps with our own transpose: an op whose tangents are plain JAX, and whose gradients are kernels.
 
 An op's `jax.custom_jvp` rule returns `linear_map(…)` as its tangent. Forward mode evaluates the map. `jax.grad`
-transposes it, keeps the residuals and nothing else, and so costs what a `jax.custom_vjp` does.
-`jax.custom_derivatives.linear_call` has no derivatives by the residuals, which second derivatives need.
+transposes it and keeps only the residuals, so it costs as much as a `jax.custom_vjp`.
+`jax.custom_derivatives.linear_call` has no derivatives with respect to residuals, which second derivatives need.
 """
 
 from collections.abc import Callable, Sequence

@@ -22,7 +22,7 @@ def normalised(arrays: tuple[jax.Array | None, ...], forward: Kernel, backward: 
 
 
 def _forward_rule(arrays, forward, backward):
-    # x̂ is cheaper to make again than to read. A bias is kept for its dtype.
+    # x̂ is cheaper to recompute than to read. A bias is kept for its dtype.
     y, sums = forward.run(*forward.guarded(*arrays))
     return y, (*arrays, sums)
 

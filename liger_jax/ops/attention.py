@@ -149,7 +149,7 @@ def causal_attention(
     if sinks is not None:
         checks.check_shape(_OP, "sinks", sinks, (q.shape[2],), "one for each head of q")
     if window is not None and window >= k.shape[1]:
-        options["window"] = None  # it hides nothing, and from 2³¹ on it would overflow a kernel's integers
+        options["window"] = None  # it masks nothing, and from 2³¹ on it would overflow a kernel's integers
     if layout.is_explicit(q):
         return _on_mesh(q, k, v, ids, sinks, offset, **options, implementation=implementation)
     if not q.size:
@@ -172,7 +172,7 @@ def _run(choice: Choice, q, k, v, sinks, segments, q_offset, options):
     if choice.name.startswith(("mosaic_gpu", "triton")):
         forward, backward = (choice.kernel(function, **options) for function in ("forward", "backward"))
         return _attend(q, k, v, sinks, segments, q_offset, forward, backward)
-    if choice.name.startswith("splash"):  # which has its own derivatives, and names what they need
+    if choice.name.startswith("splash"):  # it has its own derivatives, and names their residuals
         return choice.kernel("attend", **options, output_name=ATTENTION_OUTPUT).run(q, k, v, segments)
     if choice.name == "xla":
         attend = choice.kernel("attend", **options)
@@ -181,9 +181,10 @@ def _run(choice: Choice, q, k, v, sinks, segments, q_offset, options):
 
 
 def _refusing(v: jax.Array, segments: Segments | None) -> tuple[jax.Array, Segments | None]:
-    """The values, NaN in rows whose ids are not as they must be, and the segments, which no call has to judge again.
+    """The values, NaN in rows with wrong ids, and the segments, which are checked only once.
 
-    Every position sees itself, so that all results of such a row are NaN. Values are the smallest array that all see.
+    Every position attends to itself, so that all results of such a row are NaN. The values are the smallest array that
+    all results depend on.
     """
     if segments is None or segments.is_valid is None:
         return v, segments
@@ -211,12 +212,12 @@ def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **opt
 
 
 def in_chunks(q: Any, k: Any, v: Any, segments: Any, starts: Any, **options: Any) -> Any:
-    """Attention of equal chunks of queries, each of which stands at its own place of the row of keys."""
+    """Attention of equal chunks of queries, each with its own position in the row of keys."""
     out = []
     for chunk, start in zip(jnp.split(q, len(starts), axis=1), starts, strict=True):
         out.append(causal_attention(chunk, k, v, segments, q_offset=start, **options))
-        # In the backward the gradients of whole rows' keys are summed as they come: the sum of all at once would hold
-        # all of them.
+        # In the backward the gradients of whole rows' keys are accumulated chunk by chunk: a single sum would hold all
+        # of them at once.
         k, v = jax.lax.optimization_barrier((k, v))
     return jnp.concatenate(out, axis=1)
 

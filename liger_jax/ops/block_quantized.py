@@ -20,7 +20,7 @@ from liger_jax.ops.checks import check_choice
 from liger_jax.ops.layout import is_explicit
 
 KINDS = ("nf4", "int8")
-BLOCK_SIZE = 64  # values with one scale, where nothing else is said
+BLOCK_SIZE = 64  # values that share a scale, by default
 # QLoRA's appendix E: the means of neighbouring quantiles, scaled to [−1, 1], with a zero. As bitsandbytes prints them.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -46,7 +46,7 @@ class BlockQuantized:
         dtype: dtype of the weight before it was quantised.
     """
 
-    codes: Any  # arrays, or what stands for them in a tree: types, specs, None
+    codes: Any  # arrays, or leaves in their place in a tree: types, specs, None
     scales: Any
     kind: str = dataclasses.field(metadata=dict(static=True))
     axis: int = dataclasses.field(metadata=dict(static=True))
@@ -91,7 +91,7 @@ class BlockQuantized:
         scales = jnp.expand_dims(self.scales.astype(jnp.float32), _after(self.axis, self.ndim))
         is_rounded_first = self.scales.dtype == jnp.float32 and self.dtype.itemsize <= jnp.dtype(dtype).itemsize
         rounded = self.dtype if is_rounded_first else dtype
-        # The barrier keeps XLA from fusing this into a product, where each tile of tokens would make the weight again,
+        # The barrier keeps XLA from fusing this into a product, where each tile of tokens would compute it again,
         # and from leaving out the rounding.
         return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(rounded)).astype(dtype)
 
@@ -142,7 +142,7 @@ def block_quantized(
 
 
 def _after(axis: int, ndim: int) -> int:
-    """Where the axis within a block is once the negative `axis` is split in two."""
+    """The index of the axis within a block, once the negative `axis` is split in two."""
     return ndim + axis + 1
 
 

@@ -17,7 +17,7 @@ class HoldsArray(Protocol):
     def __jax_array__(self) -> jax.Array: ...
 
 
-# What the linear losses want, where they are given something else.
+# What the linear losses take, for messages about wrong arguments.
 HIDDEN = (
     "the hidden states after the last norm, (..., D), and not a model's whole output: model.hidden_states(tokens) of a "
     "model here, or an attribute such as last_hidden_state of another library's output"
@@ -26,7 +26,7 @@ HEAD = (
     "the head's matrix, (V, D) or (D, V). The head of a model that ties it to its embedding is the embedding, (V, D); "
     "model.head is that of a model here"
 )
-ArrayLike = jax.Array | np.ndarray | HoldsArray  # which public functions take as arrays
+ArrayLike = jax.Array | np.ndarray | HoldsArray  # types that public functions accept as arrays
 
 
 def as_array(x: Any) -> Any:
@@ -98,7 +98,7 @@ def check_number(op: str, **numbers: Any) -> None:
 
 
 def check_eps(op: str, eps: Any) -> None:
-    """Raises unless what a norm adds under its root is a Python number, finite and not negative."""
+    """Raises unless a norm's eps is a Python number, finite and not negative."""
     check_number(op, eps=eps)
     if not 0 <= eps < math.inf:
         raise ValueError(f"{op}: eps={eps} must be finite and ≥ 0, since a root is taken of it; 1e-6 is usual.")

@@ -214,7 +214,7 @@ def reduced_cross_entropy(
     z, kernel_labels, class_weights = meshes.align_varying(z, kernel_labels, class_weights)
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
-    # Before they meet coefficients, of whose gradients they are factors: a row that does not count may hold inf or NaN.
+    # Before they are multiplied by coefficients, whose gradients they enter: an ignored row may hold inf or NaN.
     raw = _statistics(z, kernel_labels, class_weights, *kernels, options, vocab_axis is not None)
     statistics = formulas.where(terms.counts, raw)
     if vocab_axis is not None:

@@ -24,7 +24,7 @@ def _dyt(x, alpha, scale, bias):
 
 
 def _beside(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """The vector with x's number of axes."""
+    """The vector with leading axes of size 1, up to x's rank."""
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 

@@ -12,15 +12,15 @@ from jax.core import Tracer
 
 
 def is_part_of_a_program() -> bool:
-    """Whether what is computed now becomes part of a program, by `jax.jit` or another transformation that traces."""
+    """Whether this computation is being traced, by `jax.jit` or another transformation."""
     return isinstance(jax.lax.full((), 0), Tracer)
 
 
 def compiled_once(function: Callable[..., Any], *, static_argnums: int | tuple[int, ...] = ()) -> Callable[..., Any]:
-    """The function of arrays, by one program for each of their types where it is called outside of `jax.jit`.
+    """The function of arrays, compiled once for each of their types if it is called outside of `jax.jit`.
 
     Static arguments, and what the function closes over, must be hashable and hold no array, since JAX's cache keeps
-    them. Inside of a program the function is called as it is.
+    them. Under a trace the function is called directly.
     """
     jitted = jax.jit(function, static_argnums=static_argnums)
 
@@ -32,9 +32,9 @@ def compiled_once(function: Callable[..., Any], *, static_argnums: int | tuple[i
 
 
 def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What is made of hashable arguments: outside of a program the same again, for the last few of them.
+    """A cached result of a function of hashable arguments, outside of traces and for the last few arguments.
 
-    It is for what may hold a user's function, which no cache may keep for good.
+    It is for results that may hold a user's function, which no cache may keep forever.
     """
     last = functools.lru_cache(maxsize=16)(make)
 

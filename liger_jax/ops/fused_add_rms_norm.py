@@ -82,7 +82,7 @@ def fused_add_rms_norm(
         op = functools.partial(fused_add_rms_norm, **options)
         return _explicit.on_rows(_OP, op, spec, (x, residual), (scale,), results=2)
     rows, added = (a if a is None else a.reshape(-1, x.shape[-1]) for a in (x, residual))
-    # The backward reads the sum and both cotangents, with or without a residual, so it needs room for three arrays.
+    # The backward reads the sum and both cotangents, with or without a residual, so its tiles hold three arrays.
     arrays = rows, rows if added is None else added, scale
     forward, backward = _rows.choose(_KERNELS, implementation, *arrays, hopper_widths=_HOPPER_WIDTHS)
     options = {"eps": float(eps), "offset": float(offset)}

@@ -24,7 +24,7 @@ from liger_jax.pallas_kernels.tiles import promoted
 _OP = "gated_delta_rule"
 _KERNELS = Kernels(_OP, {"xla": xla, "triton": triton})
 _HALF_KERNELS = dataclasses.replace(_KERNELS, defaults={"gpu": ("triton",)})
-_SMALLEST_GATE = -1e4  # exp of it is 0, and no difference of two sums is NaN
+_SMALLEST_GATE = -1e4  # its exp is 0, and differences of two sums are not NaN
 
 
 def gated_delta_rule(
@@ -190,12 +190,12 @@ def _kernels_backward(forward, backward, residuals, cotangents):
 _by_kernels.defvjp(_kernels_forward, _kernels_backward)
 
 
-# --- what is NaN stays in its document -------------------------------------------------------------------------------
+# --- NaN stays within its document -------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _guarded(arrays, number, is_wrong, run, has_state):
-    """The output and the last state, of arguments with 0 for what is not finite, and NaN from there on."""
+    """The output and the last state: computed with 0 for values that are not finite, and NaN from these values on."""
     results = run(jax.tree.map(_finite, arrays), number)
     return _marked(results, _is_bad(arrays, number, is_wrong, has_state), number)
 
@@ -235,7 +235,7 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def _is_bad(arrays, number, is_wrong, has_state) -> jax.Array:
-    """Where an argument is not finite, or a row's ids do not count documents; (B, T, H)."""
+    """Where an argument is not finite, or a row has wrong ids; (B, T, H)."""
     *of_tokens, state = arrays
     is_bad = jnp.broadcast_to(is_wrong[:, None, None], (*number.shape, state.shape[1]))
     if has_state:
@@ -247,7 +247,7 @@ def _is_bad(arrays, number, is_wrong, has_state) -> jax.Array:
 
 
 def _is_bad_state(state: jax.Array, is_its: jax.Array) -> jax.Array:
-    """Where a token (B, T) is of the document of a state that is not finite; (B, T, H)."""
+    """Where a token (B, T) is in the document of a state that is not finite; (B, T, H)."""
     return ~jnp.all(jnp.isfinite(state), axis=(2, 3))[:, None] & is_its[..., None]
 
 

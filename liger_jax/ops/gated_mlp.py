@@ -21,8 +21,8 @@ from liger_jax.pallas_kernels.glu import formulas as glu_formulas
 _OP = "gated_mlp"
 _OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}
 _MODULES = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
-# `checkpoint_name` of x · up_kernel, for remat policies that keep products: on Hopper it comes out of our kernel, and
-# such a policy does not see a product.
+# `checkpoint_name` of x · up_kernel, for remat policies that save products: on Hopper it is made by our kernel, which
+# such a policy does not recognise as a product.
 UP_PROJECTION = "up_projection"
 
 
@@ -35,7 +35,7 @@ class _Options:
     activation: str  # as `gated_mlp` takes it
     recomputed: bool  # as `gated_mlp` takes it
     precision: Any  # of the products
-    backward_is_xla: bool  # whether the compiler makes what `backward` does
+    backward_is_xla: bool  # whether XLA compiles `backward`, and not a kernel
 
     def times(self, x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
         """Contracts the last axis of x with `axis` of a kernel."""
@@ -47,9 +47,9 @@ class _Options:
         return jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), precision=self.precision)
 
     def after(self, done: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The arrays, for work that must wait until `done` is made and the memory that it was made from is free.
+        """The arrays, for work that must wait until `done` is computed and the memory of its inputs is free.
 
-        XLA's backward is not ordered: on several devices, the work would wait for a gradient's sum over devices.
+        XLA's backward is not ordered, since on several devices the work would wait for a gradient's all-reduce.
         """
         return arrays if self.backward_is_xla else jax.lax.optimization_barrier((arrays, done))[0]
 
@@ -87,11 +87,11 @@ def _backward_rule(options, residuals, dy):
 
 
 def _gradients_in_halves(needs, x, gate_kernel, up_kernel, down_kernel, dy, options):
-    """Makes gate and up, and then the gradients, for one half of F after the other, which takes half the memory."""
+    """Recomputes gate and up, and then the gradients, one half of F after the other, in half the memory."""
     middle = 0 if options.backward_is_xla else _middle(x, gate_kernel)
     halves = []
     for half in (slice(middle), slice(middle, None)) if middle else (slice(None),):
-        # Without the barrier, the compiler would keep the forward's gate and up, and make both halves at the same time.
+        # Without the barrier, the compiler would keep the forward's gate and up, and compute both halves at once.
         x, dy, halves = jax.lax.optimization_barrier((x, dy, halves))
         own = gate_kernel[:, half], up_kernel[:, half], down_kernel[half]
         gate, up = options.times(x, own[0]), options.times(x, own[1])
@@ -128,7 +128,7 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
 
 
 def _middle(x, kernel):
-    """Where F is cut in two, a multiple of 64 for the copy engine; 0 if the halves would be too small to pay."""
+    """Where F is cut in two, a multiple of 64 for the copy engine; 0 if the halves would be too small."""
     middle = kernel.shape[1] // 128 * 64
     return middle if config.is_large(math.prod(x.shape[:-1]), middle) else 0
 

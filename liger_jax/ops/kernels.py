@@ -1,4 +1,4 @@
-"""An op's implementations, and the choice between them: the one loop behind every `implementation=`.
+"""An op's implementations, and the choice between them, which is the same for every `implementation=`.
 
     Kernels ── choose(implementation, *inputs) ──► Choice ── kernel("forward", eps=eps) ──► Kernel
 
@@ -44,13 +44,13 @@ class Chosen:
 
     op: str  # the op's public name
     name: str  # the implementation's
-    # By the names of the other ones, why they cannot run the case; `None` for one that could.
+    # For each other implementation, why it cannot run the case; `None` if it could.
     others: Mapping[str, str | None]
 
 
 @contextlib.contextmanager
 def choices_noted() -> Iterator[list[Chosen]]:
-    """A context that notes, in the list that it gives, what each op in it chooses."""
+    """A context that records the choice of each op, in the list that it yields."""
     noted: list[Chosen] = []
     token = _noted.set(noted)
     try:
@@ -68,7 +68,7 @@ class Kernel:
     run: Callable[..., Any]  # the function. If the kernel is guarded, pass its arrays through `guarded` first.
 
     def guarded(self, *arrays: Any) -> tuple[Any, ...]:
-        """The arrays, or trees of them, for `run`: it is an error to partition or to differentiate what it makes."""
+        """The arrays, or trees of them, for `run`: it is an error to partition or to differentiate its results."""
         return opaque(arrays, self.op, _SECOND_DERIVATIVES) if self.is_guarded else arrays
 
 
@@ -184,8 +184,8 @@ def _with_options(
 ) -> Callable[..., Any]:
     """The function of arrays alone, for the implementation of this name. A profile shows the label.
 
-    Kernels are under jit, so that all layers of a model share what is traced and lowered. That takes a tenth of a
-    second for each of Triton's kernels, and half a second and more for one of Hopper's.
+    Kernels are under jit, so that all layers of a model share one trace and lowering, which take a tenth of a second
+    for a kernel of Triton's, and half a second or more for one of Hopper's.
     """
     function = functools.partial(function, **dict(options))
     if name in _PARTITIONED:
@@ -197,7 +197,7 @@ def _with_options(
     function = functools.partial(_without_x64, function)
     if name == "mosaic_gpu":
         function = jax.custom_batching.sequential_vmap(function)
-    if interpret:  # Each call traces it anew, because tests change what a trace depends on.
+    if interpret:  # Each call traces it anew, because tests patch what a trace depends on.
         return function
     vars(function)["__name__"] = label
     return jax.jit(function)

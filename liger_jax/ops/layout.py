@@ -1,5 +1,4 @@
-"""What ops need to know of a mesh: how an array is sharded over it, and how a matrix that is split is gathered and
-scattered.
+"""How arrays are sharded over a mesh, and how a sharded matrix is gathered and scattered.
 
 A spec is a `jax.sharding.PartitionSpec`. It has an entry for each dimension of an array: the mesh axes that split it.
 Inside `jax.shard_map` a device has its own shard of the array:
@@ -30,12 +29,12 @@ def names(entry: Any) -> Names:
 
 
 def devices_along(entry: Any, sizes: Mapping[str, int]) -> int:
-    """How many devices split what has this entry of a spec, or these; one along axes that `sizes` lacks."""
+    """The number of devices over which entries of a spec shard an array; one along axes that `sizes` lacks."""
     return math.prod(sizes.get(name, 1) for name in names(entry))
 
 
 def is_explicit(x: jax.Array) -> bool:
-    """Whether the type of an array says how it is sharded over a mesh."""
+    """Whether the type of an array has its sharding over a mesh, on Explicit axes."""
     return bool(jax.typeof(x).sharding.mesh.explicit_axes)
 
 
@@ -59,10 +58,9 @@ def mesh_of(x: jax.Array) -> Any | None:
 
 
 def are_seen(*arrays: jax.Array) -> bool:
-    """Whether all arrays are seen to be sharded over one mesh; on a mesh of Explicit axes it is enough that the first
-    is.
+    """Whether all arrays are known to be sharded over one mesh; on Explicit axes it is enough that the first is.
 
-    Returns whether a `jax.shard_map` around them needs no more to be said.
+    Returns whether a `jax.shard_map` around them needs no further arguments.
     """
     first = mesh_of(arrays[0])
     return first is not None and (is_explicit(arrays[0]) or all(mesh_of(x) == first for x in arrays[1:]))
@@ -101,7 +99,7 @@ def partition(*entries: str | Names | None) -> P:
 
 
 def along(spec: P, axes: Collection[str]) -> P:
-    """What some mesh axes do in a spec."""
+    """The entries of a spec, restricted to some mesh axes."""
     return partition(*(tuple(name for name in names(entry) if name in axes) for entry in spec))
 
 
@@ -134,9 +132,9 @@ def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -
 # --- rows that are split ----------------------------------------------------------------------------------------------
 
 
-# Of a long row every device gets two pairs of chunks, unless a chunk would be shorter than this. A kernel gets a chunk
-# at a time: 2,048 queries of 8 heads are 128 tiles, about one for each multiprocessor of a GPU. More chunks are more
-# even still, but each call sums gradients of all keys (benchmarks/results/row_division.md).
+# Every device gets two pairs of chunks of a long row, unless a chunk would be shorter than this. A kernel gets a chunk
+# at a time: 2,048 queries of 8 heads are 128 tiles, about one for each multiprocessor of a GPU. More chunks would be
+# balanced better still, but each call sums the gradients of all keys (benchmarks/results/row_division.md).
 LEAST_CHUNK = 2048
 
 
@@ -163,7 +161,7 @@ def in_chunks(whole: jax.Array, axis: int, devices: int) -> jax.Array:
 
 
 def from_chunks(chunks: jax.Array, axis: int, devices: int) -> jax.Array:
-    """Rows in their own order: the inverse of `in_chunks`."""
+    """Rows in their original order: the inverse of `in_chunks`."""
     order = _order(chunks.shape[axis], devices)
     return _reordered(chunks, axis, sorted(range(len(order)), key=order.__getitem__))
 

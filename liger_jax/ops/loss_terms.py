@@ -105,7 +105,7 @@ class LossOptions:
 
 
 class TokenTerms(NamedTuple):
-    """What labels and weights bring into the loss; each is (N,) or ()."""
+    """The terms of the loss from labels and weights; each is (N,) or ()."""
 
     labels: jax.Array  # int32; NO_LABEL where a token does not count, IMPOSSIBLE_LABEL where out of range
     counts: jax.Array  # bool
@@ -189,7 +189,7 @@ def token_terms(
     counts = counts if where is None else counts & where
     t = jnp.where(counts, t, 0.0)
     in_range = (labels >= 0) & (labels < vocab_size)
-    # Loud under jit: an impossible label poisons its own row, and not the denominator.
+    # An error under jit: an impossible label makes its own row NaN, but not the denominator.
     poisoned = jnp.where(counts & ~in_range, jnp.nan, t)
     c_sum = jnp.full((), vocab_size, jnp.float32)
     c_target = jnp.ones_like(t)

@@ -1,4 +1,4 @@
-"""What all ops do about meshes: they align operands inside `shard_map`, and refuse a silent gather outside of it."""
+"""Meshes in all ops: operands are aligned inside `shard_map`, and outside of it a silent gather is refused."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,7 +10,7 @@ from jax.sharding import ManualAxisType
 
 _CURE = "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works)."
 OF_MODELS = "A model of this package does so by itself, given KernelOptions(batch_axes=…)."
-_ARRAYS_OF_LOSS = {  # what a batch that is split has to hand to each loss of a head
+_ARRAYS_OF_LOSS = {  # the arrays that each loss of a head takes of a sharded batch
     "fused_linear_cross_entropy": ("hidden", "weight", "labels"),
     "causal_lm_loss": ("hidden", "head", "labels"),
     "fused_linear_log_probs": ("hidden", "weight", "labels"),

@@ -1,6 +1,6 @@
 """Where a computation is meant to run: the device, its memory, and whether its mesh lets a kernel run.
 
-The device need not be attached. What is known of it decides which kernel runs. An op finds its `Place` once.
+The device need not be attached. Its known properties decide which kernel runs. An op makes its `Place` once.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from liger_jax.ops.meshes import OF_MODELS
 from liger_jax.pallas_kernels.devices import HOPPER, Capability, capability_of, gpu_named
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
-_SECONDS_TO_TELL = 300  # processes may read their checkpoints at different speeds
+_SECONDS_TO_TELL = 300  # seconds, since processes may read their checkpoints at different speeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Place:
     """Where a computation is meant to run."""
 
     device: AbstractDevice
-    memory_bytes: int | None = None  # of the device; None where nobody asked, or it is unknown
-    mesh_refusal: str | None = None  # why a mesh lets nothing run that the compiler cannot partition; None if it does
+    memory_bytes: int | None = None  # of the device; None if it was not asked for, or is unknown
+    mesh_refusal: str | None = None  # why a mesh forbids what the compiler cannot partition; None if it does not
 
     @property
     def platform(self) -> str:
@@ -115,7 +115,7 @@ def described(device: Any) -> AbstractDevice:
 def _memory_of(device: AbstractDevice) -> int | None:
     """The memory of a device in bytes, or None if it is absent or unknown.
 
-    Where several processes run one program, they must plan the same: it is the least that any of them has.
+    If several processes run one program, all must make the same plan: it is the least memory of them all.
     """
     own = _memory_here(device.device_kind)
     return own if own is None or jax.process_count() == 1 else _least_memory(device.device_kind, own)
@@ -167,8 +167,8 @@ def _platform(name: str) -> str:
 def _told_capabilities() -> dict[str, Capability]:
     """The capabilities that this process's GPUs report, by their names.
 
-    Where JAX may use no GPU there is none to ask. To ask would load the plugins of all platforms: a tenth of a
-    second, which a plan for devices that are not here would wait for.
+    Empty if JAX may not use GPUs. Asking would load the plugins of all platforms, a tenth of a second, for which a plan
+    for absent devices would have to wait.
     """
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     if platforms and not set(_GPU_PLATFORMS) & set(platforms.split(",")):

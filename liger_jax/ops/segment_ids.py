@@ -1,4 +1,4 @@
-"""What `segment_ids` mean in every op, loss and model: a row's documents count from 1, and 0 is padding after them."""
+"""`segment_ids` of all ops, losses and models: a row's documents are numbered from 1, and 0 is padding after them."""
 
 from typing import Any
 

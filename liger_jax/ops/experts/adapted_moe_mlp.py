@@ -18,12 +18,12 @@ from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.grouped_matmul import formulas
 from liger_jax.pallas_kernels.tiles import cdiv, promoted
 
-DENSE_BYTES = 2**28  # the most that quantised experts take while they are dense, unless a single one takes more
+DENSE_BYTES = 2**28  # the most bytes of experts that are dequantised at once, unless a single one takes more
 RANK_MULTIPLE = 64  # of the ranks that the grouped product's kernels take
 
 
 class ExpertAdapter(NamedTuple):
-    """What is added to the weight of each expert, a · b."""
+    """The product a · b that is added to the weight of each expert."""
 
     a: jax.Array  # (E, in, rank)
     b: jax.Array  # (E, rank, out), which holds the adapter's scale
@@ -99,7 +99,7 @@ def _product(rows, weight, adapter, *, sizes, implementation):
     return y + times(times(rows, a), b)
 
 
-# --- rows, whose ways there and back are gathers in both directions ---------------------------------------------------
+# --- rows: dispatch and return, which are gathers in both directions --------------------------------------------------
 
 
 def _gathered(x: jax.Array, order: Order) -> jax.Array:
@@ -144,7 +144,7 @@ _rows_of_tokens.defvjp(_of_tokens_forward, _of_tokens_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gated(both: jax.Array, activation: str) -> jax.Array:
-    """act(gate) · up of (N·k, 2F), which alone is kept for the backward."""
+    """act(gate) · up of (N·k, 2F); only its input is kept for the backward."""
     return glu.product(*jnp.split(both, 2, axis=1), activation=activation)
 
 
@@ -179,7 +179,7 @@ _times_quantized.defvjp(_times_quantized_forward, _times_quantized_backward)
 
 
 def experts_at_once(shape: tuple[int, ...], dtype: Any) -> int:
-    """How many quantised experts are dense at the same time.
+    """How many quantised experts are dequantised at the same time.
 
     Returns the largest divisor of E whose weights fit in `DENSE_BYTES`; at least 1.
     """
@@ -188,10 +188,10 @@ def experts_at_once(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def _in_chunks(x, weight, sizes, *, transpose_w, implementation):
-    """The grouped product, chunk after chunk of experts, of which only one is dense.
+    """The grouped product, one chunk of experts after the other, of which only one is dequantised.
 
-    The rows of a chunk are multiplied block by block. A block may end after the chunk. What it writes there, zeros,
-    the next chunk's blocks write again.
+    The rows of a chunk are multiplied block by block. A block may end after the chunk, where it writes zeros that the
+    next chunk's blocks overwrite.
     """
     count, size = weight.shape[0], experts_at_once(weight.shape, x.dtype)
     options = dict(transpose_w=transpose_w, implementation=implementation)

@@ -1,13 +1,13 @@
-"""Rows of tokens on the way to their experts' devices along a mesh axis, and back. Inside `jax.shard_map`.
+"""Exchange of tokens' rows with the devices of their experts along a mesh axis, inside `jax.shard_map`.
 
 Every device sorts its rows by expert, so that those for one device are side by side. The devices first report
 how many rows they have for each expert; then each sends its rows. A device has a buffer with room for all rows that
 each other one may have for it: no row is dropped, whatever the routers choose. The gradients of rows go the same ways
 in the other direction.
 
-The buffers are sent whole, on every platform. `jax.lax.ragged_all_to_all` would send no more than the rows that there
-are, but XLA has it on GPUs alone, where it took 16 ms for what these buffers take 5.7 ms on four H200s, or 1.2 ms when
-each device's rows are sent in 32 messages. And gradients around it are reported to be wrong at times
+The whole buffers are sent, on every platform. `jax.lax.ragged_all_to_all` would send only the rows that exist, but XLA
+has it on GPUs alone, where it took 16 ms in place of these buffers' 5.7 ms on four H200s, or 1.2 ms if each device's
+rows are sent in 32 messages. And its gradients are reported to be wrong at times
 (github.com/marin-community/marin/issues/8077).
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 
 class Exchange(NamedTuple):
-    """Who sends how many rows to whom; arrays are int32, and devices are those of the axis."""
+    """How many rows each device of the axis sends to each other one; arrays are int32."""
 
     starts: jax.Array  # (devices,), the first of this device's rows for each
     sent: jax.Array  # (devices,), its rows for each
@@ -33,12 +33,12 @@ class Exchange(NamedTuple):
 
 
 def room_for(tokens: int, per_token: int, own_experts: int) -> int:
-    """The most rows that a device has for the experts of another, where the experts of a token differ."""
+    """The most rows that a device can have for the experts of another, since the experts of a token differ."""
     return tokens * min(per_token, own_experts)
 
 
 def plan(sizes: jax.Array, room: int, axis: str) -> Exchange:
-    """Tells the devices how many rows each has for each expert; `sizes` (E,) are those of this device."""
+    """Exchanges how many rows each device has for each expert; `sizes` (E,) are those of this device."""
     number = jax.lax.axis_index(axis)
     counts = jax.lax.all_gather(sizes.reshape(jax.lax.axis_size(axis), -1), axis)  # (from, to, expert)
     rows = counts.sum(2, dtype=jnp.int32)

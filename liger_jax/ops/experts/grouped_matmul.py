@@ -31,7 +31,7 @@ class Products:
 
     @classmethod
     def of(cls, choice: Choice, *, transpose_w: bool, weight_dtype: Any, precision: Any) -> "Products":
-        """The products of the implementation that was chosen."""
+        """The products of the chosen implementation."""
         return cls(
             choice.kernel("product", transpose_w=transpose_w, precision=precision),
             choice.kernel("product", transpose_w=not transpose_w, precision=precision),
@@ -69,7 +69,7 @@ _grouped_matmul = jax.jit(_grouped_matmul_vjp, static_argnums=(4, 5), inline=Tru
 
 
 def guarded(op: str, *arrays: Any) -> tuple[Any, ...]:
-    """The arrays, or None: it is an error to partition, or to differentiate, what an implementation makes of them."""
+    """The arrays, or None, guarded: it is an error to partition or to differentiate an implementation's results."""
     return meshes.opaque(arrays, op, _SECOND_DERIVATIVES)
 
 
@@ -125,9 +125,9 @@ def grouped_matmul(
 
 
 def usable_sizes(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
-    """Sizes (E,) int32 that fit m rows, and what stands in rows and weights without a group: 0, or NaN for wrong sizes.
+    """Sizes (E,) int32 that fit m rows, and the value of rows and weights without a group: 0, or NaN for wrong sizes.
 
-    Wrong sizes become no groups at all.
+    If sizes are wrong, there are no groups at all.
     """
     fits = (group_sizes >= 0) & (group_sizes <= m)
     sizes = jnp.where(fits, group_sizes, 0).astype(jnp.int32)

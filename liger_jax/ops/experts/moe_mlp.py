@@ -21,14 +21,14 @@ from liger_jax.pallas_kernels.tiles import promoted
 
 _OP = "moe_mlp"
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
-# `checkpoint_name` of gate and up of all experts, for remat policies that keep products: a kernel makes them, and such
-# a policy does not see a product.
+# `checkpoint_name` of gate and up of all experts, for remat policies that save products: they are made by a kernel,
+# which such a policy does not recognise as a product.
 EXPERT_GATE_UP = "expert_gate_up"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What an op is compiled with: tokens' copies to the rows of experts, products of both weights, the activation."""
+    """The static options of an op: the copies of tokens to experts' rows, both weights' products, the activation."""
 
     spread: Kernel
     gate_up: Products
@@ -81,7 +81,7 @@ def _forward_rule(*primals_and_options):
 
 
 def _backward_rule(options, residuals, dy):
-    """Sorted rows have the gradient of an unweighted sum, so that weights come in where rows are F wide, not D.
+    """Sorted rows get the gradient of an unweighted sum, and weights are applied where rows are F wide and not D.
 
     With h the gated product and g = dy · downᵀ, a weight's gradient is h · g, and the gradient of h is weight · g.
     """

@@ -118,9 +118,9 @@ def router_sums(
     checks.check_shape(op, "where", counts, batch, "one entry for each row of logits")
     counts, logits = counts.reshape(-1), logits.astype(jnp.float32).reshape(-1, num_experts)
     does_count = counts[:, None] != 0
-    logits = jnp.where(does_count, logits, 0.0)  # a token that does not count may hold anything
+    logits = jnp.where(does_count, logits, 0.0)  # an ignored token may hold anything
     normalizer = jax.nn.logsumexp(logits, axis=-1)
-    # Compared, and not scattered: a scatter would add in no particular order.
+    # By comparisons: the order of a scatter's additions is not fixed.
     is_chosen = experts.reshape(-1, experts.shape[-1], 1) == jnp.arange(num_experts, dtype=experts.dtype)[None, None]
     weighed = lambda x: jnp.sum(counts[:, None] * x, axis=0)
     return RouterSums(

@@ -1,4 +1,4 @@
-"""What the distillation losses share: how they are differentiated, how much is done at a time, and the mesh."""
+"""What the distillation losses share: their derivatives, their chunks, and the mesh."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ _TWICE = "take the divergences of liger_jax.losses, on logits"
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What a call says beside its arrays, the options of the formulas apart."""
+    """The static arguments of a call, except the options of the formulas."""
 
     op: str
     ignore_index: int | None
@@ -46,7 +46,7 @@ class Static:
         checks.check_mode(self.op, self.mode, self.chunk_size)
 
 
-# --- lean: each token's loss, whose dX is made in the forward, and dW in the backward ---------------------------------
+# --- lean: each token's loss; dX is made in the forward, and dW in the backward ---------------------------------
 # Here a token's scale is 1, or 0 or NaN. A mean divides these losses later: with its denominator in them, float16 would
 # round dX to 0 before a loss scale can reach it.
 
@@ -83,7 +83,7 @@ _token_losses_vjp.defvjp(_token_losses_forward_rule, _token_losses_backward_rule
 
 
 def _reverse_only(run):
-    """`run`, of which forward mode gets a sentence; jitted, since shard_map runs no bare custom_vjp outside of jit."""
+    """`run`, with a sentence against forward mode; jitted, since shard_map runs no bare custom_vjp outside of jit."""
 
     def with_sentence(hidden, weight, bias, teacher, labels, scale, options, choice):
         head = reverse_only((hidden, weight, bias), choice.op, f"Else {_TWICE}.")
@@ -184,7 +184,7 @@ def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | Non
     return jax.lax.stop_gradient(jnp.asarray(denominator, jnp.float32))
 
 
-# --- how much at a time -----------------------------------------------------------------------------------------------
+# --- chunks -----------------------------------------------------------------------------------------------
 
 
 def plan(

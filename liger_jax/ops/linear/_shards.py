@@ -1,4 +1,4 @@
-"""How the arrays of a linear loss are sharded over a mesh, where it can be seen."""
+"""How the arrays of a linear loss are sharded over a mesh, where it is known."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ class Shards:
     token_axes: Names  # the mesh axes that split them
     weight: P
     vocab_axis: str | None  # the mesh axis over which the vocabulary stays split
-    split: HeadSplit | None  # of the weight over the tokens' axes, along which it is to be gathered
+    split: HeadSplit | None  # the sharding of the weight over the tokens' axes, along which it is gathered
 
     @property
     def hidden(self) -> P:
@@ -33,7 +33,7 @@ class Shards:
 
     @property
     def along_tokens(self) -> P:
-        """What the tokens' axes split of the weight."""
+        """The sharding of the weight over the tokens' axes."""
         return along(self.weight, self.token_axes)
 
 

@@ -1,4 +1,4 @@
-"""Heads that FSDP splits, inside `jax.shard_map`: no device ever holds the whole weight, nor its whole gradient.
+"""Heads that FSDP shards, inside `jax.shard_map`: no device ever holds the whole weight or its whole gradient.
 
 The same mesh axes split the tokens and the head's weight. In mode "lean" each device takes a few entries of its shard,
 and the devices gather them, in the products' dtype. The kernels read the gathered slice as if it were the whole

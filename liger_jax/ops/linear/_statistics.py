@@ -75,7 +75,7 @@ def kernel_of(
 
 
 def guarded_inputs(problem: Problem, hidden: Any, weight: Any, labels: Any, bias: Any, class_weights: Any) -> Inputs:
-    """What every kernel reads, guarded. XLA's loss is guarded too, because its scan over chunks is not partitioned."""
+    """The inputs of every kernel, guarded; XLA's, too, because its scan over chunks is not partitioned."""
     axes = meshes.axes_of(hidden, weight)
     return meshes.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES, axes)
 
@@ -93,12 +93,12 @@ def instantiated(cotangent: Any) -> Any:
 
 
 def present(grads: Any) -> list[jax.Array]:
-    """The gradients with () zeros in place of those that nobody asked for, so that residuals have one tree."""
+    """The gradients with () zeros in place of those that are not needed, so that residuals have one tree."""
     return [jnp.zeros((), jnp.float32) if grad is None else grad for grad in grads]
 
 
 def scaled(grads: Any, factor: jax.Array) -> list[jax.Array | None]:
-    """The gradients of `present` times a number, in their dtypes; None for those that nobody asked for."""
+    """The gradients of `present` times a number, in their dtypes; None for those that are not needed."""
     return [(factor * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
 
 
@@ -112,8 +112,8 @@ def is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
-# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So which gradients are
-# asked for must not change the tree. It is kept in shapes: one element for yes, and none for no.
+# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So the tree must not
+# depend on which gradients are needed. That is stored in shapes: one element for yes, and none for no.
 def as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
     """`needs` among the residuals of a forward rule."""
     return tuple(jnp.zeros((int(need),), jnp.float32) for need in needs)

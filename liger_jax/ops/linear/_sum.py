@@ -41,7 +41,7 @@ class RowLoss(NamedTuple):
 
     losses: Callable[[Statistics, Any, Any], jax.Array]  # (N,) float32
     cotangents: Callable[[Statistics, Any, Any], Cotangents]  # the losses' derivatives by the statistics
-    is_shared: bool  # whether they are the same functions in every call, or close over what belongs to one
+    is_shared: bool  # whether they are the same functions in every call, or close over values of one call
     # The devices that make the same losses from shards of the vocabulary. Their mean is what the caller differentiates,
     # and each device's sum then gets that share of the cotangent. A shard's gradients need the whole of it.
     copies: int = 1
@@ -122,8 +122,8 @@ def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
     return (loss, statistics), (functools.reduce(jnp.add, summands, _no_tangent(loss)), no_tangents)
 
 
-# When JAX divides a program into what is known and what is linear, it takes constants out of loops: a chunk's logits in
-# zeros would be held beside the chunk's own. It does not divide a function with its own rule.
+# When JAX splits a program into its known and its linear part, it hoists constants out of loops: a chunk's logits of
+# zeros would be held beside the real ones. It does not split a function with its own rule.
 _undivided = jax.custom_jvp(_sum_and_gradients, nondiff_argnums=(1, 2, 3, 4))
 
 
@@ -154,7 +154,7 @@ _sum_jvp.defjvp(_sum_tangent_rule, symbolic_zeros=True)
 
 def _sum_of_rows(hidden, weight, bias, terms, class_weights, constants, labels, problem, options, row_loss):
     of_all = terms, class_weights, constants, labels, problem, options, row_loss
-    # JAX (0.12) keeps a custom_jvp's functions, and so what a call's own loss closes over.
+    # JAX (0.12) keeps a custom_jvp's functions, and so the values that a call's own loss closes over.
     if problem.kernels == "xla" and row_loss.is_shared:
         return _sum_jvp(hidden, weight, bias, *of_all)
     cure = FORWARD_MODE if row_loss.is_shared else "Make the logits, and take a loss in plain JAX."

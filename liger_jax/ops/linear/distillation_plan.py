@@ -1,4 +1,4 @@
-"""How a distillation loss is computed in the memory that there is: its mode, its chunk of tokens and its bytes.
+"""How a distillation loss is computed in the available memory: its mode, its chunk of tokens and its bytes.
 
 It goes over chunks of tokens in both modes, "fast" and "lean" (pallas_kernels/fused_linear_distillation/chunks.py).
 """
@@ -33,7 +33,7 @@ class DistillationProblem:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget that counts."""
+        """The budget in effect."""
         return budget_that_counts(self.mode, self.hard_budget_bytes, self.soft_budget_bytes)
 
     def buffers(self, mode: str, tokens: int) -> Buffers:

@@ -1,27 +1,28 @@
-"""How a linear loss is computed in the memory that there is: its mode, its chunk and its bytes.
+"""How a linear loss is computed in the available memory: its mode, its chunk and its bytes.
 
 A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V). It holds only some of the logits at a
 time. It has two modes:
 
     "fast"  goes over chunks of tokens. It makes the gradients together with the loss, with 3 products of 2·N·D·V
             operations. Some engines can also take all tokens at once, keep the exponentials of a share of the
-            vocabulary and recompute the others: that is 4 products less the share.
-    "lean"  goes over slices of the vocabulary, once for the loss and once for the gradients. That takes 4 products,
-            but what grows with a slice takes a quarter of the logits in 16 bits at most, or has `least_entries`.
+            vocabulary and recompute the others, which costs 4 products minus that share.
+    "lean"  goes over slices of the vocabulary, once for the loss and once for the gradients. That costs 4 products,
+            but the buffers that grow with a slice take at most a quarter of the logits in 16 bits, or the slice has
+            `least_entries`.
 
-problem.py writes down all that the decision depends on, as a `Problem`. The engine that was chosen states the bytes of
-each mode and chunk, and the sizes that it prefers: its `MEMORY` (pallas_kernels/fused_linear_cross_entropy/buffers.py).
-The decision is made here, from these numbers alone:
+A `Problem` (problem.py) has all that the decision depends on. The chosen engine states the bytes of each mode and
+chunk, and the sizes that it prefers: its `MEMORY` (pallas_kernels/fused_linear_cross_entropy/buffers.py). The decision
+is made here, from these numbers alone:
 
-    choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, or a share does, and if they
-                  need no more than the unfused step's logits do and no more products than "lean"; and else "lean".
-                  Where both need more, it takes what needs least.
-    make_plan     chooses the chunk for the gradients that are asked for, and counts its bytes: a `Plan`.
+    choose_mode   takes "fast" if its chunks of 1,024 tokens or more, or a share of the exponentials, fit into the
+                  budget, need no more memory than the unfused step's logits, and cost no more products than "lean";
+                  else "lean". If both need more memory than the logits, it takes the plan that needs least.
+    make_plan     chooses the chunk for the gradients that are needed, and counts its bytes: a `Plan`.
 
-There are two budgets, both for what is needed beside inputs and gradients. The hard one is the caller's
-`memory_budget_bytes`: if nothing fits into it, there is an error. The soft one is a share of the memory: if nothing
-fits into it, the loss takes the lean mode and more memory than the budget. It is read for mode "auto" alone, and only
-where there is no hard one.
+There are two budgets, both for the memory beside inputs and gradients. The hard one is the caller's
+`memory_budget_bytes`: if nothing fits into it, there is an error. The soft one is a share of the device's memory: if
+nothing fits into it, the loss takes the lean mode and exceeds the budget. It applies to mode "auto" alone, and only
+without a hard one.
 
 distillation_plan.py decides for the distillation losses.
 """
@@ -41,10 +42,10 @@ from liger_jax.pallas_kernels.tiles import cdiv, round_up
 
 LEAST_TOKENS = 128  # in a chunk of the fast mode
 LEAST_TOKENS_OF_AUTO = 1024  # with shorter chunks the fast mode is no faster than the lean one
-PRODUCTS_OF_LEAN = 4.13  # of 2·N·D·V operations: with its sums, 1.11 to 1.15 more than one chunk on an H200
-TOKENS_OF_A_CPU = 256  # in a chunk where memory is no matter: a CPU is slow enough for so few
+PRODUCTS_OF_LEAN = 4.13  # of 2·N·D·V operations, with its sums: 1.11 to 1.15 more than one chunk on an H200
+TOKENS_OF_A_CPU = 256  # tokens in a chunk if memory does not matter; so few are enough on a CPU
 _TILE = 128  # sizes of chunks and slices are multiples of it
-_MOST_SIZES = 4096  # of chunks whose costs are compared; for more than half a million tokens, in coarser steps
+_MOST_SIZES = 4096  # chunk sizes whose costs are compared; in coarser steps for more than half a million tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Plan:
     implementation: str  # "xla", "triton", "mosaic_gpu" or "mosaic_tpu"
     mode: str  # "fast" or "lean"
     chunk_size: int  # tokens in a chunk ("fast"), vocabulary entries in a slice ("lean")
-    extra_bytes: int  # what the compiled loss and its gradients need beside inputs and gradients
-    # What of it grows with the slice, in mode "lean": the logits of the slice and their gradient, and the slice's rows
-    # of the weight and of its gradient. The rest is dX's float32 sum, the statistics and a weight's copy in another
-    # dtype. In mode "fast", what grows with the chunk.
+    extra_bytes: int  # bytes that the compiled loss and its gradients need beside inputs and gradients
+    # The bytes of these that grow with the slice, in mode "lean": the logits of the slice and their gradient, and the
+    # slice's rows of the weight and of its gradient. The rest is dX's float32 sum, the statistics and a copy of the
+    # weight in another dtype. In mode "fast", the bytes that grow with the chunk.
     slice_bytes: int
     # In mode "fast" with one chunk, the share of the vocabulary whose exponentials are kept; None for all of it.
     kept: KeptEntries | None = None
@@ -80,8 +81,8 @@ def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
         return plan
     hard = problem.hard_budget_bytes
     if problem.mode == "auto":
-        # Fewer gradients may need more memory, because the weight's copy can be where its gradient will be. Then the
-        # chunk of the plan for all gradients serves, unless all of them exceed the hard budget, too.
+        # Fewer gradients may need more memory, because the weight's copy can use the memory of its gradient. Then the
+        # chunk of the plan for all gradients is taken, unless that exceeds the hard budget, too.
         whole = _plan_of_all_gradients(problem)
         if hard is None or whole.extra_bytes <= hard:
             return _plan_of_size(asked, mode, whole.chunk_size)
@@ -107,17 +108,17 @@ def kernel_options(problem: Problem, options: LinearOptions, needs: Needs | None
 
 @functools.lru_cache(maxsize=256)
 def _plan_of_all_gradients(problem: Problem) -> Plan:
-    """The first plan of mode "auto" that fits. If none does, it is the lean mode with the slices that it prefers.
+    """The first plan of mode "auto" that fits; if none does, the lean mode with the slices that it prefers.
 
-    With a few entries and wide hidden states, the lean mode may need more than logits do. Then it is the plan that
-    needs least.
+    With a small vocabulary and wide hidden states, the lean mode may need more memory than logits. Then the plan that
+    needs least is taken.
     """
     least_tokens = LEAST_TOKENS if problem.platform == "cpu" else LEAST_TOKENS_OF_AUTO
     has_fast = problem.memory.fast is not None
     modes = ["fast", "lean"] if has_fast else ["lean"]
     for mode in modes:
         if plan := _best_that_fits(problem, mode, least_tokens):
-            # One chunk was faster than the lean mode in all that was timed.
+            # One chunk was faster than the lean mode in all measurements.
             is_split = plan.kept is not None or plan.chunk_size < problem.n
             counts = mode == "fast" and is_split and problem.memory.products is not None
             cheaper = counts and products(problem, plan) > PRODUCTS_OF_LEAN
@@ -137,7 +138,7 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
 
 
 def _best_that_fits(problem: Problem, mode: str, least_tokens: int) -> Plan | None:
-    """The plan with the best of a mode's sizes that fits, or with a share of kept exponentials if that costs less."""
+    """The plan with the best of a mode's sizes that fits, or with a share of exponentials kept if that costs less."""
     plan = _first_that_fits(problem, mode, least_tokens)
     memory, budget = problem.memory, problem.budget_bytes
     if mode != "fast" or memory.kept is None or memory.products is None or problem.chunk_size or not problem.in_place:
@@ -146,16 +147,16 @@ def _best_that_fits(problem: Problem, mode: str, least_tokens: int) -> Plan | No
         return plan
     unbounded = _plan_of_size(problem, mode, min(_preferred_tokens(problem), problem.n)).extra_bytes
     most = min(budget, unbounded, *[logits_bytes(problem)] * (problem.mode == "auto"))
-    found = memory.kept(problem.sizes, most)
-    if found is None:
+    share = memory.kept(problem.sizes, most)
+    if share is None:
         return plan
-    kept, (extra, growing) = found
+    kept, (extra, growing) = share
     own = Plan(problem.kernels, mode, problem.n, extra, growing, kept)
     return own if plan is None or products(problem, own) < products(problem, plan) else plan
 
 
 def products(problem: Problem, plan: Plan) -> float:
-    """What a plan of an engine that counts them costs, in products of 2·N·D·V operations."""
+    """The cost of a plan, in products of 2·N·D·V operations, for an engine that counts them."""
     assert problem.memory.products is not None
     if plan.mode == "lean":
         return PRODUCTS_OF_LEAN
@@ -177,12 +178,12 @@ def _plan_of_size(problem: Problem, mode: str, size: int) -> Plan:
 
 
 def logits_bytes(problem: Problem) -> int:
-    """What the unfused step needs: logits in float32, their gradient in hidden's dtype, and its products' workspace."""
+    """Bytes of the unfused step: logits in float32, their gradient in hidden's dtype, and its products' workspace."""
     return (4 + problem.itemsize) * problem.n * problem.v + problem.memory.workspace_bytes
 
 
 def _fits(problem: Problem, plan: Plan) -> bool:
-    """Whether a plan keeps to the budget. Where the mode was not named, it may also need no more than logits do."""
+    """Whether a plan fits into the budget and, in mode "auto", needs no more than logits."""
     if problem.mode == "auto" and plan.extra_bytes > logits_bytes(problem):
         return False
     return problem.budget_bytes is None or plan.extra_bytes <= problem.budget_bytes
@@ -203,12 +204,12 @@ def _sizes(problem: Problem, mode: str, least_tokens: int) -> list[int]:
     share = largest_share(total, preferred, least, lambda size: _fits(problem, _plan_of_size(problem, mode, size)))
     if mode == "lean":
         return [preferred, share]  # the last slice may be shorter
-    # A longer chunk may need less memory, as where an engine pads no weight for it. Bisection can miss that.
+    # A longer chunk may need less memory, such as if an engine need not pad the weight. Bisection can miss that.
     return [share, *(size for i in range(5) if (size := preferred >> i) > share)]
 
 
 def _preferred_tokens(problem: Problem) -> int:
-    """Tokens in a chunk of the fast mode where memory is no matter."""
+    """Tokens in a chunk of the fast mode if memory does not matter."""
     return TOKENS_OF_A_CPU if problem.platform == "cpu" else problem.memory.preferred_tokens(problem.sizes)
 
 

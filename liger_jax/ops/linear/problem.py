@@ -54,13 +54,13 @@ class Problem:
     implementation: str = "xla"  # the kernels' name, with ":interpret" after it where they are interpreted
     mode: str = "auto"  # or "fast" or "lean"
     chunk_size: int | None = None  # tokens ("fast") or vocabulary entries ("lean"); None to choose
-    gradients: Needs = ALL_GRADIENTS  # that may be asked for: the mode is chosen before JAX says which ones are
+    gradients: Needs = ALL_GRADIENTS  # those that may be needed: the mode is chosen before JAX says which ones are
     hard_budget_bytes: int | None = None
     soft_budget_bytes: int | None = None
     vocab_dim: int = 0  # which axis of the weight is the vocabulary
     op: str = OP  # for messages
-    split: HeadSplit | None = None  # of the weight over the devices that split the tokens
-    in_place: bool = True  # whether kernels may change arrays where they are
+    split: HeadSplit | None = None  # the number of shards of the weight over the devices that split the tokens
+    in_place: bool = True  # whether kernels may change arrays in place
 
     @property
     def kernels(self) -> str:
@@ -74,12 +74,12 @@ class Problem:
 
     @property
     def memory(self) -> Memory:
-        """What the kernels say of their memory."""
+        """The kernels' `MEMORY`."""
         return KERNELS.modules[self.kernels].MEMORY
 
     @functools.cached_property
     def sizes(self) -> Sizes:
-        """What the kernels' bytes depend on."""
+        """The sizes that the kernels' bytes depend on."""
         return Sizes(
             self.n,
             self.d,
@@ -99,7 +99,7 @@ def budget_that_counts(mode: str, hard: int | None, soft: int | None) -> int | N
 
 
 def soft_budget_bytes(device_memory_bytes: int | None) -> int | None:
-    """The share of a device's memory that a loss may take where its caller says nothing."""
+    """The share of a device's memory that a loss may take by default."""
     return None if device_memory_bytes is None else device_memory_bytes // SHARE_OF_MEMORY
 
 
@@ -183,7 +183,7 @@ def problem_of_sizes(
     weight_is_split: bool = False,
     **options: Any,
 ) -> Problem:
-    """`problem_of` for arrays that need not be there, on a device that need not be there.
+    """`problem_of` for sizes alone, on a device that need not be attached.
 
     `weight_is_split` says whether the devices that split the tokens have shards of the weight.
     """

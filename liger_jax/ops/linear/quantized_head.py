@@ -1,6 +1,6 @@
-"""Log-probabilities by a quantised head, one slice of the vocabulary after another: the dense head is never whole.
+"""Log-probabilities by a quantised head, one slice of the vocabulary after another: the whole head is never dense.
 
-Each slice is made dense, reduces its logits to statistics, and is forgotten; the backward makes it again. The slices'
+Each slice is dequantised, its logits are reduced to statistics, and it is freed; the backward repeats this. The slices'
 statistics are merged in the same way as those of several devices' shards.
 """
 
@@ -89,7 +89,7 @@ def _of_slices(
         problem = problem_on_device(
             OP, x, weight, y, None, options=linear, reduction="none", vocab_axis=None, **dict(limits)
         )  # fmt: skip
-        # Before slices are merged, where a gradient of 0 would meet the NaN of a row that does not count.
+        # Before slices are merged, where a gradient of 0 would be multiplied by the NaN of an ignored row.
         return formulas.where(counts, linear_statistics(x, weight, None, None, y, problem, linear))
 
     starts = jnp.arange(slices, dtype=jnp.int32) * size

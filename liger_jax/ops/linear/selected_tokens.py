@@ -104,7 +104,7 @@ def _logits(
     options: LinearOptions,
     vocab_axis: str | None,
 ) -> jax.Array:
-    # A row that does not count may hold what must not reach the rows' gradient.
+    # The values of an ignored row must not reach the rows' gradient.
     x = jnp.where(counts[:, None], hidden, jnp.zeros((), hidden.dtype))
     z = formulas.transform(raw_logits(x, rows, bias, options), options.logit)
     z = jnp.where(places.are_own[None, :] & counts[:, None], z, 0.0)
@@ -144,8 +144,8 @@ def _backward_rule(vocab_dim: int, ids: jax.Array, cotangents: Any):
 
 @functools.partial(compiled_once, static_argnums=0)
 def _added(vocab_dim: int, ids: jax.Array, dweight: jax.Array, drows: jax.Array) -> jax.Array:
-    # In place, since a gradient of the rows by themselves would be another array of the weight's size; and row by row,
-    # since a scatter adds what has one index in any order.
+    # In place, since a separate gradient of the rows would be another array of the weight's size; and row by row, since
+    # the order in which a scatter adds values of one index is not fixed.
     take = jax.lax.dynamic_slice_in_dim
 
     def add(k, dweight):

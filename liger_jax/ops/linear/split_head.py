@@ -1,4 +1,4 @@
-"""A head that mesh axes split: the linear losses take it in the weight's place, and gather what they need of it."""
+"""A head that is sharded over mesh axes: the linear losses take it as the weight, and gather what they need of it."""
 
 import dataclasses
 from collections.abc import Mapping
