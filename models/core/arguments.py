@@ -83,7 +83,7 @@ def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
 
 
 def check_rows(shape: tuple[int, ...], positions: Any, cache: Any, **masks: Any) -> None:
-    """Raises an error if what is said of the tokens' rows does not have their shape, or does not go with a cache."""
+    """Raises an error if per-token arguments do not have the tokens' shape, or cannot be combined with a cache."""
     check_shapes(shape, **masks)
     if cache is not None and masks["segment_ids"] is not None:
         raise ValueError("segment_ids is given with a cache, but a row of a cache holds one sequence. Unpack the rows.")

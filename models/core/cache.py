@@ -23,7 +23,7 @@ from liger_jax.pallas_kernels.attention.xla import CHUNK, MASKED_SCORE
 
 @tree_dataclass
 class RecurrentCache:
-    """What layers without keys, of linear attention or of a convolution, keep of the tokens before.
+    """The states of layers without keys, of linear attention or of a convolution, after earlier tokens.
 
     Attributes:
         states: (layers, B, heads, key width, value width) float32, those of the gated delta rule; `None` in models
@@ -56,7 +56,7 @@ class KVCache:
     recurrent: RecurrentCache | None = None
 
     def is_known_empty(self) -> bool:
-        """Whether it is known, also under jit, that no slot is written."""
+        """Whether the cache is known, also under jit, to have no written slot."""
         return not isinstance(self.length, Tracer) and int(self.length) == 0
 
 
@@ -154,7 +154,7 @@ def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array
 
 
 class LayerCache:
-    """One layer's part of a cache during one call. Attention writes to it and reads from it.
+    """One layer's view of a cache during one call. Attention writes to it and reads from it.
 
     `cache`: the model's cache. Its `positions` include the call's tokens; its `length` does not yet. `layer`: the
     layer's number among those with keys, or among those without.
@@ -205,7 +205,7 @@ class LayerCache:
         written these keys and values already; `None` for this one.
         """
         cache, layer = self.cache, self.layer if owner is None else jnp.int32(owner)
-        # What is attended to now is rounded as later calls will find it.
+        # Keys and values are rounded here as later calls will read them.
         k, v = k.astype(cache.keys.dtype), v.astype(cache.values.dtype)
         if owner is None:
             zero = jnp.zeros_like(cache.length)  # a Python 0 would be int64 where jax_enable_x64 is set

@@ -12,7 +12,7 @@ from liger_jax.ops import LongRope, RopeScaling
 
 
 class _Followed(int):
-    """A field's number that followed from other fields. By `is`, an equal number that was given is another."""
+    """A field's number that was derived from other fields, told by `is` from an equal number that was given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LlamaConfig:
     logit_scale: float = 1.0
     attention_bias: bool = False
     mlp_bias: bool = False
-    # The fields that followed from others. It is no field: dataclasses.replace takes it from the old config.
+    # The fields that were derived from others. It is not a field: dataclasses.replace takes it from the old config.
     _followed: dataclasses.InitVar[Mapping[str, Any] | None] = dataclasses.field(default=None, kw_only=True)
 
     never: ClassVar[tuple[str, ...]] = ()  # fields that are False in the family, whatever config.json says
@@ -254,7 +254,7 @@ class LlamaConfig:
         self._set(**followed, _followed=followed)
 
     def _followers(self) -> dict[str, int]:
-        """What fields are where they are `None` in the call."""
+        """The values of fields that are `None` in the call."""
         heads = self.num_attention_heads
         return dict(num_key_value_heads=heads, head_dim=self.hidden_size // heads)
 
@@ -263,7 +263,7 @@ class LlamaConfig:
             object.__setattr__(self, name, value)
 
     def _misfits(self) -> Iterator[str]:
-        """A clause for each pair of fields that do not fit together."""
+        """A clause for each pair of fields that contradict each other."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         if heads % kv_heads:
             yield (

@@ -85,7 +85,7 @@ class Decoder(nnx.Module):
     def stream(
         self, x: Float[Array, "B padded D"], input_ids: Integer[Array, "B T"]
     ) -> Float[Array, "B padded D"] | Stream:
-        """What the first layer takes: the embeddings, or a `Stream` with them in families whose layers take more."""
+        """The input of the first layer: the embeddings, or a `Stream` with them in families whose layers take more."""
         return x
 
     def run_layers(

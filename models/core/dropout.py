@@ -1,7 +1,7 @@
-"""Dropout of what adapters take, by masks that belong to tokens.
+"""Dropout of adapters' inputs, by masks that belong to tokens.
 
-A mask is a hash of numbers, and no stream of random ones. So a token has the same one wherever it is computed: in
-whatever row, micro-batch or tile, on whatever device, and where the backward computes a layer again.
+A mask is a hash, and not drawn from a stream of random numbers. So a token has the same mask in any row, micro-batch or
+tile, on any device, and when the backward recomputes a layer.
 
     token    = hash(piece, segment, position in it)    two words, once in a call
     word     = hash(token, the projection's key)       two words for each projection of each layer
@@ -39,12 +39,12 @@ class DropoutWords(nnx.Variable):
 
 
 def drops(module: Any) -> bool:
-    """Whether an adapter in a module, or in a tuple of them, drops what it takes."""
+    """Whether an adapter in a module, or in a tuple of them, has dropout."""
     return any(getattr(node, "drops", False) for _, node in nnx.iter_graph(module))
 
 
 def give_words(module: Any, words: UInt32[Array, "B T 2"]) -> None:
-    """Gives the words of the tokens to the adapters that drop, in place: those of a layer that was just merged."""
+    """Sets the tokens' words in the adapters with dropout, in place, in a layer that was just merged."""
     variable = DropoutWords(words)
     for node in [node for _, node in nnx.iter_graph(module) if getattr(node, "drops", False)]:
         node.dropout_words = variable
@@ -110,7 +110,7 @@ def _counted(shape: tuple[int, ...], ids: list[Any], sequence: SequenceShards | 
 
 
 def words_of(projection: Any, x: Float[Array, "*rows D"]) -> UInt32[Array, "*rows 2"]:
-    """The words of a projection's tokens: those that it was given, or by rows and positions of what it takes."""
+    """The words of a projection's tokens: those that were set, or else from the rows and positions of its input."""
     if projection.dropout_words is not None:
         return projection.dropout_words[...]
     length = x.shape[-2] if x.ndim > 1 else 1
@@ -122,7 +122,7 @@ def dropped(
 ) -> Float[Array, "*rows D"]:
     """x/(1 − rate) where it is kept, else 0.
 
-    `first`: the number of the first feature, where a device has others before it.
+    `first`: the index of the first feature, if other devices have features before it.
     """
     assert words.shape[:-1] == x.shape[:-1], (words.shape, x.shape)
     of_key = jax.random.bits(key, (2,), jnp.uint32)

@@ -37,7 +37,7 @@ def embed_tied(
 
     The table's gradient is the sum of the head's gradient and the embedding's, rounded once. To that end the head gets
     a bfloat16 table as float32; the compiler undoes the conversion where products take bfloat16. The head's float32
-    gradient then comes back in two parts: rounded to bfloat16 for the whole table, and the rounding error for the
+    gradient then comes back in two terms: rounded to bfloat16 for the whole table, and the rounding error for the
     vectors of the batch's tokens. Only these vectors get a gradient from the embedding. It is added to them and their
     rounding error in float32, so that every vector is rounded once.
 

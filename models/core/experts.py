@@ -1,4 +1,4 @@
-"""The feed-forward of a mixture of experts, and what its router adds to the loss."""
+"""The feed-forward of a mixture of experts, and the losses of its router."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from liger_jax.ops.layout import in_chunks
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """What a config says of its mixture of experts."""
+    """The mixture of experts of a config."""
 
     count: int  # E, the experts of a layer
     per_token: int  # k, the experts that each token goes to
@@ -44,7 +44,7 @@ class Experts:
 
 @tree_dataclass
 class ExpertMetrics:
-    """What the routers of all layers did in a call."""
+    """Metrics of the routers of all layers in a call."""
 
     load: jax.Array  # (layers, E) float32, the share of a layer's choices that each expert got, 1/E where all are equal
     balancing_loss: jax.Array  # float32 scalar, the balancing loss without its coefficient
@@ -66,8 +66,8 @@ class Router(nnx.Module):
 class ExpertWeights(nnx.Module):
     """The weights of all experts of a layer; columns of gate stand before those of up."""
 
-    # Whether adapters count. That of a weight stands beside it: float32 arrays whose names end in `_lora_a` (E, in,
-    # rank) and `_lora_b` (E, rank, out), and numbers in `_lora_alpha` and `_lora_scale`.
+    # Whether adapters are on. A weight's adapter is stored beside it: float32 arrays whose names end in `_lora_a` (E,
+    # in, rank) and `_lora_b` (E, rank, out), and numbers in `_lora_alpha` and `_lora_scale`.
     adapters_on: bool = True
 
     def __init__(self, width: int, experts: Experts, *, parameter: Callable[..., nnx.Param]):
@@ -166,7 +166,7 @@ class ExpertsFeedForward(nnx.Module):
 
     @staticmethod
     def values_kept(config: Any, remat: Remat, devices: int = 1) -> int:
-        """What is kept for the backward: gate and up of a token's experts, where a layer keeps its products."""
+        """The values kept for the backward: gate and up of a token's experts, if a layer keeps its products."""
         experts, rows = config.experts, rows_of_token(config.experts, devices)
         return 2 * (rows * experts.width + experts.shared_width) if keeps_products(remat) else 0
 
@@ -174,8 +174,8 @@ class ExpertsFeedForward(nnx.Module):
     def values_in_backward(
         config: Any, in_place: bool, *, adapted: bool = False, devices: int = 1, tensor: int = 1
     ) -> int:
-        """What the backward holds at once: gate and up and their gradients, a float32 gradient of their product, and
-        rows of two arrays of a token's experts.
+        """The values that the backward holds at once: gate, up and their gradients, a float32 gradient of their
+        product, and rows of two arrays of a token's experts.
 
         Where experts have adapters or are quantised, these are rows of two more arrays and the gated product. With
         several devices they are rows of one more and the gated product; the rows are those of the buffers, and own rows
@@ -206,14 +206,14 @@ def misfits(**fields: int) -> Iterator[str]:
 
 
 def fed(feed_forward: Any, x: Float[Array, "B T D"], rows: RowTokens | None) -> tuple[Any, Any]:
-    """A feed-forward's result and its sums. Experts need to know what is padding, which they do not count."""
+    """A feed-forward's result and its sums. Experts get the mask of padding, which their routers ignore."""
     if not isinstance(feed_forward, ExpertsFeedForward):
         return feed_forward(x)
     return feed_forward(x, None if rows is None else rows.is_token)
 
 
 def router_loss(config: Any, sums: ops.RouterSums) -> Float[Array, ""]:
-    """What the routers of all layers add to the loss of a language model, by the config's coefficients.
+    """The losses of the routers of all layers, weighted by the config's coefficients.
 
     Returns a float32 scalar: router_aux_loss_coef·balancing_loss if `output_router_logits` is set, as in transformers,
     and router_z_loss_coef·z_loss.
@@ -225,7 +225,7 @@ def router_loss(config: Any, sums: ops.RouterSums) -> Float[Array, ""]:
 
 
 def without_router_loss(model: Any) -> Any:
-    """The model, whose loss is the cross-entropy alone from now on."""
+    """The model, changed so that its loss is the cross-entropy alone."""
     if getattr(model.config, "experts", None) is not None:
         model.config = dataclasses.replace(model.config, output_router_logits=False, router_z_loss_coef=0.0)
     return model

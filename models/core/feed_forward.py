@@ -1,8 +1,8 @@
 """The feed-forward of a layer. It takes x and returns (y, aux), where aux holds sums over the tokens of x.
 
 A layer hands aux on, and `LayerStack` collects it from all layers. A dense feed-forward has nothing to sum, and its aux
-is an empty dict. A mixture of experts (experts.py) returns what its balancing loss is made of: sums over tokens for
-each expert.
+is an empty dict. A mixture of experts (experts.py) returns the sums over tokens, for each expert, that its balancing
+loss is computed from.
 """
 
 from typing import Any
@@ -66,7 +66,7 @@ class DenseFeedForward(nnx.Module):
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:
-        """What is kept for the backward: gate and up, where a layer keeps its products, and what a norm takes."""
+        """The values kept for the backward: gate and up, if a layer keeps its products, and the inputs of norms."""
         if not keeps_products(remat):
             return 0
         # The backward of a norm over the result needs the result.
@@ -74,7 +74,7 @@ class DenseFeedForward(nnx.Module):
 
     @staticmethod
     def values_in_backward(config: Any, in_place: bool) -> int:
-        """What the backward holds at once: gate, up, their product and two gradients.
+        """The values that the backward holds at once: gate, up, their product and two gradients.
 
         `in_place`: whether one half of them is computed after the other, in the same place.
         """

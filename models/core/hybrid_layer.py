@@ -1,4 +1,4 @@
-"""The layer of a hybrid, whose layers have attention, or in its place what has no keys."""
+"""The layer of a hybrid model, which has either attention or a mixer without keys."""
 
 from collections.abc import Callable
 from typing import Any

@@ -37,7 +37,7 @@ class LayerKind(NamedTuple):
 
     @property
     def structure(self) -> tuple[bool, str]:
-        """What a layer's parameters follow from: layers for which it is equal have the same ones."""
+        """What decides a layer's parameters: layers of equal structure have parameters of the same shapes."""
         return self.is_recurrent, self.feed_forward
 
 
@@ -148,7 +148,7 @@ class LayerStack:
         dropout_words: Any,
         is_new: bool,
     ) -> Decoded:
-        """The call, with all that it decides by."""
+        """The call, with all static inputs."""
         made = _made_by(gathered, dropout_words)
         # Without a cache the scan carries hidden states alone.
         none_yet = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -249,7 +249,7 @@ class LayerStack:
 
 
 class _Call(NamedTuple):
-    """What a stack's program is made of, beside its arrays."""
+    """The static inputs of a stack's program."""
 
     stack: LayerStack
     graphdef: Any  # of the layers and the last layers

@@ -4,7 +4,7 @@
     gate = −exp(A_log) · softplus(a + dt_bias)          beta = sigmoid(b)
     y = output projection(gated norm(gated_delta_rule(q/‖q‖, k/‖k‖, v, gate, beta), z))
 
-A family's class makes the projections by its checkpoints' names, and `projected` returns what they give.
+A family's class makes the projections by its checkpoints' names, and `projected` returns their results.
 """
 
 import abc
@@ -28,7 +28,7 @@ _EPS = 1e-6  # of the norms of queries and keys
 
 
 class RecurrentSizes(NamedTuple):
-    """What a layer without keys keeps for each row: its state's axes, and the taps and channels of its convolution."""
+    """The state of a layer without keys, for each row: its axes, and the taps and channels of its convolution."""
 
     state: tuple[int, int, int] | None  # heads, key width and value width; `None` for a convolution alone
     taps: int
@@ -37,7 +37,7 @@ class RecurrentSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LinearHeads:
-    """What a config says of its linear attention."""
+    """The heads of a config's linear attention."""
 
     key_heads: int  # K, of queries and keys
     value_heads: int  # H, a multiple of K
@@ -58,22 +58,22 @@ class LinearHeads:
 
     @property
     def channels(self) -> int:
-        """What the convolution runs over: queries, keys and values."""
+        """The number of the convolution's channels: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
     def sizes(self) -> RecurrentSizes:
-        """What a layer keeps for each row."""
+        """The sizes of a layer's state for each row."""
         return RecurrentSizes((self.value_heads, self.key_width, self.value_width), self.taps, self.channels)
 
 
 class Projected(NamedTuple):
-    """What the projections give of tokens."""
+    """The projections of tokens."""
 
     qkv: Float[Array, "B T C"]  # queries, keys and values, before the convolution
     z: Float[Array, "B T HE"]  # the gate of the output
-    b: Float[Array, "B T H"]  # what beta is made of
-    a: Float[Array, "B T H"]  # what the decay is made of
+    b: Float[Array, "B T H"]  # the logits of beta
+    a: Float[Array, "B T H"]  # the input of the decay
 
 
 class Convolution(nnx.Module):
@@ -122,7 +122,7 @@ class LinearAttention(nnx.Module):
 
     @abc.abstractmethod
     def projected(self, x: Float[Array, "B T D"]) -> Projected:
-        """What the projections give of x."""
+        """The projections of x."""
 
     def over_tokens(self, project: Any, layers: tuple[Any, ...], x: Float[Array, "B T D"]) -> Any:
         """`project(layers, x)`, over tiles of tokens where that saves memory."""
@@ -164,7 +164,7 @@ class LinearAttention(nnx.Module):
         return out.reshape(*out.shape[:2], -1), state, after
 
     def _heads(self, mixed: Float[Array, "B T C"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries and keys of norm 1 (B, T, K, D), and values (B, T, H, E), of what the convolution gives."""
+        """Queries and keys of norm 1 (B, T, K, D), and values (B, T, H, E), from the convolution's output."""
         heads = self.heads
         active = jax.nn.silu(mixed.astype(jnp.float32))
         q, k, v = jnp.split(active, [heads.keys, 2 * heads.keys], axis=-1)

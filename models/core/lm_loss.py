@@ -33,7 +33,7 @@ class LanguageModelLoss:
 
     config: Any  # the architecture
     kernels: KernelOptions  # which of the losses runs, and how
-    remat: Remat  # what the model's layers keep for the backward, for the fused loss's share of memory
+    remat: Remat  # what the model's layers keep for the backward, which decides the fused loss's share of memory
     table_dtype: Any  # dtype of the parameter that the head is. A tied bfloat16 head reaches the loss as float32.
     token_scaling: bool = False  # whether each position's loss is multiplied by its label's probability
 
@@ -157,7 +157,7 @@ class LanguageModelLoss:
         return _with_metrics(loss, targets, loss_weights, reduction, per_token if return_metrics else None)
 
     def _vocabulary(self) -> Callable[[Any], dict[str, Any]]:
-        """What a linear loss has to know of a device's shard of the head, from this shard: nothing if it has it all."""
+        """A linear loss's arguments for a device's shard of the head; none if the device has all of it."""
         tensor = self.kernels.mesh_layout.tensor_shards()
         return lambda head: {} if tensor is None else vocabulary_of(tensor, head, self.config)
 

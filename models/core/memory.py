@@ -1,7 +1,7 @@
-"""The memory of a training step, as far as the model decides it: what a layer keeps, and what the loss may use.
+"""The memory of a training step, as far as it depends on the model: what a layer keeps, and what the loss may use.
 
-All sizes are for one device. The rules stand in `remat.py` (what a layer keeps), `feed_forward.py` (which op runs) and
-`embedding.py` (how a tied head's gradient is summed). `liger_jax.planner` asks here and adds up.
+All sizes are for one device. The rules are in `remat.py` (what a layer keeps), `feed_forward.py` (which op runs) and
+`embedding.py` (how a tied head's gradient is summed). `liger_jax.planner` adds up these sizes.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ ARRAYS_OF_CONVOLUTION, PRODUCTS_OF_CHUNK = {"xla": 6, "triton": 4}, 16
 
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
-    """What a layer holds in a training step."""
+    """The memory of a layer in a training step."""
 
     config: Any  # the architecture
     kernels: KernelOptions  # the model's options
@@ -66,7 +66,7 @@ class LayerMemory:
 
     @property
     def each(self) -> list[tuple["LayerMemory", int]]:
-        """What a layer of each kind holds, and how many there are of it."""
+        """The memory of a layer of each kind, and the number of such layers."""
         linear = self.config.num_recurrent_layers
         counts = {False: self.config.num_hidden_layers - linear, True: linear}
         return [(dataclasses.replace(self, is_recurrent=kind), count) for kind, count in counts.items() if count]
@@ -124,7 +124,7 @@ class LayerMemory:
         return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
 
     def _values_of_heads(self) -> int:
-        """What the backward holds of queries and keys, or of what a layer without keys projects, for each token."""
+        """The values of queries and keys, or of projections in a layer without keys, that the backward holds."""
         c = self.config
         if self.is_recurrent and c.linear_heads is None:
             return 3 * c.recurrent_sizes.channels

@@ -1,4 +1,4 @@
-"""What each parameter of a model is: its kind, what its axes are, and which tensors of a checkpoint it is.
+"""Descriptions of a model's parameters: their kind, their axes, and their tensors in a checkpoint.
 
 Checkpoints, layouts on meshes, quantisation, adapters and the planner ask here, and read no path by themselves. Modules
 have Hugging Face's names, so a parameter's names in a checkpoint follow from its path. A linear layer's kernel is the
@@ -87,18 +87,18 @@ _OF_VOCABULARY = {"embed_tokens": "in", "lm_head": "out"}
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint, and the part of a parameter that it is."""
+    """A tensor of a checkpoint, and the slice of a parameter that it holds."""
 
     name: str  # the tensor's
-    # Of the part, an index or a slice for each of the parameter's first axes. The others are whole.
+    # An index or a slice for each of the parameter's first axes. The other axes are whole.
     index: tuple[int | slice, ...]
-    transposed: bool  # whether the tensor is (out, in), and the part (in, out)
-    interleaved: bool  # whether columns of gate and up take turns in the tensor, where the part has those of gate first
+    transposed: bool  # whether the tensor is (out, in), and the parameter's slice (in, out)
+    interleaved: bool  # whether columns of gate and up alternate in the tensor; the parameter has those of gate first
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterInfo:
-    """What a parameter is."""
+    """The description of a parameter."""
 
     name: str  # its path in the model, such as "model.layers.mlp.up_proj.kernel"
     # "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D), "scalar" (1);
@@ -146,7 +146,7 @@ class ParameterInfo:
         return shape[::-1] if self.transposed else shape
 
     def pieces(self, shape: tuple[int, ...]) -> list[Piece]:
-        """The tensors of a parameter of this shape, each with the part of the parameter that it is."""
+        """The tensors of a parameter of this shape, each with the slice of the parameter that it holds."""
         layers = [(i,) for i in range(shape[0])] if self.stacked else [()]
         entries: list[tuple[int | slice, ...]] = [()]
         if (count := self.tensors_of_expert) > 0:

@@ -1,4 +1,4 @@
-"""From hidden states to the result of a model's call: logits, loss and metrics, each only where it is asked for."""
+"""From hidden states to the result of a model's call: logits, loss and metrics, each only if it is requested."""
 
 import dataclasses
 from typing import Any, ClassVar

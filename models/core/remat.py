@@ -33,7 +33,7 @@ def keeps_products(remat: Remat) -> bool:
 
 
 def is_offloaded(remat: Remat) -> bool:
-    """Whether what a layer keeps for the backward is stored in the host's memory."""
+    """Whether the arrays that a layer keeps for the backward are stored in the host's memory."""
     return remat in ("offload", "offload_attention")
 
 
@@ -61,7 +61,7 @@ def _to_host(*names: str) -> Any:
 
 
 _INPUT_AND_ATTENTION = _to_host(INPUT, ATTENTION_OUTPUT)
-# What a policy answers of an array that goes to the host has no public name. This one answers it of products.
+# JAX has no public name for a policy's answer that an array is offloaded. This policy gives that answer for products.
 _OF_PRODUCTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 _TO_HOST = _OF_PRODUCTS(lax.dot_general_p, dimension_numbers=(((0,), (0,)), ((), ())))
 

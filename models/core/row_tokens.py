@@ -1,4 +1,4 @@
-"""What a batch's rows hold, for all layers: which tokens belong together, and which positions are padding."""
+"""The tokens of a batch's rows, for all layers: which of them belong to one document, and which are padding."""
 
 import functools
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from liger_jax.ops import Segments
 
 
 class TokensInOrder(NamedTuple):
-    """A row's tokens one after another, as a recurrence takes them: what a mask hides is after all of them."""
+    """A row's tokens in the order of a recurrence, in which masked positions come last."""
 
     documents: Int[Array, "B T"] | None  # the ids of their documents, 0 for padding; `None` for one document
     order: Int[Array, "B T"] | None  # their positions in the row; `None` where the row is in this order
@@ -35,7 +35,7 @@ class TokensInOrder(NamedTuple):
         return rows._replace(documents=ordered, is_token=rows.in_order(is_token))
 
     def in_order(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-        """What belongs to positions, in this order."""
+        """An array over positions, in this order."""
         return x if self.order is None else _taken(x, self.order)
 
     def in_place(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
@@ -44,12 +44,12 @@ class TokensInOrder(NamedTuple):
 
 
 class RowTokens(NamedTuple):
-    """What layers know of rows."""
+    """The arrays over rows that layers use."""
 
-    segments: Segments | None  # what attention stays within; `None` for rows of one document, which need no mask
+    segments: Segments | None  # within which attention stays; `None` for rows of one document, without a mask
     is_token: Bool[Array, "B row"] | None  # (B, T) bool of whole rows, which positions routers count; `None` for all
-    query_scale: Float[Array, "#B T 1"] | None = None  # what queries are multiplied by; `None` for nothing
-    in_order: TokensInOrder | None = None  # what layers without keys take; `None` in models without such
+    query_scale: Float[Array, "#B T 1"] | None = None  # a factor of queries; `None` for none
+    in_order: TokensInOrder | None = None  # for layers without keys; `None` in models without such layers
 
 
 def attention_segments(
@@ -57,8 +57,8 @@ def attention_segments(
 ) -> Int[Array, "B T"] | None:
     """The segments of tokens. Padding is one more segment, so that every token sees at least itself.
 
-    Returns the segments' ids. What the mask hides, wherever it stands, has the largest int32. `None` if all tokens
-    belong to one segment.
+    Returns the segments' ids. Masked positions, wherever they are, have the largest int32. `None` if all tokens belong
+    to one segment.
     """
     if attention_mask is None:
         return segment_ids

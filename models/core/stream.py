@@ -1,4 +1,4 @@
-"""What layers hand on where it is more than hidden states: each layer's own inputs, and keys that later layers take."""
+"""The stream between layers that take more than hidden states: each layer's own inputs, and keys of earlier layers."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from liger_jax.models.core.remat import INPUT
 
 
 class Stream(NamedTuple):
-    """Hidden states, and what the layers to come take beside them. It has the dtype and the shape of hidden states."""
+    """Hidden states and further inputs of later layers, with the dtype and the shape of the hidden states."""
 
     hidden: Float[Array, "B T D"]
     own_inputs: tuple[Float[Array, "B T P"], ...] = ()  # of each layer to come, the next first
@@ -29,6 +29,6 @@ class Stream(NamedTuple):
 
 
 def as_input(x: Any) -> Any:
-    """What a layer takes, whose hidden states have the name by which rematerialisation keeps them."""
+    """The input of a layer, whose hidden states have the name by which rematerialisation keeps them."""
     named = checkpoint_name(x.hidden if isinstance(x, Stream) else x, INPUT)
     return x._replace(hidden=named) if isinstance(x, Stream) else named

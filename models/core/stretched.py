@@ -1,4 +1,4 @@
-"""Rows longer than the positions of a model: its rotary embedding is stretched, where somebody asks for it by name."""
+"""Rows longer than the positions of a model: its rotary embedding is stretched, if that is requested by name."""
 
 import dataclasses
 import math

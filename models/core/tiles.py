@@ -1,8 +1,8 @@
-"""Functions of single tokens over tiles of a row: what is wide exists for one tile at a time.
+"""Functions of single tokens over tiles of a row, so that wide arrays exist for one tile at a time.
 
 A feed-forward makes arrays of F numbers for each token, and its backward several of them. Over a tile of some thousand
-tokens its products are as fast as over all of them, and the wide arrays are the tile's. The backward computes a tile
-again before it differentiates it, so that only the input is kept.
+tokens its products are as fast as over all of them, and the wide arrays are only as long as the tile. The backward
+recomputes a tile before it differentiates it, so that only the input is kept.
 
 The last tile ends with the last token. If tiles do not divide the tokens, it overlaps the one before it: its values
 there are computed twice, and count once in the gradients.
@@ -25,7 +25,7 @@ from liger_jax.ops.meshes import align_varying, cast, varying_axes
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096  # of a tile
 LEAST_TILES = 8  # fewer save little
-LEAST_TILES_OF_OFFLOADED = 4  # where memory is so short that layers' inputs are in the host's
+LEAST_TILES_OF_OFFLOADED = 4  # if memory is so short that layers' inputs are offloaded to the host
 
 
 def over_tokens(
@@ -171,7 +171,7 @@ def _backward(of_tile, leaves, trained, x, numbers, dys, size):
 
     sums = [_like(x, leaves[i].shape, jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in trained]
     starts = _starts(len(x), size)
-    # The last tile goes first, without the tokens that it shares with another tile, which writes over it later.
+    # The last tile comes first; the tokens that it shares with another tile are overwritten by that one later.
     shared = np.where(np.arange(len(starts)) == 0, -len(x) % size, 0).astype(np.int32)
     (dx, sums), _ = jax.lax.scan(step, (jnp.zeros_like(x), sums), (np.roll(starts, 1), shared))
     of_leaves: list[Any] = [None] * len(leaves)

@@ -1,1 +1,1 @@
-"""Text generation: prompts, then token after token, drawn or the likeliest."""
+"""Text generation: prompts, then token after token, sampled or greedy."""

@@ -1,4 +1,4 @@
-"""What `generate` and `stream` refuse of their arguments."""
+"""The checks of the arguments of `generate` and `stream`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max
 
 
 def check_choice(max_new_tokens: int, temperature: float, top_p: float, top_k: int | None, key: Any) -> None:
-    """Raises a ValueError unless tokens can be chosen so."""
+    """Raises a ValueError unless tokens can be chosen with these options."""
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens={max_new_tokens} must be at least 1.")
     if not (temperature == 0 or _LEAST <= temperature <= _MOST):

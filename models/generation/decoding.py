@@ -1,8 +1,8 @@
-"""Decoding: token after token with a key-value cache, which rows leave when they have ended.
+"""Decoding: token after token with a key-value cache, from which rows are removed when they have ended.
 
-`all_at_once` is one program, which may be a part of another one. `by_parts` is a program for the prompts and one for
-each number of rows that comes up; between them the host sees how many rows have not ended. The cache has room for all
-tokens from the start: attention reads what is filled of it.
+`all_at_once` is one program, which may be traced into another one. `by_parts` has a program for the prompts and one for
+each number of rows that occurs; between them the host reads how many rows have not ended. The cache has room for all
+tokens from the start, and attention reads only its filled slots.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.cache import KVCache, lengthened, of_rows, repeated
 from liger_jax.models.generation.sampling import chosen, log_probs_of
 
-_FEWEST_ROWS = 8  # of which rows leave no more: a step then takes the time of its weights
-_FEWEST_TOKENS = 16  # for which rows leave: to move the others costs what a step or two read
+_FEWEST_ROWS = 8  # the least size to which a batch is reduced: below it, reading the weights dominates a step
+_FEWEST_TOKENS = 16  # remaining steps for which rows are removed: moving the others costs as much as a step or two
 
 
 class Request(NamedTuple):
-    """What is continued, and how."""
+    """The prompts to continue, and how tokens are chosen."""
 
     prompts: Integer[Array, "B T"]  # their ids, padded in front
     mask: Bool[Array, "B T"]  # 0 where a token is padding
@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a program is compiled for."""
+    """The static sizes of a program."""
 
     new: int  # the most tokens that a row gets
     times: int  # the rows of a prompt
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 @tree_dataclass
 class Decoding:
-    """Rows under way: N in all, of which n are decoded."""
+    """The state of decoding: N rows in all, of which n are still decoded."""
 
     count: jax.Array  # int32 scalar, how many tokens a row has that has not ended
     tokens: jax.Array  # (N, new) int32
@@ -59,7 +59,7 @@ def all_at_once(graph: Any, params: Any, request: Request, sizes: Sizes) -> Deco
 
 
 def by_parts(graph: Any, params: Any, request: Request, sizes: Sizes) -> Decoding:
-    """Does the same, but the batch is halved, and halved again, where at most so many rows have not ended."""
+    """Does the same, but halves the batch whenever at most half of its rows have not ended."""
     state = _begin(graph, params, request, sizes)
     while True:
         count, living = map(int, jax.device_get((state.count, _number_of(~state.ended))))
@@ -72,21 +72,21 @@ def by_parts(graph: Any, params: Any, request: Request, sizes: Sizes) -> Decodin
 
 
 def _half(rows, left):
-    """Half of the rows: when no more than these live, the others leave. 0 if leaving does not pay.
+    """Half of the rows: if no more than these have not ended, the others are removed. 0 if that is not worth it.
 
-    It does not pay for small batches, nor for the last few tokens.
+    It is not worth it for small batches and for the last few tokens.
     """
     return rows // 2 if rows // 2 >= _FEWEST_ROWS and left >= _FEWEST_TOKENS else 0
 
 
 def _rows_for(living, rows):
-    """The smallest batch for the living, by halving."""
+    """The smallest batch, by halving, that holds all rows which have not ended."""
     while rows // 2 >= max(living, _FEWEST_ROWS):
         rows //= 2
     return rows
 
 
-# --- what the programs do ---------------------------------------------------------------------------------------------
+# --- the programs' functions ------------------------------------------------------------------------------------------
 
 
 def of_prompts(
@@ -144,7 +144,7 @@ def _with_token(state, logits, cache, request):
 
 
 def _decoded(model, state, request, sizes, fewest):
-    """Goes on until all tokens are there, or at most `fewest` rows have not ended and could leave; all, if 0."""
+    """Decodes until all tokens are there, or at most `fewest` rows have not ended; with 0, until all have."""
     slots, changes_at = state.cache.positions.shape[1], model.config.rope_changes_at
 
     def unfinished(state):
@@ -157,7 +157,7 @@ def _decoded(model, state, request, sizes, fewest):
         return after(model, last if state.rows is None else last[state.rows], state.cache)
 
     def of_all(state):
-        """The same, with keys and values of all tokens made anew."""
+        """The same, with keys and values of all tokens recomputed."""
         prompts, mask = (jnp.repeat(x, sizes.times, axis=0) for x in (request.prompts, request.mask))
         (batch, length), written = prompts.shape, request.prompts.shape[1] + state.count
         new, places = slots - length, jnp.arange(slots - length, dtype=jnp.int32)
@@ -171,7 +171,7 @@ def _decoded(model, state, request, sizes, fewest):
     def step(state):
         if changes_at is None or slots <= changes_at:
             logits, cache = of_last(state)
-        else:  # the token after the last that fits turns all earlier ones otherwise; no row has left (`why_rows_stay`)
+        else:  # from here on earlier tokens are rotated otherwise; no row was removed (`why_rows_stay`)
             is_full = jnp.max(state.cache.positions) == changes_at - 1
             logits, cache = jax.lax.cond(is_full, of_all, of_last, state)
         return _with_token(state, logits, cache, request)
@@ -198,7 +198,7 @@ def _decode(graph, params, state, request, sizes, fewest):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _without_ended(state, batch):
-    """The state with so many of its rows, among them all that have not ended."""
+    """The state with only some of its rows, among them all that have not ended."""
     kept = jnp.sort(jnp.argsort(state.ended, stable=True)[:batch]).astype(jnp.int32)
     return dataclasses.replace(
         state,

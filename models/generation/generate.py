@@ -165,8 +165,8 @@ def _streamed(graph, params, input_ids, mask, choice, ends, max_new_tokens, chan
         shown, all_ended = token, jnp.all(ended)
         if changes_at is not None:
             tokens.append(token[:, None].astype(input_ids.dtype))
-        if count < max_new_tokens:  # is under way while the caller has the token before it
-            if longest + count - 1 == changes_at:  # this token turns all earlier ones otherwise
+        if count < max_new_tokens:  # is computed while the caller handles the previous token
+            if longest + count - 1 == changes_at:  # this token changes the rotation of all earlier ones
                 ids, is_token = (
                     jnp.concatenate(tokens, axis=1),
                     jnp.pad(mask, ((0, 0), (0, count)), constant_values=True),

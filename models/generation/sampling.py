@@ -1,4 +1,4 @@
-"""How the next token is chosen, the likeliest or a random one, and its log-probability."""
+"""How the next token is chosen, greedily or at random, and its log-probability."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What adapter_config.json says of PEFT's adapters, every field of which is checked."""
+"""The adapter_config.json of PEFT's adapters, with checks of every field."""
 
 import dataclasses
 import pathlib
@@ -31,7 +31,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says."""
+    """The fields of adapter_config.json."""
 
     rank: int  # columns of A
     alpha: float  # numerator of the scale
@@ -65,7 +65,7 @@ class AdapterConfig:
 
 
 def parse(path: pathlib.Path, content: bytes) -> AdapterConfig:
-    """What adapter_config.json says, every field of which is checked."""
+    """Parses adapter_config.json, and checks every field."""
     try:
         values = config_json.loads(content, path)
     except ValueError as error:

@@ -34,8 +34,8 @@ def write(
 ) -> None:
     """Writes both files and the small ones; a process killed meanwhile leaves the earlier adapters or the new ones.
 
-    For the language part of a multimodal model the names are those of transformers' whole model. There
-    `target_modules` are whole names, since the other parts have projections of the same names.
+    For the language model of a multimodal model the names are those of transformers' whole model. There
+    `target_modules` are whole names, since its other modules have projections of the same names.
     """
     targets, patterns = config.targets.names, (config.rank_pattern, config.alpha_pattern)
     modules = config.modules
@@ -131,7 +131,7 @@ def tensor_name(name: str, kind: str | None = None) -> str:
 
 
 def targets_of(tensors: Iterable[str], projections: Iterable[str]) -> list[str]:
-    """The `target_modules` by which PEFT adapts, of all these projections, those that have tensors."""
+    """The `target_modules` by which PEFT adapts exactly those of these projections that have tensors."""
     adapted = adapted_names(tensors)
     ends = {name.rpartition(".")[2] for name in adapted}
     is_whole = adapted == {name for name in projections if name.rpartition(".")[2] in ends}

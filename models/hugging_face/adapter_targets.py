@@ -59,7 +59,7 @@ def split(names: Sequence[str] | str | None) -> tuple[bool, Sequence[str] | str]
 
 
 def saves(modules: Sequence[str], name: str) -> bool:
-    """Whether PEFT trains this module as a whole, or a part of it."""
+    """Whether PEFT trains this module, or a submodule of it, as a whole."""
     return any(re.match(rf"(^|.*\.){each}($|\..*)", name) for each in modules)
 
 
@@ -88,7 +88,7 @@ def value_of(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
 def patterns_of(values: Mapping[str, Value]) -> tuple[Value, dict[str, Value]]:
     """The commonest of the modules' values, and a pattern by which `value_of` finds the others.
 
-    Returns the default and the pattern, by the last parts of names where all modules of that name agree.
+    Returns the default and the pattern, by the last components of names where all modules of that name agree.
     """
     all_values = list(values.values())
     default = max(all_values, key=all_values.count)

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: their names, and what is kept of them for a later save."""
+"""The files of a Hugging Face checkpoint: their names, and the contents that are kept for a later save."""
 
 import dataclasses
 import json
@@ -42,22 +42,22 @@ ADAPTERS = Names("adapter_config.json", ("adapter_model.safetensors",), ".saving
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A multimodal checkpoint, of which the model is the language part."""
+    """A multimodal checkpoint, of which the model is the language model."""
 
     config: str  # the text of its config.json
-    folder: str  # from which a save reads the tensors of its other parts
+    folder: str  # from which a save reads the tensors of its other modules
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The parts of a checkpoint's JSON files that the model does not compute with, for a later save.
+    """The fields of a checkpoint's JSON files that the model does not use, for a later save.
 
     They are text, because flax hashes what a module holds.
     """
 
     config: str = "{}"  # a JSON object with fields of config.json
     generation: str | None = None  # the text of generation_config.json, or `None` if the checkpoint has none
-    whole: Whole | None = None  # the multimodal checkpoint that the model is a part of; `None` if it is by itself
+    whole: Whole | None = None  # the multimodal checkpoint that contains the model; `None` if there is none
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ def own_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
 def weight_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
     """A file of a checkpoint's weights, which may be a link to a regular file anywhere, as on another disk.
 
-    Only tensors are read from it: what is no safetensors file is refused, and none of its bytes come into results.
+    Only tensors are read from it: another file than safetensors is refused, and none of its bytes are used.
     """
     path = folder / name
     return path if path.is_file() else None
@@ -113,7 +113,7 @@ def files_that_complete(folder: pathlib.Path, names: Names = MODEL) -> pathlib.P
 
 
 def config_values(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a config.json under any file name; of a multimodal model, the fields of the language part.
+    """Reads a config.json under any file name; of a multimodal model, the fields of the language model.
 
     Ids of special tokens come from the whole model's fields, if it has them.
     """
@@ -121,7 +121,7 @@ def config_values(path: pathlib.Path) -> dict[str, Any]:
 
 
 def language_values(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """The fields of the language part, with the whole model's ids of special tokens."""
+    """The fields of the language model, with the whole model's ids of special tokens."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: values[name] for name in names if values.get(name) is not None}
     return config_json.language_part(values, path) | ids

@@ -14,7 +14,7 @@ from liger_jax.models.hugging_face import mxfp4, nf4, rope_fields
 Config = TypeVar("Config")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # of a multimodal model
-# transformers cut each product into so many parts once, and does not read the field any more.
+# transformers once split each product into so many slices, and does not read the field any more.
 _UNREAD = ("pretraining_tp",)
 _MAY_BE_NULL = ("attention_bias", "mlp_bias", "mlp_only_layers")  # for False, or for none
 
@@ -191,7 +191,7 @@ def not_in_transformers(config: Any, model_type: str) -> list[str]:
 
 
 def _say_what_is_passed_over(values: Mapping[str, Any], never: tuple[str, ...]) -> None:
-    """Warns of fields that ask for something which transformers does not compute, either, in one line."""
+    """Warns, in one line, of fields that ask for something which transformers does not compute either."""
     asked = [name for name in _UNREAD if values.get(name) not in (None, 1)] + [
         name for name in never if values.get(name)
     ]
@@ -201,7 +201,7 @@ def _say_what_is_passed_over(values: Mapping[str, Any], never: tuple[str, ...]) 
 
 
 def unapplied_dropout(values: Mapping[str, Any]) -> str | None:
-    """What a command says before it trains a model whose config.json asks for dropout, which is none here."""
+    """The line that a command prints before it trains a model whose config.json has dropout, which is not applied."""
     if not (share := values.get("attention_dropout")):
         return None
     share = config_fields.short(share)

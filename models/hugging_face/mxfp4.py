@@ -51,7 +51,7 @@ class Mxfp4Tensor:
         return "BF16"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of the weight, made dense expert by expert."""
+        """A slice of the weight, dequantised expert by expert."""
         experts, inner, outer = index
         numbers = range(*experts.indices(self.get_shape()[0]))
         return np.stack([self._expert(e, outer)[inner] for e in numbers])
@@ -65,7 +65,7 @@ class Mxfp4Tensor:
 
 
 def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's tensors, with one that is read dense for each MXFP4 weight, in place of its two parts.
+    """A checkpoint's tensors, in which one dequantised tensor replaces the two of each MXFP4 weight.
 
     Returns slices, and an `Mxfp4Tensor` for each such weight.
     """

@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes has quantised to nf4, read as they are: their codes stay, and nothing is rounded again.
+"""Weights that bitsandbytes has quantised to nf4, whose codes are read unchanged, so that nothing is rounded again.
 
 A weight (out, in) of such a checkpoint is a tensor of codes, two in a byte, the even one in the high bits. Beside it
 stand the code book, the scales of blocks along the flattened weight, and a JSON object that names dtype and shape. With
@@ -34,7 +34,7 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safeten
 
 
 def problem(values: Mapping[str, Any]) -> str | None:
-    """Why weights are not read that config.json calls quantised."""
+    """Why weights cannot be read that are quantised by config.json."""
     given = values.get("quantization_config")
     if not given:
         return None
@@ -80,7 +80,7 @@ class Nf4Tensor:
         return _DTYPES[self.dtype]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """A part of the weight, of which all is made dense first."""
+        """A slice of the weight, after all of it is dequantised."""
         return self._dense[index]
 
     @property
@@ -116,7 +116,7 @@ class Nf4Tensor:
 
 
 def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint, where a quantised weight and what stands beside it are one `Nf4Tensor`."""
+    """The tensors of a checkpoint, in which a quantised weight and its scales are one `Nf4Tensor`."""
     views = dict(tensors)
     for name in [name for name in tensors if _STATE in name]:
         weight, _, kind = name.partition(_STATE)
@@ -129,7 +129,7 @@ def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantized_shapes(info: ParameterInfo, tensors: Mapping[str, Any]) -> BlockQuantized | None:
-    """What a parameter is that keeps its codes, as shapes and dtypes.
+    """The shapes and dtypes of a parameter that keeps its codes.
 
     Returns a `BlockQuantized` of `jax.ShapeDtypeStruct`. `None` where it is read dense: it is no kernel, some of its
     layers are not quantised or differ in how they are, or its blocks are not within rows.
@@ -197,7 +197,7 @@ def _fields(weight: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _problem_of(fields: dict[str, Any], tensors: Mapping[str, Any]) -> str | None:
-    """What is wrong with a weight's JSON object, or with the tensors beside it."""
+    """What is wrong with a weight's JSON object, or with its other tensors."""
     needed, sizes = {".absmax", ".quant_map"}, [fields["blocksize"], *fields["shape"]]
     if ".nested_absmax" in tensors:
         needed.add(".nested_quant_map")

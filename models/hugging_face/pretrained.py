@@ -237,7 +237,7 @@ def _config_of(model_class: Any, values: dict[str, Any], folder: pathlib.Path) -
 
 
 def _described(model_class: Any, source: Source) -> tuple[Any, str, checkpoint.Kept]:
-    """The config, the dtype of the weights, and the parts that a save writes again, from a folder's JSON files."""
+    """The config, the dtype of the weights, and the fields that a save writes again, from a folder's JSON files."""
     config: Any = config_json.read(source.config, model_class.config_type, model_class.config_fixed, source.path)
     own = config_json.write(config, model_class.config_fixed, model_class.__name__, source.dtype)
     return config, source.dtype, source.kept({*own, *config.older_names})

@@ -69,7 +69,7 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
         taken, problems = _stretched(taken, values)
         wrong += problems
     rope = {"rope_theta": taken["rope_theta"]} | of_queries
-    if _PART in defaults:  # in this family a part of each head may be rotated
+    if _PART in defaults:  # in this family only some columns of each head may be rotated
         rope[_PART] = taken.pop(_PART, values[_PART])
         values = {name: value for name, value in values.items() if name != _PART}
     own_scaling, problems = _scaling_of("rope_scaling" if scaling else "rope_parameters", taken, values)
@@ -232,10 +232,10 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
     return None, wrong + [f"{name}: {problem}" for problem in problems]
 
 
-def _turns_whole_heads(part: Any) -> list[str]:
+def _turns_whole_heads(share: Any) -> list[str]:
     """A clause if the family does not rotate the share of a head's columns that a file asks for."""
     return (
-        [] if part == 1 else [f"partial_rotary_factor={config_fields.short(part)} must be 1: whole heads are rotated"]
+        [] if share == 1 else [f"partial_rotary_factor={config_fields.short(share)} must be 1: whole heads are rotated"]
     )
 
 

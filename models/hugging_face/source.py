@@ -1,4 +1,4 @@
-"""A checkpoint's folder. Each of its files is read once, so that all parts of a run see the same model."""
+"""A checkpoint's folder. Each of its files is read once, so that everything in a run uses the same model."""
 
 import difflib
 import functools
@@ -32,7 +32,7 @@ _NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights",
 
 
 class Source:
-    """What a folder says of its model. A file is read when it is first asked for, and never again.
+    """The description of a model by its folder. A file is read when it is first needed, and never again.
 
     So all parts of a run see the same files, whatever happens to the folder meanwhile. The weights are not read here.
     A link is followed within the folder, or from a snapshot in the hub's cache to its blobs; others are refused, but
@@ -44,12 +44,12 @@ class Source:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The fields of config.json; of a multimodal model, those of the language part."""
+        """The fields of config.json; of a multimodal model, those of the language model."""
         return checkpoint.language_values(self._whole_config, self.path)
 
     @functools.cached_property
     def multimodal(self) -> bool:
-        """Whether config.json describes a multimodal model, of which we have the language part."""
+        """Whether config.json describes a multimodal model, of which only the language model is read."""
         return bool(self._whole_config.get("text_config"))
 
     @property
@@ -84,7 +84,7 @@ class Source:
         return self.kept(()).stops
 
     def kept(self, own: Iterable[str]) -> Kept:
-        """The parts of the JSON files that a save of the model will write again."""
+        """The fields of the JSON files that a save of the model writes again."""
         left = {name: value for name, value in self.config.items() if name not in (*own, *_NOT_KEPT)}
         _check_stops(self.path, left)
         whole = Whole(json.dumps(self._whole_config), str(self.folder.absolute())) if self.multimodal else None
@@ -176,7 +176,7 @@ def _near_folder(name: str) -> str:
 
 
 def _may_be_id(name: str) -> bool:
-    """Whether a name may be an id. If its first part is a folder here, it is rather a path with a typing error."""
+    """Whether a name may be an id. If its owner is the name of a folder here, it is rather a mistyped path."""
     organisation, slash, model = name.rpartition("/")
     is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None
     return is_id and not (slash and os.path.isdir(organisation)) and not model.endswith((".json", ".safetensors"))

@@ -40,7 +40,7 @@ class MappedTensor:
         return self._dtype
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """A part of the tensor, which cannot be written."""
+        """A read-only slice of the tensor."""
         return self._array[index]
 
 
@@ -99,18 +99,18 @@ def copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
 def made_on_device(
     shape: tuple[int, ...],
     dtype: Any,
-    parts: Iterable[tuple[tuple[Any, ...], np.ndarray, bool]],
+    slices: Iterable[tuple[tuple[Any, ...], np.ndarray, bool]],
     device: Any,
 ) -> jax.Array:
-    """An array of parts that are sent as they are stored, one after another, and transposed on the device.
+    """An array of slices that are sent as they are stored, one after another, and transposed on the device.
 
-    A part is where it stands, an index or a slice for each axis, the part itself, and whether it is transposed. They
-    cover the array.
+    A slice is given by its place (an index or a slice for each axis), its values, and whether it is transposed. The
+    slices cover the array.
     """
     whole, in_flight = None, collections.deque()
-    for target, part, transposed in parts:
-        part = part if part.dtype == dtype else part.astype(dtype)
-        sent = jax.device_put(part, device)
+    for target, values, transposed in slices:
+        values = values if values.dtype == dtype else values.astype(dtype)
+        sent = jax.device_put(values, device)
         starts = [axis if isinstance(axis, int) else axis.start for axis in target]
         sizes = tuple(1 if isinstance(axis, int) else axis.stop - axis.start for axis in target)
         if sizes == shape:
@@ -125,13 +125,13 @@ def made_on_device(
     return whole
 
 
-def _as_part(sent: jax.Array, sizes: tuple[int, ...], transposed: bool) -> jax.Array:
+def _oriented(sent: jax.Array, sizes: tuple[int, ...], transposed: bool) -> jax.Array:
     return (sent.T if transposed else sent).reshape(sizes)
 
 
-_turned = jax.jit(_as_part, static_argnums=(1, 2))
+_turned = jax.jit(_oriented, static_argnums=(1, 2))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
 def _put(whole: jax.Array, sent: jax.Array, starts: Any, sizes: tuple[int, ...], transposed: bool) -> jax.Array:
-    return jax.lax.dynamic_update_slice(whole, _as_part(sent, sizes, transposed), tuple(starts))
+    return jax.lax.dynamic_update_slice(whole, _oriented(sent, sizes, transposed), tuple(starts))

@@ -36,8 +36,8 @@ def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
 def language_part(names: Iterable[str]) -> dict[str, str]:
     """The names of tensors, by their names in a language model.
 
-    In a multimodal checkpoint the language part's names have "language_model.model." or "model.language_model." for
-    "model.". All other names except the head's belong to other parts, and are left out, as are those of layers that
+    In a multimodal checkpoint the language model's names have "language_model.model." or "model.language_model." for
+    "model.". All other names except the head's belong to other modules, and are left out, as are those of layers that
     predict several tokens. A checkpoint that was saved
     without a head, as by transformers' `LlamaModel`, has no "model." before its names.
     """
@@ -52,7 +52,7 @@ def language_part(names: Iterable[str]) -> dict[str, str]:
 
 
 def has_a_head_of_its_own(folder: pathlib.Path) -> bool:
-    """Whether the files hold both a head and an embedding, and the two differ, as merges of trained heads leave it."""
+    """Whether the files hold both a head and an embedding, and the two differ, as after a merge of a trained head."""
     with contextlib.ExitStack() as stack:
         tensors = tensors_of(folder, stack)
         if not {EMBEDDING, _HEAD} <= tensors.keys():
@@ -221,7 +221,7 @@ def _read(
         index = index if layer is None else (slice(layer, layer + 1), *index[1:])
         return [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
 
-    def parts(ranges):
+    def slices(ranges):
         for piece in info.pieces(leaf.shape):
             if (places := _places(piece, leaf.shape, ranges)) is not None:
                 target, stored = places
@@ -230,13 +230,13 @@ def _read(
     def on_host(index):
         ranges = ranges_of(index)
         whole = np.empty([len(axis) for axis in ranges], leaf.dtype)
-        for target, part, transposed in parts(ranges):
-            transfers.copy(part, whole[target], transposed=transposed)
+        for target, values, transposed in slices(ranges):
+            transfers.copy(values, whole[target], transposed=transposed)
         return whole
 
     def on_device(index, device):
         ranges = ranges_of(index)
-        return transfers.made_on_device(tuple(map(len, ranges)), leaf.dtype, parts(ranges), device)
+        return transfers.made_on_device(tuple(map(len, ranges)), leaf.dtype, slices(ranges), device)
 
     everything = (slice(None),) * len(leaf.shape)
     if sharding is None:
@@ -278,7 +278,7 @@ def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[
 
 
 def _of_tensor(tensor: Any, piece: Piece, stored: list[slice]) -> np.ndarray:
-    """A part of a tensor; where the tensor's columns are interleaved, with those of gate before those of up."""
+    """A slice of a tensor; if its columns are interleaved, with those of gate before those of up."""
     if not piece.interleaved:
         return tensor[tuple(stored[::-1] if piece.transposed else stored)]
     *others, columns = stored

@@ -1,6 +1,6 @@
-"""A multimodal checkpoint around a language model: its other parts are read when the model is saved, and written again.
+"""A multimodal checkpoint around a language model: its other modules are copied when the model is saved.
 
-The model is trained on text alone. Tensors and fields of the other parts, such as a vision tower's, stay as they are.
+The model is trained on text alone. Tensors and fields of the other modules, such as a vision tower, stay as they are.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import numpy as np
 from liger_jax.models.hugging_face import checkpoint, nf4, weights
 from liger_jax.models.hugging_face.checkpoint import Whole
 
-# Files that turn images, video and sound into what the other parts take.
+# Files that turn images, video and sound into the inputs of the other modules.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE = ("rope_parameters", "rope_scaling")

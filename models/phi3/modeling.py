@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: LLaMA with fused projections, and perhaps windows, LongRoPE, and heads that are rotated in part."""
+"""Phi-3 and Phi-4: LLaMA with fused projections, and perhaps windows, LongRoPE, and partial rotation of heads."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

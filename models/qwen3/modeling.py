@@ -23,7 +23,7 @@ class Qwen3Config(Qwen2Config):
     qkv_bias: ClassVar[bool] = False
     never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     qk_norm: ClassVar[bool] = True
-    # What a config.json of the language part of Qwen3-VL means by fields that it lacks.
+    # The values of fields that a config.json of Qwen3-VL's language model lacks.
     defaults_of_type: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "qwen3_vl_text": dict(num_key_value_heads=32, max_position_embeddings=128000, rope_theta=500000.0)
     }

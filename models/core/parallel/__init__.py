@@ -1,6 +1,6 @@
-"""What models know of meshes: how parameters, optimizer state, batches and activations are sharded.
+"""Models on meshes: how parameters, optimizer state, batches and activations are sharded.
 
-`Layout` says by which axes. It is made of shards by fsdp and by experts (`parameter_shards`), by a tensor axis
-(`tensor_shards`, `expert_shards`) and by a sequence axis (`sequence_shards`). How one call is split is known to
+`Layout` names the axes. Its rules are those of fsdp and of experts (`parameter_shards`), of a tensor axis
+(`tensor_shards`, `expert_shards`) and of a sequence axis (`sequence_shards`). The sharding of one op's call is in
 `liger_jax.ops`.
 """

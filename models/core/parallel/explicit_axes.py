@@ -95,7 +95,7 @@ def _check_batch(spec: P, layout: Layout, arguments: dict[str, Any]) -> None:
 
 
 def _of_tokens(layout: Layout) -> P:
-    """How tokens and what a model returns for each of them are sharded over the mesh in context."""
+    """How tokens and a model's results for them are sharded over the mesh in context."""
     mesh = jax.sharding.get_abstract_mesh()
     spec = layout.of_rows if layout.sequence_shards() is None else layout.in_loss
     return along(spec, set(mesh.axis_names) - set(mesh.manual_axes))

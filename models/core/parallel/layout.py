@@ -1,4 +1,4 @@
-"""Which axis of a mesh splits what: parameters, optimizer state, activations, and what a kernel gets of them."""
+"""The axes of a mesh over which parameters, optimizer state, activations and a kernel's inputs are sharded."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

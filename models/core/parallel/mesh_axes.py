@@ -1,4 +1,4 @@
-"""The axes of a mesh that a layout takes, and what is put on the mesh."""
+"""The axes of a mesh that a layout takes, and how arrays are put on the mesh."""
 
 from typing import Any
 

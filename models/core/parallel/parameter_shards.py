@@ -23,7 +23,7 @@ from liger_jax.ops.meshes import on_devices
 # Adapters are small: every device has them whole.
 _WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "dropout_pieces", "token_rows")
 _ADAPTERS_OF_EXPERTS = ("experts_lora_a", "experts_lora_b")
-_LARGE = 65_536  # numbers: an array of less is no memory, and every device may have it whole without a word
+_LARGE = 65_536  # elements: a smaller array takes little memory, and every device may hold it whole without a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ def state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, who
     """The shardings of an optimizer's state, whose arrays follow their parameters where they have axes of them."""
 
     def of_subtree(state, params, shardings):
-        """What an optimizer holds for a tree of parameters; for one of them it may be a tree of arrays."""
+        """The optimizer's state for a tree of parameters; for one parameter it may be a tree of arrays."""
         if isinstance(state, optax.MaskedNode):  # for a parameter or for a subtree
             return state
         children, structure = jax.tree.flatten(params, is_leaf=lambda x: x is not params)
@@ -202,7 +202,7 @@ class _Placed:
 
 
 def _told(keys: tuple[Any, ...], placed: _Placed, x: Any) -> NamedSharding:
-    """The sharding; it warns of a large array that every device has whole, though it is not its parameter's rule."""
+    """The sharding; it warns of a large array that every device holds whole although its parameter is sharded."""
     sharding, of_param = placed.sharding, placed.of_param
     is_ruled = of_param is not None and of_param.is_fully_replicated
     if math.prod(_shape(x)) >= _LARGE and sharding.is_fully_replicated and not is_ruled and sharding.mesh.size > 1:

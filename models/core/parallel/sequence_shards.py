@@ -1,9 +1,9 @@
-"""Sequence parallelism: rows that a mesh axis splits, so that each device computes chunks of every row.
+"""Sequence parallelism: rows are sharded over a mesh axis, so that each device computes chunks of every row.
 
-A batch is prepared once, by `Layout.place`. Labels are shifted while the next token is at hand, positions are attached,
-rows are padded, and their chunks are put in the order of the devices (`ops.layout.in_chunks`): device i of c has the
-chunks i and 2c − 1 − i of 2c, which make even work of causal attention; of a long row two such pairs. Behind that a
-position needs no other one but in attention, where keys and values are gathered.
+A batch is prepared once, by `Layout.place`. Labels are shifted while the next token is on the same device, positions
+are attached, rows are padded, and their chunks are put in the order of the devices (`ops.layout.in_chunks`): device i
+of c has the chunks i and 2c − 1 − i of 2c, which balances the work of causal attention; of a long row it has two such
+pairs. After that positions are independent, except in attention, where keys and values are gathered.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.layout import devices_along, from_chunks, in_chunks
 from liger_jax.ops.segment_ids import default_positions
 
-# What a row is padded with, after its last position: nothing is scored there. Tokens and positions repeat their last
-# number, so that no largest one grows; no position sees those behind it. Segments and masks are 0, as at other padding.
+# The padding after a row's last position, which is not scored. Tokens and positions repeat their last number, so that
+# the largest one does not grow; no position attends to later ones. Segments and masks are 0, as at other padding.
 _REPEATED = ("input_ids", "positions")
-_PADDED_BEHIND = ("segment_ids", "attention_mask", "token_mask")  # which of them tell routers what they do not count
+_PADDED_BEHIND = ("segment_ids", "attention_mask", "token_mask")  # the arguments that mask positions for routers
 _PADDING = {"shift_labels": IGNORE_INDEX}
 
 
@@ -33,8 +33,8 @@ class SequenceShards:
 
     axis: str  # its name
     size: int  # its devices c, more than one
-    # What the length of a row is a multiple of: 2c chunks, and on each device equal shards for the devices of a tensor
-    # axis.
+    # The length of a row is a multiple of this: it has 2c chunks, and on each device equal shards for the devices of a
+    # tensor axis.
     multiple: int
     rows: P  # how arrays (B, …) are sharded whose rows are whole
 
@@ -83,7 +83,7 @@ class SequenceShards:
         return len(spec) > 1 and spec[1] == self.axis
 
     def _in_order(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
-        """An argument, padded and in the order of chunks if it belongs to positions."""
+        """An argument, padded and in the order of chunks if it has an axis of positions."""
         if jnp.ndim(x) < 2 or jnp.shape(x)[1] != shape[1] or jnp.shape(x)[0] not in (1, shape[0]):
             return x
         x = jnp.asarray(x)
@@ -93,11 +93,11 @@ class SequenceShards:
         return in_chunks(jnp.pad(x, behind, **filling), 1, self.size)
 
     def whole_rows(self, ids: jax.Array) -> jax.Array:
-        """Arrays (B, T) with whole rows, in their own order."""
+        """Arrays (B, T) with whole rows, in their original order."""
         return from_chunks(jax.lax.with_sharding_constraint(ids, self.rows), 1, self.size)
 
     def check_rows(self, length: int, positions: Any, cache: Any) -> None:
-        """Raises a ValueError unless a model's rows may have been prepared, and nothing needs them whole."""
+        """Raises a ValueError unless a model's rows may have been prepared, and no argument needs whole rows."""
         where = f"on a mesh with {self.size} devices along sequence={self.axis!r}"
         if cache is not None:
             raise ValueError(

@@ -1,12 +1,12 @@
-"""What the devices of a tensor axis send one another: positions for whole rows, and summands for their sum.
+"""The collectives of a tensor axis: they gather positions to whole rows, and sum the devices' summands.
 
-Two collectives stand around each sublayer, and two around the embedding and the head, where whole rows are needed:
+Two collectives enclose each sublayer, and two the embedding and the head, where whole rows are needed:
 
     all tokens = `all_tokens`(own positions)           own positions = `summed_tokens`(this device's summand)
     whole rows = `all_positions`(own positions)        own positions = `summed`(this device's summand of whole rows)
 
-All tokens are one device's after another's, as they come: products do not mind, and XLA would transpose what it
-gathers and scatters along an axis that is not the first. Attention alone puts its heads `in_rows`.
+"All tokens" are concatenated by device, which makes no difference to products: XLA would transpose arrays that it
+gathers and scatters along an axis that is not the first. Only attention puts its heads `in_rows`.
 
 JAX derives the backward: the derivative of one collective is the other.
 """
@@ -44,7 +44,7 @@ def summed_tokens(x: jax.Array, axis: str | None) -> jax.Array:
 
 
 def in_rows(x: jax.Array, axis: str | None) -> jax.Array:
-    """Whole rows (B, T, W) of what was computed from `all_tokens`."""
+    """Whole rows (B, T, W) from a result for `all_tokens`."""
     if axis is None:
         return x
     devices, width = jax.lax.axis_size(axis), x.shape[2]

@@ -1,11 +1,11 @@
 """Layers under tensor parallelism: how they run on one device's shard of their matrices.
 
-All layers run inside one `jax.shard_map`, in which every axis is Manual. So kernels see one device's heads and its
-shard of the feed-forward's width, and no array is sent but by the collectives of `tensor_collectives`, and by those
-here that make of a parameter what a device uses of it.
+All layers run inside one `jax.shard_map`, in which every axis is Manual. So kernels get one device's heads and its
+shard of the feed-forward's width, and arrays are sent only by the collectives of `tensor_collectives`, and by those
+here that turn a stored parameter into the columns that a device uses.
 
-Between sublayers a device has its shard of the positions, for which alone it computes norms and sums. A parameter that
-devices have in common is differentiated on each of them for its own tokens and heads, and summed where it entered.
+Between sublayers a device has its shard of the positions, and computes norms and sums for these alone. A parameter that
+devices share is differentiated on each of them for its own tokens and heads; its gradients are summed where it entered.
 """
 
 import math

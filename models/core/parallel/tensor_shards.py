@@ -1,4 +1,4 @@
-"""How a mesh axis splits a model's matrices and its positions: the shards that tensor parallelism is made of."""
+"""Tensor parallelism: how a model's matrices and its positions are sharded over a mesh axis."""
 
 import dataclasses
 import math
@@ -166,7 +166,7 @@ class TensorShards:
         return P(self.axis, self.fsdp if width % self.fsdp_size == 0 else None)
 
     def by_devices(self, x: jax.Array, pieces: Sequence[tuple[int, int]]) -> jax.Array:
-        """Shares out the columns of several pieces, such as those of queries, keys and values.
+        """Distributes the columns of several pieces, such as those of queries, keys and values, over the devices.
 
         `pieces`: (heads, width) of each, one after another. Where the axis does not divide the heads, each is repeated
         so often that it does. Returns (…, devices, own): each device has as many heads of each piece as any other.

@@ -1,6 +1,6 @@
-"""A vocabulary that a mesh axis splits: the embedding, the logits, and how the fused losses get the head.
+"""A vocabulary that is sharded over a mesh axis: the embedding, the logits, and the head of the fused losses.
 
-A device has the same number of entries as every other one, and padding after the last of them if need be. Token ids
+Every device has the same number of entries, the last one with padding if need be. Token ids
 and labels are those of the whole vocabulary everywhere.
 """
 
@@ -109,9 +109,9 @@ def loss_on_shards(
 
 
 def vocabulary_of(shards: TensorShards, head: Any, config: Any) -> dict[str, Any]:
-    """What a linear loss has to know of its head inside `loss_on_shards`.
+    """The arguments of a linear loss that describe its head inside `loss_on_shards`.
 
-    Returns `vocab_axis`, and where the head has padding a `bias` that takes it out.
+    Returns `vocab_axis`, and if the head has padding, a `bias` that masks it.
     """
     (shard, split), vocab_size = taken_apart(head), config.vocab_size
     size = shard.shape[0] * (1 if split is None else split.shards[0])
