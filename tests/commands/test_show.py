@@ -100,7 +100,7 @@ def test_what_is_shown_is_what_is_trained_on(source, capsys, monkeypatch, tmp_pa
 def test_cuts_are_shown(source, capsys):
     printed = shown(capsys, source, "chats.jsonl", "--rows=1", "--length=40", "--eval-share=0")
     assert "── cut here: 18 more tokens, which are dropped\n" in printed
-    assert "12 of 12 conversations are cut off" in printed
+    assert "12 of 12 conversations are longer than --length=40, and cut off" in printed
     printed = shown(capsys, source, "text.txt", "--length=32", "--eval-share=0")
     assert "text.txt, tokens 33 to 64 of 71\n" in printed and "── cut here: 7 more tokens in other pieces\n" in printed
     assert "row 3 of 3: 7 tokens, 6 of them scored\n" in printed

@@ -364,7 +364,7 @@ def test_a_function_may_import_its_neighbours_when_it_is_called(beside):
             r"of .*random.py.",
         ),
         ("random:choice", "--reward=random:choice: Python's own module random .* Rename yours, and pass its new name."),
-        ("numpy:mean", "--reward=numpy:mean: the module numpy of .*__init__.py was taken"),
+        ("numpy:mean", "--reward=numpy:mean: the module numpy of .*__init__.py is imported already"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused(reward, message, beside):
