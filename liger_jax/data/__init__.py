@@ -4,6 +4,7 @@ It knows formats of files and of their rows, tokenizers, and the files that keep
 loss, no mesh and no device; of a run it reads `options.RowOptions`. `public` has the functions for your own loops.
 """
 
+from liger_jax.data.public import ChatTemplate as ChatTemplate
 from liger_jax.data.public import Tokens as Tokens
 from liger_jax.data.public import num_scored as num_scored
 from liger_jax.data.public import prompt as prompt

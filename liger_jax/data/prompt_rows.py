@@ -137,7 +137,7 @@ def prepared(
                 )
             lines.append(Line(where, np.asarray(tokens, np.int32), values))
         if len(lines) == before:
-            raise UserError(f"--data={source.name} has no line.")
+            raise reading.no_text([source.name], rows=source.rows)
         counts.append((source.name, source.weight, len(lines) - before))
     for line in encoder.notices().values():
         print(line)

@@ -69,7 +69,7 @@ def read(
             return reading.read(names, column, subset, form=format)
         documents = reading.rows_to_documents(own["data"], "data", column, format)
         if not (full := [document for document in documents if not document.is_empty]):
-            raise reading.no_text(names)
+            raise reading.no_text(names, rows=own["data"])
         return full
 
 
@@ -92,14 +92,18 @@ def tokens(
 
     Raises:
         ImportError: the package tokenizers is missing.
+        TypeError: `documents` are no documents.
         ValueError: the tokenizer, its chat template or a document cannot be used.
 
     Example:
         >>> documents = read("chats.jsonl")  # doctest: +SKIP
         >>> batch = rows(tokens("./llama", documents, length=2048), length=2048)  # doctest: +SKIP
     """
+    documents = list(documents)
+    if wrong := [each for each in documents if not isinstance(each, Document)]:
+        raise TypeError(f"documents holds {type(wrong[0]).__name__}: pass what data.read makes of rows or files.")
     with _words():
-        pieces = _tokenizer(checkpoint).pieces(list(documents), MOST if length is None else length)
+        pieces = _tokenizer(checkpoint).pieces(documents, MOST if length is None else length)
     return [Tokens(each.tokens, each.labels, each.document.where if each.document else "") for each in pieces]
 
 
@@ -125,6 +129,86 @@ def rows(tokens: Iterable[Tokens], length: int, *, packed: bool = True) -> Mappi
     some = list(tokens)
     lay = pack if packed else pad
     return lay([each.input_ids for each in some], length, labels=[each.labels for each in some])
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, by which runs print conversations.
+
+    Args:
+        checkpoint: as in `tokens`.
+
+    Raises:
+        ImportError: the package tokenizers is missing.
+        ValueError: the tokenizer cannot be used.
+
+    Example:
+        >>> template = ChatTemplate("./llama")  # doctest: +SKIP
+        >>> text, answers = template.render([{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}])
+        ... # doctest: +SKIP
+        >>> [text[begin:end] for begin, end in answers]  # doctest: +SKIP
+        ['b<|im_end|>']
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str]):
+        with _words():
+            self._conversations = _tokenizer(checkpoint).conversations
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Prints a conversation.
+
+        Args:
+            messages: objects with `role` and `content`, and what else the template knows.
+            tools: the functions that the template describes; `None` for none.
+            chat_template_kwargs: more variables of the template, such as `{"enable_thinking": False}`.
+
+        Returns:
+            The text, and where in it each answer that is trained on begins and ends, with the mark that ends it.
+
+        Raises:
+            ValueError: there is no template, or it does not take the messages.
+
+        Example:
+            >>> ChatTemplate("./llama").render([{"role": "assistant", "content": "b"}])[0]  # doctest: +SKIP
+        """
+        with _words():
+            formats = importlib.import_module("liger_jax.data.formats")
+            row = dict(messages=messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+            found = self._conversations.rendered(formats.document("messages", row, form="messages"))
+        return found.text, found.spans
+
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """Prints a conversation up to the words that the assistant is to say next.
+
+        Args:
+            messages: as in `render`; the last one is not the assistant's.
+            tools: as in `render`.
+            chat_template_kwargs: as in `render`.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: as in `render`.
+
+        Example:
+            >>> ChatTemplate("./llama").prompt([{"role": "user", "content": "a?"}])  # doctest: +SKIP
+        """
+        with _words():
+            formats = importlib.import_module("liger_jax.data.formats")
+            row = dict(messages=messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+            return self._conversations.prompt(formats.prompt("messages", row))
 
 
 def prompt(checkpoint: str | os.PathLike[str], asked: str | list[dict[str, Any]]) -> jax.Array:
@@ -163,13 +247,16 @@ def text(checkpoint: str | os.PathLike[str], input_ids: Any, *, special: bool = 
 
     Raises:
         ImportError: the package tokenizers is missing.
-        ValueError: the tokenizer cannot be used.
+        ValueError: the tokenizer cannot be used, or `input_ids` has more axes.
 
     Example:
         >>> text("./llama", [15339, 1917])  # doctest: +SKIP
     """
+    ids = np.asarray(input_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"input_ids has shape {ids.shape}, and must be (tokens,). Pass one row of a batch.")
     with _words():
-        return _tokenizer(checkpoint).text(np.asarray(input_ids).tolist(), special)
+        return _tokenizer(checkpoint).text(ids.tolist(), special)
 
 
 def num_scored(tokens: Iterable[Tokens]) -> int:
@@ -195,6 +282,8 @@ def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """
     if isinstance(given, str | os.PathLike):
         return (os.path.expanduser(os.fspath(given)),), {}
+    if hasattr(given, "columns") and (cure := next((each for each in _OF_TABLES if hasattr(given, each)), None)):
+        raise TypeError(f"{name} is {type(given).__name__}, a table of columns. Pass {name}.{_OF_TABLES[cure]}.")
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is {type(given).__name__}, and must be files, or an iterable of dicts.")
     if isinstance(given, list | tuple) and any(isinstance(each, str | os.PathLike) for each in given):
@@ -204,11 +293,14 @@ def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     return (name,), {name: given}
 
 
+_OF_TABLES = {"to_dicts": "to_dicts()", "to_dict": "to_dict('records')"}  # how polars and pandas give rows
+
+
 def _tokenizer(checkpoint: str | os.PathLike[str]) -> Any:
     """The tokenizer of a checkpoint."""
     encoder = importlib.import_module("liger_jax.data.training_rows").tokenizer
     folder = source.find(os.path.expanduser(os.fspath(checkpoint)), weights=False)
-    return encoder(folder, folder.config.get("vocab_size", MOST))
+    return encoder(folder, MOST if folder.is_tokenizer else folder.config.get("vocab_size", MOST))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Documents to train on, one after the other: from files of text or rows, and from datasets of the hub."""
 
+import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,10 +83,11 @@ def rows_to_documents(
 
 
 def numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a dataset, each with its place."""
+    """The rows of a dataset, each with its place. A program may change its own afterwards."""
     for number, row in enumerate(rows, 1):
         where = f"{name}, row {number}"
-        yield where, _fields(where, row)
+        fields = _fields(where, row)
+        yield where, {key: copy.deepcopy(x) if isinstance(x, list | dict) else x for key, x in fields.items()}
 
 
 def _fields(where: str, row: Any) -> dict[str, Any]:
@@ -94,9 +96,10 @@ def _fields(where: str, row: Any) -> dict[str, Any]:
     return dict(row)
 
 
-def no_text(data: Sequence[str], flag: str = "--data") -> UserError:
-    """The error for data without a text."""
-    return UserError(f"{flag}={' '.join(data)} has no text.")
+def no_text(data: Sequence[str], flag: str = "--data", rows: Any = None) -> UserError:
+    """The error for data without a text. `rows`: those of a program."""
+    cure = " It gives its rows once: make it anew for each run, or pass a list." if isinstance(rows, Iterator) else ""
+    return UserError(f"{flag}={' '.join(data)} has no text.{cure}")
 
 
 def unread(fields: frozenset[str]) -> str:

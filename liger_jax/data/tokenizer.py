@@ -67,7 +67,7 @@ class Tokenizer:
         eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
         self._stops: list[int] = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
-        self._conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
+        self.conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
         self.left_out: dict[str, str] = {}  # the reasons of documents without a piece, by their places
         self._once = AddedOnce(self.text)
         self._has_joined = False  # whether a prompt that is a text was joined to its answer
@@ -113,7 +113,7 @@ class Tokenizer:
 
     def notes(self, length: int) -> list[str]:
         """Notes about all documents that were encoded."""
-        notes = [*self._conversations.notes(), *self.notices().values()]
+        notes = [*self.conversations.notes(), *self.notices().values()]
         for kind, cut in self._cut.items():
             if cut:
                 notes.append(f"{cut:,} of {self._count[kind]:,} {kind} are longer than --length={length}, and cut off")
@@ -127,7 +127,7 @@ class Tokenizer:
 
     def notices(self) -> dict[str, str]:
         """The notices of texts and messages that were encoded since the last call: sentences by topic."""
-        return self._conversations.notices() | self._once.notices()
+        return self.conversations.notices() | self._once.notices()
 
     @property
     def stops(self) -> list[int]:
@@ -135,18 +135,18 @@ class Tokenizer:
 
         An id beyond the model's vocabulary is left out, since the model cannot generate it.
         """
-        stops = [*self._stops, *(stop for stop in self._conversations.stops if stop not in self._stops)]
+        stops = [*self._stops, *(stop for stop in self.conversations.stops if stop not in self._stops)]
         return [stop for stop in stops if stop < self._vocab_size]
 
     @property
     def marks(self) -> dict[str, list[int]]:
         """The tokens that end answers, and those within them, by name, as `add_marks` takes them."""
-        return {name: sorted(tokens) for name, tokens in self._conversations.marks.items()}
+        return {name: sorted(tokens) for name, tokens in self.conversations.marks.items()}
 
     def add_marks(self, marks: Mapping[str, Sequence[int]]) -> None:
         """Adds the `marks` of conversations that were encoded earlier."""
         for name, tokens in marks.items():
-            self._conversations.marks[name] |= {*tokens}
+            self.conversations.marks[name] |= {*tokens}
 
     def identity(self) -> dict[str, Any]:
         """All that the tokens of a text depend on, apart from the text."""
@@ -167,7 +167,7 @@ class Tokenizer:
     def prompt(self, document: Document) -> np.ndarray:
         """The prompt's tokens, for a text that the model continues or a conversation that it answers."""
         is_text = document.messages is None
-        text = document.text if is_text else self._conversations.prompt(document)
+        text = document.text if is_text else self.conversations.prompt(document)
         with failures():
             encoded = self._tokenizer.encode(text, add_special_tokens=is_text)
         ids = encoded.ids[self._once.of(encoded, to_go_on=is_text)]
@@ -249,7 +249,7 @@ class Tokenizer:
                 messages = document.messages or []
                 if by_weight := _left_out_by(messages):
                     self.left_out[document.where] = f"only answers that {by_weight} leaves out"
-                self._conversations.look_at_ends(messages, chat, ends)
+                self.conversations.look_at_ends(messages, chat, ends)
                 pieces.append(self._one(document, encoded.ids, is_answer, length, "conversations"))
         return pieces
 
@@ -269,7 +269,7 @@ class Tokenizer:
         rendered = []
         for document in documents:
             with refusals_kept(refused, document.where), errors_at(document.where):
-                rendered.append((document, self._conversations.rendered(document)))
+                rendered.append((document, self.conversations.rendered(document)))
         return rendered
 
     def _chat_templates(self) -> dict[str, str]:

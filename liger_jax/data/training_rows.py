@@ -196,7 +196,7 @@ def tokens_of(
         with telling("tokenising"):
             tokens = token_cache.write(place, key, sources, read, encoder, options.length, refused)
     if not tokens.meta["count"] and not refused:
-        raise reading.no_text([source.name for source in sources], flag)
+        raise reading.no_text([source.name for source in sources], flag, sources[0].rows)
     if not len(tokens) and not refused:
         only_empty = [*tokens.meta["unused"]] == [NO_TOKEN]
         raise nothing_to_train_on(() if only_empty else _unused(tokens.meta))

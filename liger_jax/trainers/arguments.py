@@ -24,10 +24,10 @@ from liger_jax.trainers.options import options_of
 from liger_jax.trainers.other_words import in_other_words, meant
 from liger_jax.trainers.preference_losses import NAMES
 from liger_jax.training import digests, identity
-from liger_jax.user_errors import Spelling, in_python
+from liger_jax.user_errors import Spelling, in_python, of_option
 
 GIVEN = ("model", "data", "eval_data", "out", "teacher", "reward")  # arguments of their own
-OF_COMMANDS = ("distributed",)  # what only a command can do
+OF_COMMANDS = ("distributed", "config", "no_cache")  # what only a command can do
 _DTYPES = ("dtype", "param_dtype", "save_dtype")
 
 
@@ -91,7 +91,8 @@ def values_of(method: type[Method], adapters: LoRA | None, fields: Mapping[str, 
         raise TypeError(f"{method.command}: adapters={adapters!r} must be a trainers.LoRA, as in adapters=LoRA(16).")
     values = dict(fields)
     if adapters is not None:
-        values |= {name: value for name, value in adapters.options().items() if name == "lora" or value}
+        usual = LoRA().options()
+        values |= {name: x for name, x in adapters.options().items() if name == "lora" or x != usual[name]}
     return {known[name].name: _typed(known[name], value) for name, value in values.items() if value is not None}
 
 
@@ -131,7 +132,8 @@ def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str
     if any(isinstance(variable, QuantizedParam) for variable in leaves):
         raise ValueError(f"{name} is quantised in memory. Pass its folder or id, and quantize.")
     new = folder / f".{name}.new"
-    found = source.find(_path(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer, weights=False)
+    with of_option("--tokenizer"):
+        found = source.find(_path(tokenizer), weights=False)
     model.save_pretrained(new, tokenizer_from=found)
     written = source.Source(new)
     content = identity.of_whole_weights(new, written.weight_files) | identity.of_files(written.tokenizer)
@@ -149,7 +151,10 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
 
     Returns texts, as the command takes them; and the functions by their names in these.
     """
-    given = [given] if callable(given) or isinstance(given, str) else list(given)
+    given = [given] if callable(given) or isinstance(given, str) else given
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise TypeError(f"rewards={given!r} must be functions that score completions.")
+    given = list(given)
     if not given:
         raise ValueError("rewards is empty. Pass functions that score completions.")
     if weights is not None and len(weights) != len(given):
@@ -166,7 +171,10 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
             text = f"{owner.__module__}:{owner.__qualname__.rpartition('.')[2]}"
             if text in functions:
                 name = owner.__qualname__.rpartition(".")[2]
-                raise ValueError(f"rewards has two functions {name!r}, whose figures would have the same name.")
+                raise ValueError(
+                    f"rewards has two functions {name!r}, whose figures would have the same name. Define one by def "
+                    "under another name."
+                )
             functions[text] = reward
         texts.append(text if weights is None else f"{text}={float(weights[i])!r}")
     return tuple(texts), functions

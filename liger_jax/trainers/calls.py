@@ -7,8 +7,9 @@ import inspect
 import os
 import signal
 import tempfile
+import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.start import started
-from liger_jax.user_errors import needed_packages, python_words, users_words
+from liger_jax.user_errors import counted, needed_packages, python_words, users_words
 
 Callback = Callable[[int, Mapping[str, float], Any], bool | None]
+_RUNNING = threading.RLock()  # a callback may start a run of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ def finetune(
     *,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
-    callbacks: Callback | Sequence[Callback] = (),
+    callbacks: Callback | Iterable[Callback] | None = None,
     tokenizer: Any = None,
     **fields: Any,
 ) -> Result:
@@ -75,8 +77,9 @@ def finetune(
     result that has the model of that step; a second one raises `KeyboardInterrupt`.
 
     Args:
-        model: a checkpoint's folder or id; a folder of adapters, which are trained on; or a model of `liger_jax.models`
-            in memory. That one is copied and stays as it is.
+        model: a checkpoint's folder or id; a folder of adapters, which are trained on; a model of `liger_jax.models` in
+            memory; or an NNX module with a method `hidden_states(input_ids)` and a `head` (vocabulary, width). What is
+            in memory is copied and stays as it is.
         rows: files, globs, folders or datasets' ids, as the command takes them; or an iterable of dicts, such as a
             list, a `datasets.Dataset` or a generator. A row has `text`, `messages`, `prompt` and `completion`, or the
             fields of another format that the command knows.
@@ -110,7 +113,7 @@ def dpo(
     *,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
-    callbacks: Callback | Sequence[Callback] = (),
+    callbacks: Callback | Iterable[Callback] | None = None,
     tokenizer: Any = None,
     **fields: Any,
 ) -> Result:
@@ -149,7 +152,7 @@ def grpo(
     reward_weights: Sequence[float] | None = None,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
-    callbacks: Callback | Sequence[Callback] = (),
+    callbacks: Callback | Iterable[Callback] | None = None,
     tokenizer: Any = None,
     **fields: Any,
 ) -> Result:
@@ -193,7 +196,7 @@ def distill(
     teacher: Any,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
-    callbacks: Callback | Sequence[Callback] = (),
+    callbacks: Callback | Iterable[Callback] | None = None,
     tokenizer: Any = None,
     **fields: Any,
 ) -> Result:
@@ -233,7 +236,7 @@ def _run(
     rows: Any,
     adapters: LoRA | None,
     out: str | os.PathLike[str] | None,
-    callbacks: Callback | Sequence[Callback],
+    callbacks: Callback | Iterable[Callback] | None,
     tokenizer: Any,
     fields: Mapping[str, Any],
     own: Mapping[str, Any] = types.MappingProxyType({}),
@@ -241,6 +244,11 @@ def _run(
 ) -> Result:
     """Runs a method. `own`: the method's arguments that are options. `in_memory`: objects of the program."""
     is_named = isinstance(model, str | os.PathLike)
+    if not isinstance(tokenizer, str | os.PathLike | None):
+        raise TypeError(
+            f"tokenizer is {type(tokenizer).__name__}, and must be a checkpoint's folder or id. One of transformers is "
+            "written into a folder by its save_pretrained."
+        )
     if tokenizer is not None and is_named and isinstance(own.get("teacher", ""), str | os.PathLike):
         raise TypeError("tokenizer is for a model in memory, and a checkpoint has its own. Leave it out.")
     for name, each in {"model": model, "teacher": own.get("teacher", "")}.items():
@@ -253,8 +261,14 @@ def _run(
         if each is not None:
             values["data" if name == "rows" else name], of_name = given_rows(each, name)
             given |= of_name
-    after = _after(callbacks)
+    after = _after(callbacks, keeps=out is not None)
     with contextlib.ExitStack() as stack:
+        if not _RUNNING.acquire(blocking=False):
+            raise ValueError(
+                "A run goes on in another thread, and what runs print and the devices' memory are the whole process's. "
+                "Start this one after it, or in another process."
+            )
+        stack.callback(_RUNNING.release)
         if out is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="liger-jax-", ignore_cleanup_errors=True))
         else:
@@ -281,9 +295,11 @@ def _run(
     return result
 
 
-def _after(callbacks: Callback | Sequence[Callback]) -> After | None:
-    """A function that calls the callbacks after each step, and leaves what they print as it is."""
-    callbacks = [callbacks] if callable(callbacks) else callbacks
+def _after(callbacks: Callback | Iterable[Callback] | None, keeps: bool) -> After | None:
+    """A function that calls the callbacks after each step. `keeps`: whether the run has a folder."""
+    if callbacks is None or callable(callbacks):
+        callbacks = [] if callbacks is None else [callbacks]
+    callbacks = tuple(callbacks)
     for each in callbacks:
         if not callable(each):
             raise TypeError(f"callbacks holds {each!r}, and must hold functions of (step, metrics, model).")
@@ -298,18 +314,27 @@ def _after(callbacks: Callback | Sequence[Callback]) -> After | None:
         return None
 
     def after(figures: Mapping[str, Any], model: Any) -> bool:
-        ends = False
-        for callback in callbacks:
-            with users_words():
-                answer = callback(int(figures["step"]), dict(figures), model)
-            if answer is not None and not isinstance(answer, bool | np.bool_):
-                raise TypeError(
-                    f"A callback returned {answer!r}, and must return True to end the run, or False or None to go on."
-                )
-            ends = ends or bool(answer)
-        return ends
+        step = int(figures["step"])
+        try:
+            return any([_answer(callback, step, dict(figures), model) for callback in callbacks])
+        except Exception as error:
+            if not keeps:
+                error.add_note(f"The run has no out, so that nothing of its {counted(step, 'step')} is kept.")
+            raise
 
     return after
+
+
+def _answer(callback: Callback, step: int, figures: Mapping[str, Any], model: Any) -> bool:
+    """Whether a callback ends the run."""
+    with users_words():
+        answer = callback(step, figures, model)
+    is_scalar = getattr(answer, "shape", None) == () and getattr(answer, "dtype", None) == np.bool_  # NumPy's, or JAX's
+    if answer is not None and not isinstance(answer, bool) and not is_scalar:
+        raise TypeError(
+            f"A callback returned {answer!r}, and must return True to end the run, or False or None to go on."
+        )
+    return bool(answer)
 
 
 def _result(outcome: Outcome, keeps: bool) -> Result:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from liger_jax.data import token_cache, training_rows
@@ -49,8 +50,8 @@ class Whole(nnx.Module):
         **others: jax.Array,
     ) -> Any:
         """The loss and its metrics; of `others`, the model gets those that it takes."""
-        own: Any = self.own
-        taken = {name: x for name, x in others.items() if name in _parameters(own)}
+        own: Any = nnx.clone(self.own)  # Flax lets what is made in a transformation change there, such as counters
+        taken = {name: x for name, x in (_alone(input_ids) | others).items() if name in _parameters(own)}
         options: dict[str, Any] = dict(segment_ids=others.get("segment_ids"), token_scaling=token_scaling)
         loss, metrics = causal_lm_loss(
             own.hidden_states(input_ids, **taken), _head(own), labels, return_metrics=True, **options
@@ -125,7 +126,7 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
     figures = entries["steps"]
     score, held_out = scoring(sums, frozen, TASK.scores), in_steps.scored()
     its_rows = lambda step: [in_steps.some_of(max(0, step - 1))]
-    whole = lambda params: nnx.merge(graph, params, frozen).own
+    whole = lambda params: nnx.merge(graph, *jax.tree.map(lambda x: x, (params, frozen))).own  # with own variables
     with log.Log(settings.folder.log, out, TASK.columns, figures, settings.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: programs[in_steps.size_of(len(figures))](state, batch, frozen),
@@ -164,11 +165,75 @@ def _check(settings: Settings[FinetuneOptions], model: Any) -> None:
             "--pack puts several documents into a row, and the model's hidden_states takes no segment_ids, by which "
             "none would attend to another. Add the parameter, or leave --pack out."
         )
+    parameters = [*_parameters(model).values()]
+    if needed := [each.name for each in parameters[1:] if each.default is each.empty and not _is_given(each)]:
+        raise UserError(
+            f"The model's hidden_states needs {' and '.join(needed)}, and is called with input_ids, segment_ids and "
+            "positions alone. Give the others defaults."
+        )
     head = _head(model)
     if getattr(head, "ndim", 0) != 2:
-        raise UserError("The model's head must be an array of (vocabulary, width).")
+        what = f"has the shape {head.shape}" if hasattr(head, "shape") else f"is {type(head).__name__}"
+        raise UserError(
+            f"The model's head {what}, and must be an array of (vocabulary, width), such as an embedding, or the "
+            "kernel of nnx.Linear transposed. A property may return it."
+        )
+    _check_states(model, head)
 
 
+def _is_given(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter of hidden states needs nothing, or what a run has."""
+    return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in _GIVEN
+
+
+def _check_states(model: Any, head: Any) -> None:
+    """Refuses hidden states that the head does not fit, and those that depend on what no step would keep."""
+    ids = jnp.zeros((1, 8), jnp.int32)
+    given = {name: x for name, x in _alone(ids).items() if name in _parameters(model)}
+    kinds = nnx.Param, nnx.Intermediate, nnx.RngState, ...
+    graph, *state = nnx.split(model, *kinds)
+    changed: list[Any] = []  # what a call leaves otherwise, by where it is
+
+    def call(*before: Any) -> Any:
+        old = jax.tree.leaves_with_path(before[2:])  # Flax may change what it is given
+        own = nnx.merge(graph, *before)
+        hidden = own.hidden_states(ids, **given)
+        _, *after = nnx.split(own, *kinds)
+        now = dict(jax.tree.leaves_with_path(after[2:]))
+        changed[:] = [path for path, x in old if now.get(path) is not x]
+        return hidden, after
+
+    try:
+        hidden, _ = jax.eval_shape(call, *state)
+    except Exception:  # the model's own, which its first step raises; or it takes no rows of 8
+        return
+    shape = getattr(hidden, "shape", None)
+    if shape != (1, 8, head.shape[1]):
+        raise UserError(
+            f"The model's hidden_states returns {shape or type(hidden).__name__} for input_ids of (1, 8), and its head "
+            f"is {head.shape}. They must be (batch, length, width), after the last norm and before the head, and "
+            "(vocabulary, width)."
+        )
+    if not changed:
+        return
+    once, after = jax.jit(call)(*state)
+    twice, _ = jax.jit(call)(*after)
+    now = dict(jax.tree.leaves_with_path(after[3]))
+    same = [np.array_equal(x, now[path], equal_nan=True) for path, x in jax.tree.leaves_with_path(state[3])]
+    if not (np.array_equal(once, twice, equal_nan=True) and all(same)):
+        raise UserError(
+            "The model's hidden_states changes its own state, such as dropout's random numbers or the averages of "
+            "nnx.BatchNorm, which a run does not keep from step to step. Call model.eval() before."
+        )
+
+
+def _alone(input_ids: jax.Array) -> dict[str, jax.Array]:
+    """What a row of one document has beside its tokens."""
+    places = jnp.arange(input_ids.shape[1], dtype=jnp.int32)
+    return dict(segment_ids=jnp.ones_like(input_ids), positions=jnp.broadcast_to(places, input_ids.shape))
+
+
+_GIVEN = ("segment_ids", "positions")
 _CURES = {
     "lora": "call models.lora.add_lora on your own, and its adapters alone are trained.",
     "mesh": "place its parameters on your devices before the call.",

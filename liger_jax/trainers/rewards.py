@@ -1,6 +1,7 @@
 """The reward functions of a run, tried before it and called as TRL calls them."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import inspect
@@ -169,7 +170,16 @@ class Rewards:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
-        return dict(zip(answers, self._loop.run_until_complete(all_of_them()), strict=True))
+        run = self._loop.run_until_complete
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return dict(zip(answers, run(all_of_them()), strict=True))
+        pool = concurrent.futures.ThreadPoolExecutor(1, "rewards")  # a notebook's own loop runs in this thread
+        try:
+            return dict(zip(answers, pool.submit(run, all_of_them()).result(), strict=True))
+        finally:
+            pool.shutdown(wait=False)
 
     @contextlib.contextmanager
     def _users_code(

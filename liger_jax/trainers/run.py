@@ -106,7 +106,12 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
         models = graph, frozen, nnx.graphdef(shown)
         loop = run_loop.loop(run, inputs, checkpoints, rollouts, compiled, models, files.write)
         if after is not None:
-            whole = lambda params: run_model.tuned(nnx.graphdef(shown), (params,), frozen, keeps)
+
+            def whole(params):
+                # A model takes the variables that it is merged from, which a callback may overwrite.
+                state, others = jax.tree.map(lambda x: x, ((params,), frozen))
+                return run_model.tuned(nnx.graphdef(shown), state, others, keeps)
+
             loop = dataclasses.replace(loop, after=lambda params, figures: after(figures, whole(params)))
         state, stopped_by = run_loop.run(loop, state, log)
     done = len(log["steps"])

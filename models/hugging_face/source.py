@@ -55,8 +55,7 @@ class Source:
     @property
     def media_tokens(self) -> dict[int, str]:
         """The tokens in whose places, or around which, a multimodal model has images, video or sound: their fields."""
-        has_config = self._content(CONFIG) is not None  # a tokenizer's folder may have none
-        whole = self._whole_config if has_config and self.multimodal else {}
+        whole = self._whole_config if self._has_config and self.multimodal else {}
         return {token: name for name, token in whole.items() if _MEDIA.fullmatch(name) and type(token) is int}
 
     @property
@@ -81,7 +80,12 @@ class Source:
     @property
     def stops(self) -> tuple[int, ...]:
         """The tokens that end a text, by generation_config.json or else by config.json."""
-        return self.kept(()).stops
+        return Kept("{}", self.generation).stops if self.is_tokenizer else self.kept(()).stops
+
+    @property
+    def is_tokenizer(self) -> bool:
+        """Whether the folder has a tokenizer and no model."""
+        return not self._has_config and self._content("tokenizer.json") is not None
 
     def kept(self, own: Iterable[str]) -> Kept:
         """The fields of the JSON files that a save of the model writes again."""
@@ -114,6 +118,10 @@ class Source:
     def weight_bytes(self) -> int:
         """The size of the files with the weights; those that are missing count as empty."""
         return sum(path.stat().st_size for name in self.weight_files if (path := self.folder / name).is_file())
+
+    @property
+    def _has_config(self) -> bool:
+        return self._content(CONFIG) is not None
 
     @functools.cached_property
     def _whole_config(self) -> dict[str, Any]:

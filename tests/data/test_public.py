@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 
 from liger_jax import data
-from liger_jax.data import training_rows
+from liger_jax.data import reading, training_rows
 from liger_jax.data.options import RowOptions
 from liger_jax.models.hugging_face.source import find
 from tests import _tiny
+
+
+class DataFrame(list):
+    """What tells a table of pandas."""
+
+    columns = to_dict = None
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +51,11 @@ def test_labels_are_of_what_the_assistant_wrote(source):
     asked = data.prompt(source, json.loads(_tiny.chats(1))["messages"][:1])
     np.testing.assert_array_equal(asked, tokens.input_ids[:begin])
     assert data.text(source, data.prompt(source, "one two")) == "one two"
+    template, messages = data.ChatTemplate(source), json.loads(_tiny.chats(1))["messages"]
+    printed, answers = template.render(messages)
+    assert printed == data.text(source, tokens.input_ids, special=True)
+    assert "".join(printed[begin:end] for begin, end in answers) == scored
+    assert template.prompt(messages[:1]) == data.text(source, asked, special=True)
     assert tokens.where == "data, row 1" and data.num_scored([tokens]) == np.count_nonzero(tokens.labels != -100)
 
 
@@ -53,6 +64,8 @@ def test_labels_are_of_what_the_assistant_wrote(source):
     [
         ({"text": "a"}, {}, TypeError, "data is dict, and must be files, or an iterable of dicts."),
         ([], {}, ValueError, "data has no text."),
+        (DataFrame(), {}, TypeError,
+         "data is DataFrame, a table of columns. Pass data.to_dict('records')."),
         ([{"text": " "}], {}, ValueError, "data has no text."),
         (iter([{"text": "a"}, 3]), {}, ValueError,
          "data, row 2, holds a number, and must hold an object, with text or messages."),
@@ -67,3 +80,23 @@ def test_what_cannot_be_read_is_refused_in_the_words_of_python(given, options, e
     with pytest.raises(error) as raised:
         data.read(given, **options)
     assert str(raised.value) == words
+
+
+def test_what_is_no_document_and_no_row_of_tokens_is_refused(source):
+    with pytest.raises(TypeError, match="^documents holds dict: pass what data.read makes of rows or files.$"):
+        data.tokens(source, iter([{"text": "a"}]))
+    with pytest.raises(ValueError, match=r"^input_ids has shape \(1, 2\), and must be \(tokens,\). Pass one row of a "):
+        data.text(source, [[1, 2]])
+    with pytest.raises(ValueError, match="^messages: the last message must be one that the assistant answers.$"):
+        data.ChatTemplate(source).prompt([{"role": "assistant", "content": "a"}])
+
+
+def test_rows_of_a_program_may_change_after_they_were_read():
+    def rows():
+        messages = []
+        for word in ("a", "b"):
+            messages[:] = [{"role": "user", "content": word}]
+            yield {"prompt": messages}
+
+    found = [row["prompt"][0]["content"] for _, row in reading.numbered(rows(), "rows")]
+    assert found == ["a", "b"]

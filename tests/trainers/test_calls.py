@@ -1,5 +1,6 @@
 """Runs that a program starts: with its own rows, models and callbacks, and the numbers of the commands."""
 
+import concurrent.futures
 import contextlib
 import io
 import itertools
@@ -100,6 +101,12 @@ def assert_is_of(result, out, **options):
     assert_equal(result.model, AutoModelForCausalLM.from_pretrained(written, **options))
 
 
+def zeroed(step, metrics, model):
+    """A callback that changes all that it is given, of which the run must see nothing."""
+    metrics.clear()
+    nnx.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model)))
+
+
 def test_a_call_trains_as_the_command_does_and_leaves_nothing(source, rows, command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, seen = AutoModelForCausalLM.from_pretrained(source), []
@@ -109,6 +116,7 @@ def test_a_call_trains_as_the_command_does_and_leaves_nothing(source, rows, comm
         print("--steps are mine")
         ids = jnp.ones((1, 8), jnp.int32)
         seen.append((step, metrics["loss"], float(trained(ids, labels=ids).loss)))
+        zeroed(step, metrics, trained)
 
     first = finetune(model, iter(rows), tokenizer=source, callbacks=[callback])
     assert_is_of(first, command)
@@ -129,7 +137,8 @@ def test_a_callback_or_ctrl_c_ends_a_run_which_the_same_call_resumes(source, row
     with pytest.raises(TypeError, match=r"A callback returned 'no', and must return True to end the run"):
         finetune(source, rows, out=tmp_path, callbacks=[lambda *_: "no"])
     assert (tmp_path / "checkpoints" / "1").is_dir()
-    ended = finetune(source, rows, out=tmp_path, callbacks=[lambda step, metrics, model: step == 2])
+    callbacks = (f for f in [lambda step, metrics, model: jnp.asarray(step == 2)])
+    ended = finetune(source, rows, out=tmp_path, callbacks=callbacks)
     assert (ended.step, ended.interrupted, ended.folder) == (2, False, tmp_path / "adapters")
     assert_equal(ended.model, AutoModelForCausalLM.from_pretrained(ended.folder))
 
@@ -145,6 +154,16 @@ def test_a_callback_or_ctrl_c_ends_a_run_which_the_same_call_resumes(source, row
     assert whole.best_step in (4, 6) and whole.folder == tmp_path / "adapters"
     finished = finetune(source, rows, out=tmp_path)  # nothing is left to train
     assert_is_of(finished, command)
+
+
+def test_a_run_in_another_thread_is_refused_and_a_callback_that_fails_says_what_is_lost(source, rows):
+    def starts(step, metrics, model):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(finetune, source, rows).result()
+
+    with pytest.raises(ValueError, match="^A run goes on in another thread, and ") as raised:
+        finetune(source, rows, steps=1, callbacks=starts)
+    assert raised.value.__notes__ == ["The run has no out, so that nothing of its 1 step is kept."]
 
 
 @pytest.mark.parametrize(
@@ -221,11 +240,21 @@ def test_a_model_of_the_users_own_trains_as_ours(source, rows, tmp_path):
     assert_equal(mine, before)
 
 
+class Segmented(nnx.Module):
+    """One that asks for segments, though its rows are whole documents."""
+
+    def __init__(self, model):
+        self.inner, self.head = model, model.head
+
+    def hidden_states(self, input_ids, segment_ids):
+        return self.inner.hidden_states(input_ids, segment_ids=segment_ids)
+
+
 def test_documents_share_rows_of_the_users_own_model_if_it_says_so(source, rows, capsys):
-    options = dict(adapters=None, tokenizer=source, pack=False, length=64, steps=2)
+    options = dict(adapters=None, tokenizer=source, pack=False, length=64, steps=2, callbacks=zeroed)
     ours, mine, unpacked = (
         finetune(each(AutoModelForCausalLM.from_pretrained(source)), rows, **options)
-        for each in (lambda model: model, Mine, Unpacked)
+        for each in (lambda model: model, Mine, Segmented)
     )
     printed = capsys.readouterr().out
     assert printed.count("rows: each document has its own row of 64 places; they share rows if the model's") == 1
@@ -249,6 +278,52 @@ def test_what_a_model_of_the_users_own_cannot_do_is_refused(options, words, sour
     with pytest.raises(ValueError) as raised:
         finetune(mine, rows, **dict(adapters=None, tokenizer=source) | options)
     assert str(raised.value) == words
+
+
+class Small(nnx.Module):
+    """One that is wrong in some way."""
+
+    def __init__(self, wrong):
+        self.embed = nnx.Embed(320, 8, rngs=nnx.Rngs(0))
+        self.noise = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(2))
+        self.wrong = wrong
+
+    def hidden_states(self, input_ids):
+        x = self.embed(input_ids)
+        if self.wrong in ("noise", "norm"):
+            return getattr(self, self.wrong)(x)
+        return x @ self.embed.embedding[...].T if self.wrong == "logits" else (x, None) if self.wrong == "pair" else x
+
+    @property
+    def head(self):
+        return self.embed if self.wrong == "module" else self.embed.embedding[...]
+
+
+class Masked(nnx.Module):
+    head = None
+
+    def hidden_states(self, input_ids, mask):
+        return mask
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Small("noise"), "The model's hidden_states changes its own state, such as dropout's"),
+        (Small("norm"), "The model's hidden_states changes its own state, such as dropout's"),
+        (Small("logits"), "The model's hidden_states returns (1, 8, 320) for input_ids of (1, 8), and its head is "
+         "(320, 8). They must be (batch, length, width), after the last norm and before the head, and "),
+        (Small("pair"), "The model's hidden_states returns tuple for input_ids of (1, 8), and its head is (320, 8)."),
+        (Small("module"), "The model's head is Embed, and must be an array of (vocabulary, width)"),
+        (Masked(), "The model's hidden_states needs mask, and is called with input_ids, segment_ids and positions"),
+    ],
+    ids=["noise", "norm", "logits", "pair", "module", "masked"],
+)  # fmt: skip
+def test_a_model_of_the_users_own_that_no_run_could_train_is_refused(model, words, source, rows):
+    with pytest.raises(ValueError) as raised:
+        finetune(model, rows, adapters=None, pack=False, tokenizer=source)
+    assert str(raised.value).startswith(words)
 
 
 def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
@@ -281,7 +356,11 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
          "rows holds files and dict. Pass files, or an iterable of dicts."),
         (dict(rows=iter([{"text": "one"}, "two"])), ValueError,
          "rows, row 2, holds a text, and must hold an object, with text or messages."),
-        (dict(rows=iter([])), ValueError, "rows has no text."),
+        (dict(rows=iter([])), ValueError,
+         "rows has no text. It gives its rows once: make it anew for each run, or pass a list."),
+        (dict(adapters=trainers.LoRA(4, alpha=0.0)), ValueError, "alpha=0.0 must be a finite number above 0."),
+        (dict(tokenizer=3), TypeError, "tokenizer is int, and must be a checkpoint's folder or id. One of transformers "
+         "is written into a folder by its save_pretrained."),
         (dict(rows={"text": "one"}), TypeError, "rows is dict, and must be files, or an iterable of dicts."),
         (dict(rows=[{"chosen": "a", "rejected": "b", "text": "c"}]), ValueError,
          "rows, row 1: the row is a pair of answers, chosen and rejected, and it is unclear what finetune should train "

@@ -130,6 +130,17 @@ def test_async_functions_wait_together_and_keep_their_loop():
     refused("The reward hangs has not returned in step 3 within --reward-timeout=0.2 s", hangs, seconds=0.2)
 
 
+def test_async_functions_are_awaited_in_a_notebook_whose_own_loop_runs():
+    async def waits(completions):
+        await asyncio.sleep(0)
+        return [1.0, 2.0]
+
+    async def cell():
+        return of(waits).numbers
+
+    np.testing.assert_array_equal(asyncio.run(cell()), [[1.0, 2.0]])
+
+
 def test_metrics_are_means_and_columns_have_a_value_for_each_completion():
     def logs(completions, log_metric, log_extra):
         log_metric("accuracy", np.float32(0.5))
