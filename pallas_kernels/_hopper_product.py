@@ -88,7 +88,7 @@ class _TileScheduler:
     def filled(self, barriers: Any, i: Any, step: Any) -> Any:
         """The barrier of the place in the ring for a step of this block's i-th tile.
 
-        Whoever waits at a barrier must see each of its phases. So warpgroups that take turns have a barrier each.
+        A warpgroup that waits at a barrier must see each of its phases. So warpgroups that take turns have one each.
         """
         turn = jax.lax.rem(i, 2) * self.tiles.stages if self.tiles.in_turn else 0
         return barriers.at[self.slot(i, step) + turn]
@@ -150,7 +150,7 @@ class _Vectors(NamedTuple):
 
 
 def _numbers(factors: Factors, epilogue: Epilogue) -> dict[str, jax.Array]:
-    """The numbers that a block reads first, by their names; None stands for 0, which nobody has to read."""
+    """The numbers that a block reads first, by their names; None stands for 0, which need not be read."""
     numbers = {
         "first_column": factors.first_column,
         "first_depth": factors.first_depth,
@@ -264,7 +264,7 @@ class _Block(NamedTuple):
 
 
 def product(factors: Factors, tiles: Tiles, epilogue: Epilogue, *, name: str) -> Any:
-    """Runs the epilogue on each tile of the product. Returns its outputs, or what became of its `in_place`."""
+    """Runs the epilogue on each tile of the product. Returns its outputs, or its updated `in_place`."""
     row_tiles, column_tiles = cdiv(factors.rows, ROWS), cdiv(factors.columns, tiles.columns)
     scheduler = _TileScheduler(tiles, row_tiles, column_tiles, cdiv(factors.depth, tiles.depth))
     vectors = (*epilogue.row_vectors, *epilogue.column_vectors)

@@ -1,4 +1,4 @@
-"""The tiles of Hopper's product: their sizes, what an epilogue sees of one, and how it writes results to memory."""
+"""The tiles of Hopper's product: their sizes, the tile that an epilogue gets, and how it writes results to memory."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

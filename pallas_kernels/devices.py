@@ -1,4 +1,4 @@
-"""The table of GPUs and TPUs: what kernels, the planner and benchmarks know of a device, which need not be there."""
+"""The table of GPUs and TPUs that kernels, the planner and benchmarks use, also for devices that are not attached."""
 
 import dataclasses
 import functools
@@ -158,7 +158,7 @@ TPUS = {
 }
 # fmt: on
 
-# What the beginnings of names say of GPUs that have no row. (7, 5) stands for all that is older than Ampere. "RTX 20"
+# The capability by the beginnings of names, for GPUs without a row. (7, 5) stands for all older than Ampere. "RTX 20"
 # is not here, since the RTX 2000 Ada is newer, nor is "RTX 50", since the RTX 5000 Ada is older.
 _CAPABILITY_OF_OTHERS: dict[Capability, tuple[str, ...]] = {
     (7, 5): (

@@ -24,7 +24,7 @@ _is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
 def cores_here() -> int:
     """Cores of the GPU for which a kernel is traced; `NUM_CORES` where it has no row in the table.
 
-    An H100 PCIe has 114 and an H20 78: of 132 blocks, those that are left over would begin when the others have ended.
+    An H100 PCIe has 114 and an H20 78: with 132 blocks, some would begin only when others have ended.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
     gpu = gpu_named(device.device_kind)
@@ -121,7 +121,7 @@ def launch(
 
 
 def opaque_zero() -> jax.Array | int:
-    """0, as a number that ptxas does not know.
+    """0, as a number that ptxas does not know to be constant.
 
     Added to the index of an operand of products in a loop, it keeps ptxas from holding the addresses of all the
     operand's slices in registers through the loop, which spills others. JAX 0.10 compiles no barrier of a number.
@@ -131,7 +131,7 @@ def opaque_zero() -> jax.Array | int:
 
 def add_product(total: jax.Array, a: Any, b_ref: Any) -> jax.Array:
     """total + a · b, float32; `a` is in registers, or in shared memory as b is."""
-    if _is_interpreted.get():  # it has no accumulator that begins with a value
+    if _is_interpreted.get():  # its accumulator cannot begin with a value
         return total + jnp.dot(a[...], b_ref[...], preferred_element_type=jnp.float32)
     multiply = lambda accumulator_ref: plgpu.wgmma(accumulator_ref, a, b_ref)
     summed: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
@@ -161,7 +161,7 @@ def can_write_in_place(x: jax.Array) -> bool:
 
 
 def can_map_warps(x: Any) -> bool:
-    """Whether a kernel that reads x may call `plgpu.warp_map`: JAX does not let what it reads vary over a mesh."""
+    """Whether a kernel that reads x may call `plgpu.warp_map`: JAX does not allow its inputs to vary over a mesh."""
     return not jax.typeof(x).manual_axis_type.varying
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
 from liger_jax.pallas_kernels.devices import TPUS
 
-_MOST_BITS = 40  # of a symbolic dimension's lower bound
+_MOST_BITS = 40  # of the lower bound of a symbolic dimension
 TPU_LEAST_VMEM_BYTES = TPUS["v4"].vmem_bytes
 
 
@@ -42,7 +42,7 @@ def is_symbolic(size: Any) -> bool:
 
 
 def least_size(size: Any) -> int:
-    """The dimension, or the least that a symbolic one can be: what is planned for it must serve every size.
+    """The dimension, or the lower bound of a symbolic one: a plan for it must hold for every size.
 
     JAX reports the bounds of a symbolic dimension by comparisons only.
     """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels.tiles import cdiv
 
-Typed = jax.Array | jax.ShapeDtypeStruct  # what says whether a kernel can run: arrays, or their types
+Typed = jax.Array | jax.ShapeDtypeStruct  # arrays, or their types, by which it is decided whether a kernel can run
 WIDTHS = (64, 128, 256)  # others are padded to the next
 
 
@@ -35,8 +35,8 @@ GRADIENTS = {64: Blocks(128, 2), 128: Blocks(64, 2)}
 class OnePass(NamedTuple):
     """Rows of one document whose gradients were measured to be faster in one pass than by Hopper's two kernels.
 
-    Tiles wait for each other, which costs the more, the fewer steps they have: one for each block of queries and each
-    head of the group.
+    Tiles wait for each other, which costs more if they have fewer steps. A tile has a step for each block of queries
+    and each head of the group.
     """
 
     shortest: int  # queries of a row

@@ -1,9 +1,9 @@
 """Causal attention by cuDNN, as JAX calls it: the fastest on NVIDIA GPUs for one segment without a softcap.
 
-What it takes is asked of the path that trains, because an op cannot know whether it will be differentiated. That path
-takes less than inference does: JAX (0.10.2 to 0.12.0, `check_is_flash_attention`) wants even lengths there, since it
+Supported cases are those of training, because an op cannot know whether it will be differentiated. They are fewer than
+those of inference: JAX (0.10.2 to 0.12.0, `check_is_flash_attention`) requires even lengths in training, since it
 counts the empty array that stands for no bias as a bias, and cuDNN's own backward takes no single position. So an odd
-row is padded with one position. No position before it sees it, whatever the window is, and its own output is cut off:
+row is padded with one position. No position before it attends to it, with any window, and its own output is cut off:
 its gradient is 0, and it adds exactly 0 to the others'. This costs a copy of q, k and v.
 """
 
@@ -40,7 +40,7 @@ def unsupported(
         return "cuDNN attention does not support sinks; use 'xla'."
     if segment_ids is not None or softcap is not None:
         return "cuDNN attention does not support segments and softcaps; use 'xla'."
-    if scale is not None and scale <= 0:  # it gives NaN, seen on an H100
+    if scale is not None and scale <= 0:  # it returned NaN on an H100
         return f"cuDNN attention supports positive scales, and scale is {scale}; use 'xla', or negate the queries."
     return why_not(q, k, window=window, capability=capability)
 

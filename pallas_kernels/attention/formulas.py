@@ -1,9 +1,9 @@
-"""How the product of a query and a key becomes a weight, and how its gradient comes back. All GPU kernels use this.
+"""How the product of a query and a key becomes a weight, and the gradient of that. All GPU kernels use this.
 
-A sink is one more score s per head, of a key without a value. It takes weight from the keys that are seen. With the
+A sink is one more score s per head, of a key without a value. It takes weight from the visible keys. With the
 log-sum-exp of these keys' scores, lse, and lse' = log(e^lse + e^s), the result is out' = e^(lse − lse')·out. The
-gradients by q, k and v are those of the softmax without a sink, made with lse' and out' in place of lse and out. The
-gradient by s is −Σ e^(s − lse')·(dO·out'), summed over a head's queries.
+gradients with respect to q, k and v are those of the softmax without a sink, computed with lse' and out' in place of
+lse and out. The gradient with respect to s is −Σ e^(s − lse')·(dO·out'), summed over a head's queries.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""What a position may see, as intervals: query t sees keys from first(t) to t, and key s is seen from s to last(s).
+"""The mask as intervals: query t attends to keys from first(t) to t, and queries from s to last(s) attend to key s.
 
-One stable sort of the ids finds both, in O(T) memory (`Segments`). If an id comes back after another one, its interval
-holds keys of other segments. Such rows are marked as foreign, and kernels compare their ids.
+One stable sort of the ids finds both, in O(T) memory (`Segments`). If an id recurs after another one, its interval
+contains keys of other segments. Such rows are marked as foreign, and kernels compare their ids.
 
 A kernel computes a block of rows at a time. It visits the columns that at least one of these rows sees, and masks only
 the columns that some of them do not see.
@@ -64,7 +64,7 @@ class Segments(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What rows see of columns: low ≤ column ≤ high, and where ids are given, only columns of a row's own id.
+    """The columns that rows see: low ≤ column ≤ high, and if ids are given, only columns of a row's own id.
 
     `low` and `high` are int32 of (B, rows), or (1, rows) for the whole batch. A row with low > high sees nothing.
     """

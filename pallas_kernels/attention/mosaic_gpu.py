@@ -4,9 +4,9 @@ The kernels are warp-specialised and persistent. A block has three warpgroups: o
 memory, and two compute 64 rows each. In the forward, one of the two makes its softmax while the other multiplies.
 Blocks of keys that no query of a tile sees are neither copied nor multiplied, and blocks of keys that all its queries
 see are not masked (intervals.py).
-The backward makes dq by tiles of queries, and dk and dv by tiles of keys. Each kernel makes the scores again, so there
-are seven products. In many rows of one document one kernel makes all three, with five products (`config.ONE_PASS` says
-where). It adds up dq in memory, always in one order, so every run gives the same bits.
+The backward computes dq by tiles of queries, and dk and dv by tiles of keys. Each kernel recomputes the scores, so
+there are seven products. For some shapes of rows of one document, one kernel computes all three with five products
+(`config.ONE_PASS` lists them). It accumulates dq in memory in a fixed order, so every run gives the same bits.
 Rounding: scores, softmax, sums and accumulators are float32; weights and scores' gradients are rounded to q's dtype for
 their products.
 On an H100, packed rows take 0.22 to 0.64 of the time that cuDNN takes for the same rows without segments. The time
@@ -47,7 +47,7 @@ def _scores(softcap: float | None, scale: float | None, width: int) -> Scores:
 
 
 def takes_one_pass(q: Typed, k: Typed, segments: Any, window: int | None, others: Any = ()) -> bool:
-    """Whether dq is made with dk and dv: in rows of one document, where that was measured to be faster."""
+    """Whether dq is computed together with dk and dv: in rows of one document, if that was measured to be faster."""
     if segments is not None:
         return False
     # JAX 0.10 compiles no barrier of a number, without which registers spill. To the interpreter blocks have no order.
@@ -69,8 +69,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → out (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq or more).
 
-    The queries stand at positions `q_offset` and after in the row of keys, or, with None, from the first on. `segments`
-    belong to the keys.
+    The queries are at positions `q_offset` and after in the row of keys, or, with None, from the first on. `segments`
+    are those of the keys.
     """
     _, q_length, _, width = q.shape
     bounds = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)

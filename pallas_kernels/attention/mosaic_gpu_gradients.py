@@ -1,16 +1,16 @@
-"""Hopper's dq, dk and dv in one pass over tiles of keys: five products, and dq is added up in a fixed order.
+"""Hopper's dq, dk and dv in one pass over tiles of keys: five products, and dq is accumulated in a fixed order.
 
-Two warpgroups have 64 keys each and make scores, their gradients, dk and dv. Both write their half of ds to shared
-memory, and each makes half of a block of dq from all 128 keys. In the third warpgroup, one warp copies queries into
+Two warpgroups have 64 keys each and compute scores, their gradients, dk and dv. Both write their half of ds to shared
+memory, and each computes half of a block of dq from all 128 keys. In the third warpgroup, one warp copies queries into
 rings, and another adds the blocks of dq to their sums in device memory. Each block of queries has a semaphore that
-counts the tiles that have added to it, and a tile waits for its turn: its rank among these tiles in the scheduler's
+counts the tiles that have been added, and a tile waits for its turn: its rank among these tiles in the scheduler's
 order. So every run gives the same bits.
-A tile waits for earlier tiles only. Each has its own block, and GPUs start blocks in order, so the first tile that is
-not done waits for nothing, and no kernel beside this one can make it wait forever.
-Memory: queries and do are read once for each tile of keys that they see, as by the two kernels; dq's sums are written
-or added to as often, 4 bytes an element. They pass through the L2 cache: what of them does not stay there costs more
-than the two products that are saved, which is why `config.ONE_PASS` says where this kernel runs.
-Rounding: as by the two kernels, but dq is a sum over tiles of 128 keys of float32 sums.
+A tile waits for earlier tiles only. Each tile has a separate block, and GPUs start blocks in order, so the first
+unfinished tile waits for nothing, and no concurrent kernel can make it wait forever.
+Memory: queries and do are read once for each tile of keys that they see, as in the two kernels; dq's sums are written
+or added to as often, with 4 bytes per element. They pass through the L2 cache. Sums that do not stay there cost more
+than the two products that are saved, so `config.ONE_PASS` lists the shapes for which this kernel runs.
+Rounding: as in the two kernels, but dq is a sum, over tiles of 128 keys, of float32 sums.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_mainloop import (
 from liger_jax.pallas_kernels.hopper import column_layout, row_layout, tile_layout
 from liger_jax.pallas_kernels.tiles import cdiv, out_like, split
 
-TILES_AT_ONCE = 8  # of a head, or more: they add to the same blocks of dq, which then are in the L2 cache
+TILES_AT_ONCE = 8  # of a head, at least: they add to the same blocks of dq, which then stay in the L2 cache
 
 
 def gradients(
@@ -64,7 +64,7 @@ def gradients(
     scheduler = dataclasses.replace(scheduler, entries=_few_rows_at_a_time(scheduler.entries, kv_heads))
     num_blocks = cdiv(q_length, columns)
     ranks, is_seen = _ranks(scheduler.entries, batch, num_blocks)
-    # Without a barrier XLA would make delta, a sum, within the concatenation: six times as slowly.
+    # Without a barrier XLA would fuse delta, a sum, into the concatenation, which takes six times as long.
     numbers = jnp.stack([lse, jax.lax.optimization_barrier(delta)], axis=2)
 
     def body(*refs):
@@ -96,7 +96,7 @@ def gradients(
 
 
 def _few_rows_at_a_time(entries: Any, kv_heads: int) -> Any:
-    """The entries in an order in which tiles that run side by side are of few rows of the batch."""
+    """The entries, ordered such that concurrent tiles belong to few rows of the batch."""
     rows_at_once = max(1, hopper.cores_here() // (TILES_AT_ONCE * kv_heads))
     xp: Any = np if isinstance(entries, np.ndarray) else jnp
     return entries[xp.argsort(entries[:, 0] // rows_at_once, stable=True)]
@@ -129,7 +129,7 @@ class _Arrays(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Shared memory: a tile's keys, values and bounds, rings of queries, and what the warpgroups hand over."""
+    """Shared memory: a tile's keys, values and bounds, rings of queries, and values that warpgroups exchange."""
 
     k: Any
     v: Any
@@ -229,7 +229,7 @@ class _Kernel(NamedTuple):
             plgpu.copy_smem_to_gmem(stage, ref.at[of_head])
 
     def step(self, tile: Tile, own: int, n: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Adds the n-th step to dk and dv, and makes dq of the step before, whose ds are there by now."""
+        """Adds the n-th step to dk and dv, and computes dq of the previous step, whose ds are complete by now."""
         dk, dv = sums
         memory = self.memory
         rows = slice(own * WARPGROUP_ROWS, (own + 1) * WARPGROUP_ROWS)
@@ -263,7 +263,7 @@ class _Kernel(NamedTuple):
         return Mask(tile, self.scheduler.columns, low, high, None, None).only_in_block(p, block, 0.0)
 
     def multiply_keys(self, own: int, n: Any) -> None:
-        """Hands over dsᵀ · k of the n-th step: half of its rows where there are 128 queries, else of its columns."""
+        """Stores dsᵀ · k of the n-th step for `store`: half of its rows with 128 queries, else of its columns."""
         memory = self.memory
         plgpu.barrier_wait(memory.met)
         ds, k = memory.ds.at[jax.lax.rem(n, 2)], memory.k.at[hopper.opaque_zero()]
@@ -292,7 +292,7 @@ class _Kernel(NamedTuple):
         jax.lax.fori_loop(0, self.num_steps(tile), copy_step, None)
 
     def store(self, tile: Tile) -> None:
-        """Adds dq of all steps of a tile to its sums in device memory, each when it is its turn."""
+        """Adds dq of all steps of a tile to its sums in device memory, each in its turn."""
         memory = self.memory
 
         def store_step(n, turn_before):
@@ -318,7 +318,7 @@ class _Kernel(NamedTuple):
             plgpu.semaphore_wait(self.turns.at[turn], rank, decrement=False, memory_scope="gpu")
 
     def pass_on(self, turn: Any, pending: int) -> None:
-        """Says that this tile has added to a block of queries, once all but `pending` blocks are written."""
+        """Signals that this tile was added to a block of queries, once all but `pending` blocks are written."""
         plgpu.wait_smem_to_gmem(pending)
         if self.turns is not None:
             plgpu.semaphore_signal(self.turns.at[turn], memory_scope="gpu")

@@ -1,4 +1,4 @@
-"""Hopper's dk and dv: tile by tile of keys, from scores that are made again; a group's heads add up in registers."""
+"""Hopper's dk and dv: tile by tile of keys, from recomputed scores; a group's heads are summed in registers."""
 
 import dataclasses
 import functools
@@ -218,7 +218,7 @@ def _step(
 
 
 def _sum_of_both(x: jax.Array, owner: int, stage, met) -> jax.Array:
-    """The sum of both warpgroups' x. Only the owner gets it: the other warpgroup hands its x over."""
+    """The sum of both warpgroups' x. Only the owner gets it; the other warpgroup passes it its x."""
 
     def hand_over():
         stage[...] = x

@@ -1,4 +1,4 @@
-"""Hopper's dq: tile by tile of queries, from scores that are made again."""
+"""Hopper's dq: tile by tile of queries, from recomputed scores."""
 
 import jax
 import jax.numpy as jnp

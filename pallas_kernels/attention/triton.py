@@ -3,7 +3,7 @@
 One program computes a block of rows of one head. Forward and dq: a block of queries walks over blocks of keys. dk and
 dv: a block of keys walks over blocks of the queries of all heads that share it, and sums them in float32. Blocks that
 no row sees are neither loaded nor multiplied, and blocks that every row sees are not masked (intervals.py).
-Scores are made three times, so there are seven products, no sums in memory, and the same bits in every run.
+Scores are computed three times, so there are seven products, no sums in memory, and the same bits in every run.
 Rounding: scores, softmax, sums and accumulators are float32; weights and scores' gradients are rounded to q's dtype for
 their products.
 Why this backend: Pallas's Mosaic GPU has no Ampere kernels before JAX 0.11.2. Pallas-Triton is deprecated; when it
@@ -236,8 +236,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → out (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq or more).
 
-    The queries stand at positions `q_offset` and after in the row of keys, or, with None, from the first on. `segments`
-    belong to the keys.
+    The queries are at positions `q_offset` and after in the row of keys, or, with None, from the first on. `segments`
+    are those of the keys.
     """
     batch, q_length, query_heads, width = q.shape
     bounds = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)

@@ -22,7 +22,7 @@ from liger_jax.pallas_kernels.attention.config import TRITON_DECODE, DecodeBlock
 from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores, product
 from liger_jax.pallas_kernels.tiles import cdiv, in_bounds, next_power_of_2, out_like, round_up, with_absent
 
-_PROGRAMS = 512  # up to which slots are shared: 132 multiprocessors with about four programs each
+_PROGRAMS = 512  # programs to reach by sharing slots: 132 multiprocessors with about four programs each
 _FEWEST_BLOCKS = 2  # of slots for each of the programs that share them, if all slots are written
 _LEAST_TILE = 16  # rows or columns of a product
 _MOST_HEADS = 64  # of queries that share a key head
@@ -42,7 +42,7 @@ def unsupported(q: Typed, keys: Typed, values: Typed, *_: Any, **__: Any) -> str
 
 
 def number_of_splits(programs: int, slots: int, blocks: DecodeBlocks) -> int:
-    """How many programs share the slots of a row and a key head, where there are so many rows times key heads."""
+    """How many programs share the slots of a row and a key head, given the number of rows times key heads."""
     return max(1, min(_PROGRAMS // programs, cdiv(slots, _FEWEST_BLOCKS * blocks.slots)))
 
 
@@ -107,7 +107,7 @@ def _shares(accumulator: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _joined(accumulators: jax.Array, maxima: jax.Array, totals: jax.Array) -> jax.Array:
-    """The sums (splits, …) of programs that share slots → what one program would find."""
+    """The sums (splits, …) of programs that share slots → the result of a single program."""
     shrink = jnp.exp2(maxima - jnp.max(maxima, axis=0, keepdims=True))
     return _shares(jnp.sum(shrink[..., None] * accumulators, axis=0), jnp.sum(shrink * totals, axis=0))
 

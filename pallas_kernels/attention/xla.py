@@ -1,4 +1,4 @@
-"""Causal attention in XLA, on any device: 256 queries at a time. The backward makes their scores again.
+"""Causal attention in XLA, on any device: 256 queries at a time. The backward recomputes their scores.
 
 No (T, T) array exists. Segments are a mask: the scores of other segments' keys are computed and masked.
 """
@@ -15,8 +15,8 @@ from liger_jax.pallas_kernels.attention.intervals import Segments
 
 CHUNK = 256  # queries at a time
 _SPANS = 8  # groups of chunks, each with its own number of keys: 9/16 of all scores are computed, 8/16 are needed
-# The score of a key that a query does not see, put in after scale and softcap: nothing multiplies it any more. It is
-# finite, so that a row that sees nothing is no NaN.
+# The score of a masked key, set after scale and softcap, so that nothing multiplies it. It is finite, so that a row
+# without a visible key is not NaN.
 MASKED_SCORE = -1e30
 
 
@@ -34,8 +34,8 @@ def attend(
 ) -> jax.Array:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H), sinks (Q,) or None → (B, Tq, Q, H).
 
-    The queries stand at positions `q_offset` and after in the row of keys, or, with None, beside the first keys;
-    `segments` belong to the keys.
+    The queries are at positions `q_offset` and after in the row of keys, or, with None, at those of the first keys;
+    `segments` are those of the keys.
     """
     (batch, q_length, query_heads, width), (k_length, kv_heads), dtype = q.shape, k.shape[1:3], q.dtype
     scale = width**-0.5 if scale is None else scale
@@ -66,8 +66,8 @@ def attend(
         return jnp.einsum("bkgcs,bskh->bckgh", shares.astype(dtype), seen_v)
 
     def num_keys(end: int, queries: int) -> int:
-        """How many keys as many queries may see, if the last of them is number `end - 1`."""
-        reach = k_length if is_part else end  # only the running program knows where a part begins
+        """How many keys the queries of a chunk may see, if the last of them is number `end - 1`."""
+        reach = k_length if is_part else end  # only the running program knows where the chunk begins
         return reach if window is None else min(reach, queries + window - 1)
 
     def span(first_query: int, chunks: int) -> Any:

@@ -11,7 +11,7 @@ from liger_jax.pallas_kernels.attention.formulas import NO_SCORE
 from liger_jax.pallas_kernels.tiles import cdiv, full_like
 
 _FEWEST_SLOTS = 128  # of a block
-_MOST_BLOCKS = 8  # an iteration takes some time, and reads up to a block too much
+_MOST_BLOCKS = 8  # a balance: an iteration has a fixed cost, and reads up to a block too much
 
 
 def attend(

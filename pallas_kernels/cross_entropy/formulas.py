@@ -1,4 +1,4 @@
-"""The formulas of cross-entropy: what every backend makes of a row of logits. All arithmetic is float32.
+"""The formulas of cross-entropy, which every backend applies to a row of logits. All arithmetic is float32.
 
 A row of logits z is reduced to a few statistics: lse = log Σ_v exp(z_v), the target logit z_y, and on
 request Σ_v c_v·z_v, max_v z_v and its first index, and for p = exp(z − lse) the entropy H = −Σ_v p_v·log p_v and
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
-NO_LABEL = -1  # the label of a row that does not count
+NO_LABEL = -1  # the label of an ignored row
 IMPOSSIBLE_LABEL = -2  # the label of a row that counts and has no valid label. No column matches -1 or -2.
 _NO_INDEX = 2**31 - 1
 # In x·exp(x), a smaller x, such as −inf, is replaced by this one: its exp is 0 in float32, and 0 · −inf would be NaN.
@@ -73,7 +73,7 @@ class OnlineState(NamedTuple):
 
 
 def where(counts: jax.Array, statistics: Statistics) -> Statistics:
-    """The statistics of rows that count. Other rows get zeros, whatever they hold."""
+    """The statistics of counted rows. Other rows get zeros, whatever they hold."""
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros((), x.dtype)), statistics)
 
 

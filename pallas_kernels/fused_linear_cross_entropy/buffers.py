@@ -1,4 +1,4 @@
-"""What an engine says of its memory, for the plan of a loss (liger_jax/ops/linear/plan.py).
+"""The memory that an engine needs, for the plan of a loss (liger_jax/ops/linear/plan.py).
 
 Each engine has a `MEMORY`: the bytes of its buffers in each mode, and the chunks and slices that it prefers. There is a
 term for each live buffer. tests/aot compares the sums with compiled programs.
@@ -12,12 +12,12 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import KeptEntri
 from liger_jax.pallas_kernels.hopper import NUM_CORES
 from liger_jax.pallas_kernels.tiles import cdiv
 
-LEAST_ENTRIES = 512  # in a slice, for an engine that asks for no more
+LEAST_ENTRIES = 512  # entries in a slice, unless an engine requires more
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the bytes of a loss on one device depend on."""
+    """The sizes that the bytes of a loss on one device depend on."""
 
     n: int  # tokens
     d: int  # width of the hidden states
@@ -27,7 +27,7 @@ class Sizes:
     vocab_dim: int  # which axis of the weight is the vocabulary
     platform: str  # "cpu", "gpu" or "tpu"
     gradients: Needs
-    weight_is_split: bool  # over the devices that split the tokens
+    weight_is_split: bool  # the number of its shards over the devices that split the tokens
 
     @property
     def weight_copy_bytes(self) -> int:
@@ -54,7 +54,7 @@ class Buffers(NamedTuple):
     """The bytes of a mode with chunks or slices of one size."""
 
     extra: int  # beside inputs and gradients
-    growing: int  # what grows with the chunk of tokens, or with the slice of the vocabulary
+    growing: int  # the bytes that grow with the chunk of tokens, or with the slice of the vocabulary
 
 
 def long_chunk(_: Sizes) -> int:
@@ -116,7 +116,7 @@ def summed_bytes(sizes: Sizes, tokens: int, *of_logits: int) -> int:
 
 
 def padded_weight_bytes(sizes: Sizes, tokens: int) -> int:
-    """What XLA's copy of the weight takes, at most, in the product that makes dX on a GPU.
+    """The most bytes of XLA's copy of the weight, in the product that computes dX on a GPU.
 
     Where that product has fewer tiles than the GPU has cores, XLA cuts V in two at many sizes. If V is no multiple of
     16, it pads the weight for that. The cores are an H200's; an A100 has fewer.

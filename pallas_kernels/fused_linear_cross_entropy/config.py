@@ -1,4 +1,4 @@
-"""What the kernels are compiled for, and their tile sizes."""
+"""The static options of the kernels, and their tile sizes."""
 
 import dataclasses
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
     @property
     def num_vectors(self) -> int:
-        """How many of a bias and class weights there are."""
+        """The number of vectors: 0 to 2, of a bias and class weights."""
         return sum(x is not None for x in (self.bias, self.class_weights))
 
 
@@ -95,7 +95,7 @@ class KeptEntries:
 
 
 def kept_entries(n: int, d: int, v: int, arrays: int) -> KeptEntries | None:
-    """The largest share that `arrays` entries in arrays of their own allow; None where the kernels cannot divide it.
+    """The largest share that separate arrays of `arrays` entries allow; None if the kernels cannot divide it.
 
     A slice has `LEAST_KEPT` entries or a few more, in whole blocks, so that its products leave few cores idle.
     """
@@ -211,7 +211,7 @@ def mosaic_gpu_rounds(tiles: Tiles, rows: int, columns: int) -> float:
 
 
 def mosaic_gpu_entry_cost(n: int, d: int, size: int) -> float:
-    """What a vocabulary entry costs in the lean mode's gradients, if a slice has `size` entries.
+    """The cost of a vocabulary entry in the lean mode's gradients, if a slice has `size` entries.
 
     The cost of du and the cost of dW are added. Each is the number of columns that a core goes through, times the
     product's depth: D for du, N for dW.
@@ -222,7 +222,7 @@ def mosaic_gpu_entry_cost(n: int, d: int, size: int) -> float:
 
 
 def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
-    """What the fast mode's gradients cost in chunks of `tokens` tokens, in columns that a core goes through.
+    """The cost of the fast mode's gradients in chunks of `tokens` tokens, in columns that a core goes through.
 
     The first term is the product that makes dX. Idle time of a core counts as a quarter, because the other cores run
     faster meanwhile: their power is limited. (On an H200, 10.4 rounds of 5,504 tokens took 0.7 % longer a
@@ -242,7 +242,7 @@ def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
 
 
 def mosaic_gpu_products(n: int, d: int, v: int, tokens: int, kept: KeptEntries | None) -> float:
-    """What mode "fast" costs, in products of 2·N·D·V operations.
+    """The cost of mode "fast", in products of 2·N·D·V operations.
 
     Three, and what chunks of `tokens` tokens cost more by `mosaic_gpu_chunk_cost`. With `kept` it is one chunk. Then
     the logits of what is not kept are multiplied once more, at 1.06 of a product, and each slice reads and writes dX's
@@ -320,12 +320,12 @@ def tpu_config(
 
 
 def tpu_row_bytes(n: int, num_statistics: int) -> int:
-    """What statistics of n rows take: a register of 128 lanes a row while they are made, and two on their way out."""
+    """Bytes of the statistics of n rows: 128 lanes per row while they are computed, and twice that for the output."""
     return max(0, num_statistics) * 3 * 4 * 128 * n
 
 
 def tpu_vmem_bytes(tiles: TpuConfig, itemsize: int) -> int:
-    """What a kernel with these tiles needs."""
+    """The VMEM that a kernel with these tiles needs."""
     n, v, d = tiles.n_block_size, tiles.v_block_size, tiles.d_block_size
     product = 4 * n * v
     spilled = 2 * product  # at most: 1 product in both kernels with all of d, 1.3 otherwise, more with all options

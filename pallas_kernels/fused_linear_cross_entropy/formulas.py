@@ -1,8 +1,8 @@
-"""What all backends of the fused linear cross-entropy do around their kernels: slices, products, the lean backward.
+"""The code around the kernels that all backends of the fused linear cross-entropy share: slices, products, backward.
 
-"fast" goes over chunks of tokens: for each chunk it makes the logits, their statistics, and at once both gradients.
-That is 3 products of 2·N·D·V operations. "lean" goes over slices of the vocabulary, first for the statistics and then
-for the gradients. That is 4 products, and no buffer is as large as the weight.
+"fast" goes over chunks of tokens: for each chunk it computes the logits, their statistics, and then both gradients,
+with 3 products of 2·N·D·V operations. "lean" goes over slices of the vocabulary, first for the statistics and then for
+the gradients, with 4 products and without a buffer as large as the weight.
 
 The formulas of a row of logits are those of cross_entropy/formulas.py.
 """

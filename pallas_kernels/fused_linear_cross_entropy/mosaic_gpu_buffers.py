@@ -59,9 +59,9 @@ def lean(sizes: Sizes, entries: int) -> Buffers:
 
 
 def kept(sizes: Sizes, budget_bytes: int) -> tuple[config.KeptEntries, Buffers] | None:
-    """Arrays of E, or of du, with numbers of each tile of logits; later the tiles' maxima alone, and dX's sum.
+    """Arrays of E, or of du, and numbers of each tile of logits; later only the tiles' maxima, and the sum of dX.
 
-    The weight's gradient has to hold E, which the kernels write there in place.
+    The memory of the weight's gradient must hold E, which the kernels write there in place.
     """
     n, d, v = sizes.n, sizes.d, sizes.v
     same = sizes.itemsize == sizes.weight_itemsize == 2 and sizes.vocab_dim == 0 and not sizes.weight_is_split
@@ -76,24 +76,24 @@ def kept(sizes: Sizes, budget_bytes: int) -> tuple[config.KeptEntries, Buffers] 
     def count(kept: config.KeptEntries) -> int:
         arrays = logit_gradient_bytes(sizes, rows, kept.first + kept.rest)
         of_kept, of_others = (4 * rows * cdiv(entries, tile) for entries in (kept.total, v - kept.total))
-        # A kept tile leaves maximum and sum, another one their log-sum-exp; and both the target that is not gathered.
+        # A kept tile writes its maximum and sum, others their log-sum-exp, and all the target if it is not gathered.
         numbers = (2 + (not in_turn)) * of_kept + (1 + (not in_turn)) * of_others
         most = max(numbers, of_kept + masked_hidden + sizes.hidden_sum_bytes)
         return arrays + _padded_hidden_bytes(sizes) + most + _ROW_BYTES * rows
 
     most = max(0, budget_bytes - beside) // (sizes.itemsize * rows)
     arrays = min(most, v)
-    while found := config.kept_entries(n, d, v, arrays):
-        extra = count(found)
+    while entries := config.kept_entries(n, d, v, arrays):
+        extra = count(entries)
         if extra <= budget_bytes:
-            return found, Buffers(extra, logit_gradient_bytes(sizes, rows, found.first + found.rest))
-        arrays = found.first + found.rest - 256
+            return entries, Buffers(extra, logit_gradient_bytes(sizes, rows, entries.first + entries.rest))
+        arrays = entries.first + entries.rest - 256
     return None
 
 
 def _chunk_bytes(sizes: Sizes, tokens: int) -> int:
     hidden = tokens * sizes.d * sizes.itemsize  # without the rows that do not count, and then its gradient
-    # Each tile of logits leaves a row's maximum; a tile has 128 columns where the depth is short, and else 256 or 192.
+    # Each tile of logits writes a row's maximum; a tile has 128 columns if the depth is short, and else 256 or 192.
     tile_maxima = 4 * tokens * cdiv(sizes.v, 128 if sizes.d < config.SHORT_DEPTH else 256)
     return logit_gradient_bytes(sizes, tokens, sizes.v) + tile_maxima + hidden
 
@@ -110,7 +110,7 @@ def _slice_bytes(sizes: Sizes, entries: int) -> int:
 
 
 def _forward_bytes(sizes: Sizes) -> int:
-    """What the statistics take."""
+    """The bytes of the statistics."""
     tile_statistics = 2 * 4 * sizes.n * cdiv(sizes.v, 256)
     return sizes.weight_copy_bytes + _padded_hidden_bytes(sizes) + _whole_tiles_bytes(sizes) + tile_statistics
 

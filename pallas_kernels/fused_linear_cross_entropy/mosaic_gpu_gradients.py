@@ -88,7 +88,7 @@ def logit_gradients(
 
 
 def _store(tile: Tile, refs: Any, scratch: Any, add: bool = False) -> None:
-    """The epilogue of a plain product, or of one that is added to what is there."""
+    """The epilogue of a plain product, or of one that is added to the existing values."""
     store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, add)
 
 

@@ -1,9 +1,10 @@
-"""The fused loss on Hopper with exponentials of a share of the vocabulary: between modes "fast" and "lean".
+"""The fused loss on Hopper with kept exponentials for a share of the vocabulary: between modes "fast" and "lean".
 
-The statistics' product goes over all logits, and keeps E of some entries. Their du is made of E, as in mode "fast", and
-the others' du by another product, as in mode "lean". That is 3 products and the share that is not kept. Most of E needs
-no memory of its own: until the weight's gradient is written, blocks of E are in its place (`KeptEntries`). Each slice's
-du has the one array of `first` entries, so that a block is no longer needed when rows are written over it.
+The statistics' product goes over all logits, and keeps E of some entries. Their du is computed from E, as in mode
+"fast", and that of the others by another product, as in mode "lean". That costs 3 products plus the share that is not
+kept. Most of E needs no separate memory: until the weight's gradient is written, blocks of E are stored in its place
+(`KeptEntries`). The du of all slices share one array of `first` entries, so that a block is no longer needed when its
+rows are overwritten.
 """
 
 import functools
@@ -62,7 +63,7 @@ def gradients_in_forward(
     maxima = [state.maximum for state in states]
     statistics = merged(states, options)
     cotangents = row_cotangents(statistics, terms, constants)
-    # Gradients begin after all statistics. The loss alone needs some: XLA would hold their tiles until the end.
+    # Gradients begin after all statistics. Only the loss needs some, whose tiles XLA would hold until the end.
     statistics, cotangents = jax.lax.optimization_barrier((statistics, cotangents))
     lse = formulas.live_normalizer(statistics.log_normalizer, cotangents)
     put = functools.partial(_put, inputs=inputs, options=options, needs=needs)
@@ -87,7 +88,7 @@ def gradients_in_forward(
         return put(grads, du, first, size)
 
     grads = formulas.over_slices(v - kept.total, kept.first, of_logits, grads)
-    # dX in 16 bits is made last: then XLA can have made it where hidden was, which dW reads.
+    # dX in 16 bits is computed last, so that XLA can place it where hidden was, which dW reads.
     dhidden, dweight = jax.lax.optimization_barrier((grads.hidden, grads.weight))
     grads = grads._replace(hidden=dhidden, weight=dweight)
     return jax.tree.map(lambda x: x[: like.hidden.shape[0]], statistics), cut(grads, like, dtypes)

@@ -1,4 +1,4 @@
-"""What Hopper's kernels of the fused loss read: inputs in whole tiles, spans of the vocabulary, and a tile's logits."""
+"""Operands of Hopper's kernels of the fused loss: inputs in whole tiles, spans of the vocabulary, a tile's logits."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ def extended(x: jax.Array, *sizes: int) -> jax.Array:
 def padded(inputs: Inputs, options: LinearOptions, *vectors: Any) -> Any:
     """The inputs and vectors of rows in whole tiles of rows and of width, with the weight in hidden's dtype.
 
-    What is added has no label, and is zeros. The vocabulary stays as it is.
+    The padding is zeros without labels. The vocabulary is not padded.
     """
     n, d = inputs.hidden.shape
     rows, width = round_up(n, ROWS), round_up(d, _PIECE)
@@ -67,7 +67,7 @@ def takes(v: int, mode: str, vocab_dim: int) -> bool:
 
 
 def copies_slices(vocab_dim: int) -> bool:
-    """Whether XLA copies a slice of the vocabulary that a kernel reads, and its part of dW that a kernel writes."""
+    """Whether XLA copies a slice of the vocabulary that a kernel reads, and its slice of dW that a kernel writes."""
     return vocab_dim != 0 or jax.__version_info__ < (0, 11)
 
 
@@ -105,7 +105,7 @@ def span_of_whole(inputs: Inputs, start: int, size: int) -> Span:
 
 
 def column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:
-    """The vectors along the vocabulary that a tile brings, float32: the bias, and then the class weights."""
+    """The vectors along the vocabulary that a tile loads, float32: the bias, and then the class weights."""
     vectors = [inputs.bias] + [inputs.class_weights] * with_class_weights
     return [x.astype(jnp.float32) for x in vectors if x is not None]
 

@@ -29,9 +29,9 @@ _LEAST_EXPONENT = row_formulas.LEAST_EXPONENT * _LOG2_E  # of 2
 
 
 class _Wanted(NamedTuple):
-    """Which numbers a tile leaves for each of its rows, in this order.
+    """Which numbers a tile writes for each of its rows, in this order.
 
-    Where nobody asks for the maximum, the tile's log-sum-exp takes the place of maximum and sum.
+    If the maximum is not requested, the tile's log-sum-exp replaces maximum and sum.
     """
 
     maximum: bool

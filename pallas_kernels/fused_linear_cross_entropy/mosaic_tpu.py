@@ -115,7 +115,7 @@ def gradients_in_forward(
     inputs = inputs._replace(weight=weight.astype(hidden.dtype))
 
     def of_chunk(start, own, sum_dtype):
-        """The chunk's statistics, dX, and what is to be added to dW and to the bias's gradient."""
+        """The chunk's statistics, its dX, and its terms of dW and of the bias's gradient."""
         chunk, chunk_terms = formulas.take_tokens(inputs, terms, start, size, own)
         stats, exponentials, maxima = mosaic_tpu_statistics.statistics(
             chunk, options=options, interpret=interpret, keep=True

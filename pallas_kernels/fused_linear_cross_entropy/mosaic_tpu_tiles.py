@@ -1,6 +1,6 @@
 """What the TPU kernels of the fused linear cross-entropy share: a tile's strips, rows' numbers, blocks.
 
-Spills: only the float32 sums of a strip of a tile's columns are left, 1 MiB, for which no core has registers
+Spills: only the float32 sums of a strip of a tile's columns, 1 MiB, which exceed the registers of any core
 (benchmarks/results/tpu_schedule.md).
 The numbers of a row are spread over 128 lanes once for each row tile. If they were spread for each strip of columns,
 the unit that moves values between lanes would be busier than the matrix units where the width is small.

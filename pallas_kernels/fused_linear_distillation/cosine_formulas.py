@@ -44,7 +44,7 @@ def reduced(
 ) -> tuple[jax.Array, Statistics]:
     """Each token's loss (N,), and its statistics, from raw logits (N, V); `normalizers` where they are known.
 
-    Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
+    If the vocabulary is sharded, the loss is this shard's term, and the statistics are those of all shards.
     """
     axis = options.vocab_axis
     s, t = _logits(raw, teacher_raw, options)

@@ -181,6 +181,6 @@ def backward(
     )
     # The heads that share a key are added up.
     dq, dk = (x.reshape(*p.q.shape[:3], -1, x.shape[3]).sum(axis=3)[..., : p.depth] for x in (dq, dk))
-    found = [dq, dk, dv[..., : p.width], dgate, dbeta]
-    found = [x[:, : p.length].astype(y.dtype) for x, y in zip(found, (q, k, v, gate, beta), strict=True)]
-    return *found, dstate[..., : p.depth, : p.width].astype(state.dtype)
+    padded = [dq, dk, dv[..., : p.width], dgate, dbeta]
+    gradients = [x[:, : p.length].astype(y.dtype) for x, y in zip(padded, (q, k, v, gate, beta), strict=True)]
+    return *gradients, dstate[..., : p.depth, : p.width].astype(state.dtype)
