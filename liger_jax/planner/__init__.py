@@ -1,7 +1,7 @@
 """What fits where: the memory of a training step, before it is run and without its devices.
 
-Of meshes the planner knows bytes and time: what each device holds, and which meshes are worth a try (`mesh`). How a run
-is sharded it asks the run's `Layout`.
+On meshes the planner computes bytes and time: what each device holds, and which meshes are worth a try (`mesh`). The
+sharding of a run is that of its `Layout`.
 """
 
 from liger_jax.planner.architectures import architecture as architecture

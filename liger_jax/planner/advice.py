@@ -1,4 +1,4 @@
-"""What the numbers of a plan say: where the memory goes, what the fused loss saves, and what makes a run fit."""
+"""Advice from the numbers of a plan: where the memory goes, what the fused loss saves, and what makes a run fit."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ class Change:
 
 
 def advice(run: Run, totals: dict[str, int], estimates: dict[str, Estimate]) -> str:
-    """Says in one or two sentences what follows from the figures.
+    """One or two sentences of advice from the figures.
 
     `totals`: for each loss, what a step needs; compiled figures where there are some.
     """
@@ -104,7 +104,7 @@ def cheapest(
         if change and total([*taken, change]) >= total(taken):
             continue
         taken += [change] if change else []
-        # What has helped may be in the way by now, as the micro-batches' sum of gradients is of smaller weights.
+        # An earlier change may be harmful by now, such as micro-batches whose sum of gradients exceeds what they save.
         taken = _without(taken, lambda fewer, all_of: total(fewer) < total(all_of))
         if total(taken) <= capacity:
             return _without(taken, lambda fewer, _: total(fewer) <= capacity)

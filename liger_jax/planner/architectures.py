@@ -19,7 +19,7 @@ from liger_jax.models.hugging_face import checkpoint, config_json
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner import defaults, model_names
 
-# What config.json says, as far as the planner's numbers follow from it.
+# The fields of config.json that the planner's numbers depend on.
 _LLAMA = dict(model_type="llama", max_position_embeddings=2048, torch_dtype="float16")
 _LLAMA_2 = _LLAMA | dict(max_position_embeddings=4096)
 _LLAMA_3 = dict(
@@ -255,7 +255,7 @@ _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A family and a configuration: all that a model needs but its numbers."""
+    """A family and a configuration: all that defines a model, except its weights."""
 
     name: str  # as it was asked for
     family: Any  # its class, a `CausalLM`
@@ -264,7 +264,7 @@ class Architecture:
     quantized: str | None = None  # "nf4" if the checkpoint's projections are quantised so, else `None`
 
     def abstract(self, **options: Any) -> tuple[Any, Any]:
-        """The model without its numbers."""
+        """The model with abstract arrays."""
         make = lambda: self.family(self.config, **options, rngs=nnx.Rngs(0))
         return nnx.split(nnx.eval_shape(make))
 
@@ -290,7 +290,7 @@ class Architecture:
 
     @property
     def num_active_parameters(self) -> int:
-        """How many of them a token meets: of a mixture of experts, the experts that it goes to."""
+        """How many of them a token uses: of a mixture of experts, those of its experts."""
         experts = self.config.experts
         active = 0
         for info, x in self.parameters:

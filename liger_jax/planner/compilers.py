@@ -1,4 +1,4 @@
-"""Compilers for devices that are not there, and the memory of a training step by their account.
+"""Compilers for devices that are not attached, and the memory of a training step that they report.
 
 A TPU is compiled for by libtpu, which knows every topology; an NVIDIA GPU by JAX's CUDA plugin, from a description of
 the device. Neither needs a driver, and the extra `planner` brings both. A step is compiled and never run.

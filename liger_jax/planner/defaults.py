@@ -1,4 +1,4 @@
-"""What a training run is where nobody says otherwise: `liger-jax finetune` and `liger-jax plan` both read it here."""
+"""The defaults of a training run, for both `liger-jax finetune` and `liger-jax plan`."""
 
 import jax
 

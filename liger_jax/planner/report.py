@@ -196,7 +196,7 @@ def _no_option_here(plan: MemoryPlan, fits_as_adapters: bool) -> str:
 
 
 def notes(plan: MemoryPlan) -> list[str]:
-    """What a reader should know about the device beside the plan's numbers."""
+    """Notes about the device that the plan's numbers do not show."""
     run, target = plan.run, plan.run.target
     lines = []
     if plan.host:

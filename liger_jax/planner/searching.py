@@ -21,7 +21,7 @@ SEQ_UNIT = 128
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The run that was looked for."""
+    """The result of a search."""
 
     run: Run  # the largest run that fits, or the first mesh's
     answers: dict[Any, int]  # bytes by size, or by the mesh's text, for all that was asked
@@ -154,7 +154,7 @@ def search_mesh(
 
 
 def _bytes_of(level: str, platform: str) -> Callable[[Run], int]:
-    """What says how much a run needs."""
+    """A function that returns the bytes that a run needs."""
     if level not in LEVELS:
         raise ValueError(f"level={level!r} must be one of {LEVELS}.")
     if level == "estimate":

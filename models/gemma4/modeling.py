@@ -1,22 +1,99 @@
 """Gemma 4: Gemma 3 with inputs of each layer, keys that layers share, and wider heads in layers with full attention."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Integer
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
-from liger_jax.models.core.decoder import Decoder
+from liger_jax.models.core.config_fields import short
 from liger_jax.models.core.feed_forward import Aux
+from liger_jax.models.core.layer_inputs import LayerInputsDecoder, LayerWithInput
+from liger_jax.models.core.shared_keys import SharedKeysConfig, type_of
 from liger_jax.models.core.stream import Stream
-from liger_jax.models.gemma4.config import Gemma4TextConfig
+from liger_jax.models.core.wide_heads import WideHeadsConfig
+from liger_jax.models.gemma.config import GemmaConfig
+from liger_jax.ops import ProportionalRope, RopeScaling
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-class Gemma4Layer(nnx.Module):
-    """Gemma 2's layer, then h + norm(projection(gelu(gate(h))·own input)), and a factor of the whole."""
+@dataclasses.dataclass(frozen=True)
+class Gemma4TextConfig(GemmaConfig, SharedKeysConfig, WideHeadsConfig):
+    """The language model of Gemma 4: the fields of `LlamaConfig`, `SharedKeysConfig` and `WideHeadsConfig`, and these.
+
+    Defaults are Hugging Face's. `rope_theta` and `rope_scaling` are those of layers with full attention.
+
+    Args:
+        hidden_size_per_layer_input: P: each layer has an additional input of P numbers per token, from a second
+            embedding; 0 for none.
+        vocab_size_per_layer_input: the vocabulary size of the second embedding.
+        sliding_window: to how many positions a position attends in a sliding layer, including itself.
+        layer_types: the type of each layer, "sliding_attention" or "full_attention", where the last layer must have
+            full attention; `None` for full attention in every sixth layer and the last.
+        rope_local_base_freq: the rotary embedding's base in sliding layers.
+        final_logit_softcapping: bound of the logits; `None` for none.
+
+    Raises:
+        ValueError: as `LlamaConfig`; or the last layer has a window, or layers share keys and no layer of their type
+            before them computes keys.
+
+    Example:
+        >>> config = Gemma4TextConfig(num_hidden_layers=12, num_kv_shared_layers=6)
+        >>> config.attention_of(5), config.attention_of(6)
+        ('full_attention_stored', 'sliding_attention_shared')
+    """
+
+    vocab_size: int = 262144
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 131072
+    rope_theta: float = 1_000_000.0
+    rope_scaling: RopeScaling | None = ProportionalRope(0.25)
+    rope_local_base_freq: float = 10000.0
+    sliding_window: int | None = 512
+    layer_types: tuple[str, ...] | None = None
+    final_logit_softcapping: float | None = None
+    hidden_size_per_layer_input: int = 256
+    vocab_size_per_layer_input: int = 262144
+
+    norm_offset: ClassVar[float] = 0.0
+    norms_results: ClassVar[bool] = True
+    norms_values: ClassVar[bool] = True
+    qk_norm: ClassVar[bool] = True
+    attention_scale: ClassVar[float | None] = 1.0
+    scales_full_layers: ClassVar[bool] = True
+    nests_rope: ClassVar[bool] = True
+    defaults_of_type: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "gemma4_unified_text": dict(hidden_size_per_layer_input=0, sliding_window=1024, max_position_embeddings=262144),
+    }
+    sliding_window_pattern: ClassVar[int | None] = 6
+
+    def type_of_layer(self, i: int) -> str:
+        """Every sixth layer and the last have full attention."""
+        return _FULL if i == self.num_hidden_layers - 1 else super().type_of_layer(i)
+
+    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
+        """The rotary embedding's base and scaling in layers of this type."""
+        return (self.rope_local_base_freq, None) if type_of(layer_type) == _SLIDING else super().rope_of(layer_type)
+
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
+        if not isinstance(self.rope_scaling, ProportionalRope | None):
+            yield f"rope_scaling={self.rope_scaling} must be a ProportionalRope or None"
+        if self.layer_types and self.layer_types[-1] != _FULL:
+            yield f"layer_types={short(self.layer_types)} must end with 'full_attention'"
+
+
+class Gemma4Layer(LayerWithInput):
+    """Gemma 2's layer, and then its own input and a factor of the whole."""
 
     def __init__(self, blocks: Blocks):
         self.input_layernorm = blocks.norm()
@@ -25,13 +102,9 @@ class Gemma4Layer(nnx.Module):
         self.pre_feedforward_layernorm = blocks.norm()
         self.mlp = blocks.mlp()
         self.post_feedforward_layernorm = blocks.norm()
-        config, width = blocks.config, blocks.config.hidden_size_per_layer_input
-        self.type, self.is_stored = config.own_type, config.is_stored
+        self.type, self.is_stored = blocks.config.own_type, blocks.config.is_stored
         self.layer_scalar = nnx.Param(jnp.ones(1, blocks.param_dtype))
-        if width:
-            self.per_layer_input_gate = blocks.linear(config.hidden_size, width)
-            self.per_layer_projection = blocks.linear(width, config.hidden_size)
-            self.post_per_layer_input_norm = blocks.norm()
+        self.make_input(blocks)
 
     def __call__(self, x: Stream, *attention_inputs) -> tuple[Stream, Aux]:
         hidden, own_inputs, keys = x
@@ -40,39 +113,9 @@ class Gemma4Layer(nnx.Module):
         attended, own_keys = self.self_attn.with_keys(normed, *attention_inputs, given=given)
         normed, hidden = self.pre_feedforward_layernorm.add(self.post_attention_layernorm(attended), hidden)
         fed, aux = self.mlp(normed)
-        hidden = hidden + self.post_feedforward_layernorm(fed)
-        if own_inputs:
-            gated = self.mlp.gated(self.per_layer_input_gate(hidden), own_inputs[0])
-            hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        hidden = self.add_input(hidden + self.post_feedforward_layernorm(fed), own_inputs, self.mlp.gated)
         hidden = hidden * jax.lax.stop_gradient(self.layer_scalar[...]).astype(hidden.dtype)  # which nobody trains
         return Stream(hidden, own_inputs[1:], keys | ({self.type: own_keys} if self.is_stored else {})), aux
-
-
-class Gemma4Decoder(Decoder):
-    """The decoder, which makes each layer's own inputs of the tokens and of their embeddings."""
-
-    def __init__(self, config: Gemma4TextConfig, layer: Any, *, rngs: nnx.Rngs, **options: Any):
-        super().__init__(config, layer, rngs=rngs, **options)
-        self.own_width = config.hidden_size_per_layer_input
-        if self.own_width:
-            made_by = {name: options[name] for name in ("kernels", "dtype", "param_dtype")}
-            blocks = Blocks(config, **made_by, rngs=rngs)
-            width = config.num_hidden_layers * self.own_width
-            self.embed_tokens_per_layer = blocks.parameter(config.vocab_size_per_layer_input, width)
-            self.per_layer_model_projection = blocks.linear(config.hidden_size, width)
-            self.per_layer_projection_norm = blocks.norm(self.own_width)
-
-    def stream(self, x: Float[Array, "B padded D"], input_ids: Integer[Array, "B T"]) -> Stream:
-        """(norm(projection of the embeddings) + √P·the table's rows)/√2, for each layer."""
-        if not self.own_width:
-            return Stream(x)
-        in_layers = lambda y: y.reshape(*y.shape[:2], -1, self.own_width)
-        graph, state = nnx.split(self.per_layer_model_projection)
-        projection = nnx.merge(graph, self.layout.gathered(state, self.dtype))
-        projected = self.per_layer_projection_norm(in_layers(projection(x) * x.shape[-1] ** -0.5))
-        rows = self.look_up(self.embed_tokens_per_layer[...], input_ids)
-        own = (projected + in_layers(rows * jnp.asarray(self.own_width**0.5, rows.dtype))) * 2**-0.5
-        return Stream(x, tuple(own[:, :, i] for i in range(own.shape[2])))
 
 
 class Gemma4ForCausalLM(CausalLM):
@@ -90,7 +133,7 @@ class Gemma4ForCausalLM(CausalLM):
     """
 
     layer = Gemma4Layer
-    decoder = Gemma4Decoder
+    decoder = LayerInputsDecoder
     config_type = Gemma4TextConfig
     config_fixed = {
         "model_type": ("gemma4_text", "gemma4_unified_text"),

@@ -14,30 +14,25 @@ from liger_jax.models.core.attention import in_one_product
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.config_fields import fixed_fields
 from liger_jax.models.core.hybrid_layer import HybridLayer
-from liger_jax.models.core.linear_attention import LINEAR, LinearAttention, LinearHeads, Projected
+from liger_jax.models.core.linear_attention import LINEAR, LinearAttention, Projected
+from liger_jax.models.core.linear_attention_config import LinearAttentionConfig
 from liger_jax.models.olmo2.modeling import Olmo2Config, Olmo2Layer
 from liger_jax.ops import RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
-class OlmoHybridConfig(Olmo2Config):
-    """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for OLMo Hybrid, and these.
+class OlmoHybridConfig(Olmo2Config, LinearAttentionConfig):
+    """The architecture: `LinearAttentionConfig`'s fields with Hugging Face's defaults for OLMo Hybrid, and these.
 
     Args:
         rope_theta: the rotary embedding's base in layers with full attention; `None` for no rotation.
         layer_types: the type of each layer, "linear_attention" or "full_attention"; `None` for full attention in every
             fourth layer, or in the last one if there are fewer.
-        linear_num_key_heads: the heads of queries and keys in linear attention; `None` for `num_attention_heads`.
-        linear_num_value_heads: the heads of values in linear attention; `None` for `num_attention_heads`.
-        linear_key_head_dim: the width of a head's queries and keys; `None` for 3/4 of `hidden_size` divided by the
-            number of heads.
-        linear_value_head_dim: the width of a head's values; `None` for twice that of keys.
         linear_a_log_min: the smallest initial decay, of which A_log is the logarithm.
         linear_a_log_max: the largest initial decay.
         linear_dt_min: the smallest initial step, of which dt_bias is the inverse softplus.
         linear_dt_max: the largest initial step.
         linear_dt_init_floor: the lower bound of initial steps.
-        linear_conv_kernel_dim: the width of the convolution before linear attention, in tokens.
         linear_allow_neg_eigval: whether beta is in [0, 2] instead of [0, 1], so that a component of the state may
             change its sign.
 
@@ -56,35 +51,15 @@ class OlmoHybridConfig(Olmo2Config):
     max_position_embeddings: int = 65536
     rms_norm_eps: float = 1e-6
     rope_theta: float | None = 10000.0  # pyright: ignore[reportIncompatibleVariableOverride]
-    layer_types: tuple[str, ...] | None = None
-    linear_num_key_heads: int | None = None
-    linear_num_value_heads: int | None = None
-    linear_key_head_dim: int | None = None
-    linear_value_head_dim: int | None = None
+    layer_types: tuple[str, ...] | None = None  # which Olmo2Config has as a constant
     linear_a_log_min: float = 0.0
     linear_a_log_max: float = 16.0
     linear_dt_min: float = 0.001
     linear_dt_max: float = 0.1
     linear_dt_init_floor: float = 1e-4
-    linear_conv_kernel_dim: int = 4
     linear_allow_neg_eigval: bool = True
 
-    known_types: ClassVar[tuple[str, ...]] = (LINEAR, "full_attention")
     may_not_rotate: ClassVar[bool] = True
-
-    @property
-    def linear_heads(self) -> LinearHeads:
-        """The heads of layers with linear attention."""
-        keys = self.linear_num_key_heads or self.num_attention_heads
-        width = self.linear_key_head_dim or int(0.75 * self.hidden_size / keys)
-        return LinearHeads(
-            keys,
-            self.linear_num_value_heads or self.num_attention_heads,
-            width,
-            self.linear_value_head_dim or 2 * width,
-            self.linear_conv_kernel_dim,
-            doubles_beta=self.linear_allow_neg_eigval,
-        )
 
     def type_of_layer(self, i: int) -> str:
         """Every fourth layer, or the last one of fewer, has full attention, and the others have linear attention."""
@@ -95,19 +70,8 @@ class OlmoHybridConfig(Olmo2Config):
         """The rotary embedding of layers with full attention, if there is one."""
         return None if self.rope_theta is None else super().rope_of(layer_type)
 
-    def _followers(self) -> dict[str, int]:
-        heads = self.linear_heads
-        return super()._followers() | dict(
-            linear_num_key_heads=heads.key_heads,
-            linear_num_value_heads=heads.value_heads,
-            linear_key_head_dim=heads.key_width,
-            linear_value_head_dim=heads.value_width,
-        )
-
     def _misfits(self) -> Iterator[str]:
         yield from super()._misfits()
-        if self.linear_heads.key_width < 1:
-            yield "linear_key_head_dim must be given, since 3/4 of hidden_size is less than the heads of keys"
         if self.linear_a_log_min >= self.linear_a_log_max or self.linear_dt_min >= self.linear_dt_max:
             yield "linear_a_log_min and linear_dt_min must be less than linear_a_log_max and linear_dt_max"
 

@@ -1,7 +1,6 @@
 """Qwen3.5's language models: Qwen3-Next with separate projections, dense or with a mixture of experts."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from jaxtyping import Array, Float
@@ -10,7 +9,7 @@ from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.attention import in_one_product
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.config_fields import fixed_fields
-from liger_jax.models.core.experts import EXPERTS, Experts, misfits
+from liger_jax.models.core.expert_config import ExpertConfig
 from liger_jax.models.core.hybrid_layer import HybridLayer
 from liger_jax.models.core.linear_attention import LinearAttention, Projected
 from liger_jax.models.qwen3_next.modeling import GatedDeltaNetConfig
@@ -41,17 +40,13 @@ class Qwen3_5TextConfig(GatedDeltaNetConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3_5MoeTextConfig(GatedDeltaNetConfig):
-    """The architecture: `GatedDeltaNetConfig`'s fields with Hugging Face's defaults for Qwen3.5-MoE, and these.
+class Qwen3_5MoeTextConfig(GatedDeltaNetConfig, ExpertConfig):
+    """The architecture: the fields of `GatedDeltaNetConfig` and `ExpertConfig`, and this one.
+
+    Defaults are Hugging Face's for Qwen3.5-MoE.
 
     Args:
-        moe_intermediate_size: the width of an expert.
-        shared_expert_intermediate_size: the width of the shared expert, which every token goes to.
-        num_experts_per_tok: k, the number of other experts that each token goes to.
-        num_experts: E, the experts of a layer.
-        output_router_logits: whether the balancing loss is added to the loss, as in transformers.
-        router_aux_loss_coef: the factor of the balancing loss.
-        router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
+        shared_expert_intermediate_size: the width of the shared expert, which every token goes to beside the others.
 
     Raises:
         ValueError: as `Qwen3_5TextConfig`; or a token goes to more experts than there are.
@@ -64,31 +59,11 @@ class Qwen3_5MoeTextConfig(GatedDeltaNetConfig):
     vocab_size: int = 248320
     intermediate_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride] -- no layer is dense
     num_hidden_layers: int = 40
-    moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
-    num_experts_per_tok: int = 8
     num_experts: int = 256
-    output_router_logits: bool = False
-    router_aux_loss_coef: float = 0.001
-    router_z_loss_coef: float = 0.0
 
     never: ClassVar[tuple[str, ...]] = ("mlp_bias", "intermediate_size")
-    other_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     rope_sections: ClassVar[bool] = True
-
-    @property
-    def experts(self) -> Experts:
-        """The experts of every layer."""
-        sizes = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size
-        return Experts(*sizes, shared_width=self.shared_expert_intermediate_size)
-
-    def feed_forward_of(self, i: int) -> str:
-        """All layers have experts."""
-        return EXPERTS
-
-    def _misfits(self) -> Iterator[str]:
-        yield from super()._misfits()
-        yield from misfits(num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok)
 
 
 class Qwen3_5LinearAttention(LinearAttention):

@@ -1,7 +1,6 @@
 """Qwen3-Next: linear attention in three of four layers, gated attention in the others, and a mixture of experts."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -11,26 +10,19 @@ from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.attention import in_one_product
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.config_fields import fixed_fields
-from liger_jax.models.core.experts import EXPERTS, Experts, misfits
-from liger_jax.models.core.feed_forward import DENSE
+from liger_jax.models.core.expert_config import SparseLayersConfig
 from liger_jax.models.core.hybrid_layer import HybridLayer
-from liger_jax.models.core.linear_attention import LINEAR, LinearAttention, LinearHeads, Projected
-from liger_jax.models.llama import LlamaConfig
+from liger_jax.models.core.linear_attention import LINEAR, LinearAttention, Projected
+from liger_jax.models.core.linear_attention_config import LinearAttentionConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNetConfig(LlamaConfig):
-    """The fields that Qwen3-Next and Qwen3.5 share, beside `LlamaConfig`'s.
+class GatedDeltaNetConfig(LinearAttentionConfig):
+    """The fields that Qwen3-Next and Qwen3.5 share, beside `LinearAttentionConfig`'s, of which none is `None`.
 
     Args:
         partial_rotary_factor: the share of a head's columns that is rotated, the first ones.
-        linear_conv_kernel_dim: the tokens that the convolution before linear attention sees.
-        linear_key_head_dim: the width of a head's queries and keys in linear attention.
-        linear_value_head_dim: the width of a head's values in linear attention.
-        linear_num_key_heads: the heads of queries and keys in linear attention.
-        linear_num_value_heads: the heads of values in linear attention, a multiple of those of keys.
         full_attention_interval: n: every nth layer has full attention, if `layer_types` is `None`.
-        layer_types: the type of each layer, "linear_attention" or "full_attention"; `None` for the field above.
     """
 
     hidden_size: int = 2048
@@ -39,31 +31,17 @@ class GatedDeltaNetConfig(LlamaConfig):
     head_dim: int | None = 256
     max_position_embeddings: int = 32768
     partial_rotary_factor: float = 0.25
-    linear_conv_kernel_dim: int = 4
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
     full_attention_interval: int = 4
-    layer_types: tuple[str, ...] | None = None
 
     never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
-    known_types: ClassVar[tuple[str, ...]] = (LINEAR, "full_attention")
     qk_norm: ClassVar[bool] = True
     gates_attention: ClassVar[bool] = True
     norm_offset: ClassVar[float] = 1.0
     norm_casting_mode: ClassVar[str] = "gemma"
-
-    @property
-    def linear_heads(self) -> LinearHeads:
-        """The heads of layers with linear attention."""
-        return LinearHeads(
-            self.linear_num_key_heads,
-            self.linear_num_value_heads,
-            self.linear_key_head_dim,
-            self.linear_value_head_dim,
-            self.linear_conv_kernel_dim,
-        )
 
     def type_of_layer(self, i: int) -> str:
         """Every nth layer has full attention, and the others have linear attention."""
@@ -71,20 +49,13 @@ class GatedDeltaNetConfig(LlamaConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3NextConfig(GatedDeltaNetConfig):
-    """The architecture: `GatedDeltaNetConfig`'s fields with Hugging Face's defaults for Qwen3-Next, and these.
+class Qwen3NextConfig(GatedDeltaNetConfig, SparseLayersConfig):
+    """The architecture: the fields of `GatedDeltaNetConfig` and `SparseLayersConfig`, and this one.
+
+    Defaults are Hugging Face's for Qwen3-Next.
 
     Args:
-        decoder_sparse_step: n: every nth layer has experts.
-        moe_intermediate_size: the width of an expert; `intermediate_size` is that of a dense layer.
-        shared_expert_intermediate_size: the width of the shared expert, which every token goes to.
-        num_experts_per_tok: k, the number of other experts that each token goes to.
-        num_experts: E, the number of experts in a layer with experts.
-        norm_topk_prob: whether the weights of a token's experts add up to 1.
-        mlp_only_layers: the numbers of layers that never have experts.
-        output_router_logits: whether the balancing loss is added to the loss, as in transformers.
-        router_aux_loss_coef: the factor of the balancing loss.
-        router_z_loss_coef: the factor of the routers' z-loss, which transformers does not have.
+        shared_expert_intermediate_size: the width of the shared expert, which every token goes to beside the others.
 
     Raises:
         ValueError: as `LlamaConfig`; or the number of value heads of linear attention is not a multiple of that of key
@@ -98,38 +69,9 @@ class Qwen3NextConfig(GatedDeltaNetConfig):
     vocab_size: int = 151936
     intermediate_size: int = 5632
     num_hidden_layers: int = 48
-    decoder_sparse_step: int = 1
-    moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
     num_experts_per_tok: int = 10
     num_experts: int = 512
-    norm_topk_prob: bool = True
-    mlp_only_layers: tuple[int, ...] = ()
-    output_router_logits: bool = False
-    router_aux_loss_coef: float = 0.001
-    router_z_loss_coef: float = 0.0
-
-    other_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-
-    @property
-    def experts(self) -> Experts:
-        """The experts of layers that have them."""
-        sizes = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size
-        return Experts(*sizes, normalized=self.norm_topk_prob, shared_width=self.shared_expert_intermediate_size)
-
-    def feed_forward_of(self, i: int) -> str:
-        """Every nth layer has experts, except for those that `mlp_only_layers` names."""
-        has_experts = i not in self.mlp_only_layers and (i + 1) % self.decoder_sparse_step == 0
-        return EXPERTS if has_experts else DENSE
-
-    def _misfits(self) -> Iterator[str]:
-        yield from super()._misfits()
-        yield from misfits(num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok)
-        if all(self.feed_forward_of(i) == DENSE for i in range(self.num_hidden_layers)):
-            yield (
-                f"decoder_sparse_step={self.decoder_sparse_step} and mlp_only_layers={self.mlp_only_layers} must leave "
-                "experts to a layer"
-            )
 
 
 class Qwen3NextLinearAttention(LinearAttention):

@@ -113,6 +113,25 @@ def test_packed_rows_that_a_step_lacks_are_not_computed(rng):
     assert [len(chosen_of(step)) for step in range(3)] == [8, 8, 6] and many.sizes == [row_sizes.Size(256, 4, 2)]
 
 
+def test_columns_stand_with_their_documents_and_processes_read_their_rows(rng):
+    tokens = Tokens(rng.integers(2, 60, 24), together=2)
+    in_steps, laid, chosen_of = steps_of(tokens, 128, 3, Laying(batch=8, micro_batches=2, shards=2, program=0.0))
+    begins, sizes = np.cumsum(tokens.sizes()) - tokens.sizes(), tokens.sizes()
+    laid.beside["of_pieces"] = laid.pieces.reshape(-1, 2).astype(np.float32)
+    of_tokens = [np.arange(begins[i], begins[i] + 128) + 1 for i in laid.pieces[::2]]  # both of a pair are neighbours
+    laid.beside["of_tokens"] = np.array(of_tokens)[..., None]
+    for step in range(3):
+        batch, seen = in_steps.rows_of(step), []
+        for row, ids in enumerate(batch["segment_ids"]):
+            np.testing.assert_array_equal(batch["of_tokens"][row, ids > 0, 0], batch["input_ids"][row, ids > 0])
+            seen += batch["of_pieces"][row, : ids.max()].astype(int).tolist()
+            assert [np.count_nonzero(ids == 1 + i) for i in range(ids.max())] == sizes[seen[-ids.max() :]].tolist()
+        assert sorted(seen) == sorted(laid.pieces.reshape(-1, 2)[chosen_of(step)].ravel().tolist())
+        own = np.arange(0, len(batch["input_ids"]), 2)
+        for name, column in in_steps.rows_of(step, own).items():
+            np.testing.assert_array_equal(column[own], batch[name][own])
+
+
 def test_no_row_is_longer_than_the_model_takes(rng):
     tokens = Tokens(rng.integers(2, 60, 40))
     for longest, most in ((64, 64), (128, 128), (10**6, 64 * 8)):
