@@ -118,7 +118,7 @@ def test_columns_stand_with_their_documents_and_processes_read_their_rows(rng):
     in_steps, laid, chosen_of = steps_of(tokens, 128, 3, Laying(batch=8, micro_batches=2, shards=2, program=0.0))
     begins, sizes = np.cumsum(tokens.sizes()) - tokens.sizes(), tokens.sizes()
     laid.beside["of_pieces"] = laid.pieces.reshape(-1, 2).astype(np.float32)
-    of_tokens = [np.arange(begins[i], begins[i] + 128) + 1 for i in laid.pieces[::2]]  # both of a pair are neighbours
+    of_tokens = [np.arange(128) + begins[i] + 1 for i in laid.pieces[::2]]  # both of a pair are neighbours
     laid.beside["of_tokens"] = np.array(of_tokens)[..., None]
     for step in range(3):
         batch, seen = in_steps.rows_of(step), []
