@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from liger_jax.chat.messages import IS_TRAINED, VALUES
 from liger_jax.chat.strict_json import kind_of
 from liger_jax.data import file_rows, files, formats, preferences
@@ -93,7 +95,7 @@ def numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, An
 def _fields(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise UserError(f"{where}, holds {kind_of(row)}, and must hold an object, with text or messages.")
-    return dict(row)
+    return {key: x.item() if isinstance(x, np.generic) else x for key, x in row.items()}
 
 
 def no_text(data: Sequence[str], flag: str = "--data", rows: Any = None) -> UserError:

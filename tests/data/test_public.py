@@ -96,7 +96,8 @@ def test_rows_of_a_program_may_change_after_they_were_read():
         messages = []
         for word in ("a", "b"):
             messages[:] = [{"role": "user", "content": word}]
-            yield {"prompt": messages}
+            yield {"prompt": messages, "label": np.bool_(True)}  # as a table of NumPy's has it
 
-    found = [row["prompt"][0]["content"] for _, row in reading.numbered(rows(), "rows")]
-    assert found == ["a", "b"]
+    found = [row for _, row in reading.numbered(rows(), "rows")]
+    assert [row["prompt"][0]["content"] for row in found] == ["a", "b"]
+    assert all(row["label"] is True for row in found)
