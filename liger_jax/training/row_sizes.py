@@ -84,7 +84,7 @@ def levels(needs: np.ndarray, costs: np.ndarray, program: float, most: int = MOS
         more than 256 different needs, as little as 256 of them can.
 
     Example:
-        >>> levels(np.array([1, 1, 1, 7, 8]), np.arange(9), program=2)
+        >>> levels(np.array([1, 1, 1, 7, 8]), np.arange(9), program=2.0)
         [1, 8]
     """
     values, counts = np.unique(needs, return_counts=True)

@@ -85,7 +85,7 @@ class Source:
     @property
     def is_tokenizer(self) -> bool:
         """Whether the folder has a tokenizer and no model."""
-        return not self._has_config and self._content("tokenizer.json") is not None
+        return not self._has_config and checkpoint.own_file(self.folder, "tokenizer.json") is not None
 
     def kept(self, own: Iterable[str]) -> Kept:
         """The fields of the JSON files that a save of the model writes again."""
@@ -121,7 +121,7 @@ class Source:
 
     @property
     def _has_config(self) -> bool:
-        return self._content(CONFIG) is not None
+        return checkpoint.own_file(self.folder, CONFIG) is not None
 
     @functools.cached_property
     def _whole_config(self) -> dict[str, Any]:
