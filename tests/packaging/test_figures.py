@@ -106,7 +106,7 @@ PROGRAM = re.compile(
 NUMBERS = {"a": 1, "two": 2, "three": 3}
 # A reader's own time, of steps that tests run; the network's; what is no promise.
 OTHERS = (
-    "| ten minutes, from install to", "small LLaMA on real text in minutes", "In two minutes you have a loss",
+    "small LLaMA on real text in minutes", "In two minutes you have a loss",
     "It takes about a minute for the CPU", "a loss: two minutes", "a model: ten minutes", "from nothing in minutes",
     "fine-tune a model, in ten minutes", "model on the CPU in minutes", "## In two minutes", "nothing for a minute",
     "a minute or more for unrolled layers", "on a CPU in minutes",
