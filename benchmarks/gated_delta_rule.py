@@ -87,9 +87,9 @@ def _by_kernel(program: Any, arrays: list[jax.Array]) -> list[tuple[str, float]]
     """The time of each kernel of a run, summed over its launches; the second of two runs."""
     measured = profiler.measure(program, aggregate=False)
     measured(*arrays)
-    _, found = measured(*arrays)
+    _, launches = measured(*arrays)
     times: dict[str, float] = collections.defaultdict(float)
-    for kernel, ms in found or ():
+    for kernel, ms in launches or ():
         times[kernel] += ms
     return sorted(times.items(), key=lambda item: -item[1])
 

@@ -2,9 +2,9 @@
 
     python -m examples.trainers_grpo [--steps 150]
 
-A prompt says `write c:`, and the reward is the share of the answer that is the letter c. The model begins with random
-weights, and is told nothing else. In its folder (--out) the program leaves the model, the run's `log.csv` and grpo.png:
-the mean reward, and how much the answers to one prompt differ in it.
+A prompt says `write c:`, and the reward is the share of the answer that is the letter c. The model starts with random
+weights and learns from the reward alone. The program writes the model, the run's `log.csv` and grpo.png to its folder
+(--out). The picture shows the mean reward, and how much the rewards of one prompt's answers differ.
 """
 
 import argparse

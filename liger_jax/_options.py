@@ -114,12 +114,12 @@ def python_name(field: dataclasses.Field[Any]) -> str:
 
 def spellings(fields: Iterable[dataclasses.Field[Any]], names: Mapping[str, str]) -> dict[str, Spelling]:
     """How Python spells flags. `names`: those of options that have another name there."""
-    found = {}
+    by_flag = {}
     for field in fields:
         choices = field.metadata["choices"] or field.metadata["argument"].get("choices") or ()
         name = names.get(field.name, python_name(field))
-        found[flag(field)] = Spelling(name, is_switch=bool in kinds(field), choices=tuple(choices))
-    return found
+        by_flag[flag(field)] = Spelling(name, is_switch=bool in kinds(field), choices=tuple(choices))
+    return by_flag
 
 
 def kinds(field: dataclasses.Field[Any]) -> list[Any]:

@@ -179,8 +179,8 @@ class ChatTemplate:
         with _words():
             formats = importlib.import_module("liger_jax.data.formats")
             row = dict(messages=messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-            found = self._conversations.rendered(formats.document("messages", row, form="messages"))
-        return found.text, found.spans
+            conversation = self._conversations.rendered(formats.document("messages", row, form="messages"))
+        return conversation.text, conversation.spans
 
     def prompt(
         self,

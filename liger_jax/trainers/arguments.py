@@ -33,7 +33,7 @@ _DTYPES = ("dtype", "param_dtype", "save_dtype")
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Adapters that are trained in the place of the weights, by the names of `models.lora.add_lora`.
+    """Adapters that are trained instead of the weights, by the names of `models.lora.add_lora`.
 
     Attributes:
         rank: their rank.
@@ -100,10 +100,10 @@ def spellings(method: type[Method]) -> dict[str, Spelling]:
     """How a call spells the flags of a command."""
     own = {"lora": "adapters", "data": "rows", "reward": "rewards"}
     own |= {name: name.removeprefix("lora_") for name in _OF_LORA if name.startswith("lora_")}
-    found = _options.spellings(options_of(method).values(), own)
-    if "--loss" in found:
-        found["--loss"] = dataclasses.replace(found["--loss"], choices=NAMES)
-    return found | {"--lora": Spelling("adapters", "LoRA({})")}
+    by_flag = _options.spellings(options_of(method).values(), own)
+    if "--loss" in by_flag:
+        by_flag["--loss"] = dataclasses.replace(by_flag["--loss"], choices=NAMES)
+    return by_flag | {"--lora": Spelling("adapters", "LoRA({})")}
 
 
 def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str:
@@ -133,8 +133,8 @@ def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str
         raise ValueError(f"{name} is quantised in memory. Pass its folder or id, and quantize.")
     new = folder / f".{name}.new"
     with of_option("--tokenizer"):
-        found = source.find(_path(tokenizer), weights=False)
-    model.save_pretrained(new, tokenizer_from=found)
+        checkpoint = source.find(_path(tokenizer), weights=False)
+    model.save_pretrained(new, tokenizer_from=checkpoint)
     written = source.Source(new)
     content = identity.of_whole_weights(new, written.weight_files) | identity.of_files(written.tokenizer)
     content["config"] = written.path.read_text()

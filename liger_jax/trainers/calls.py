@@ -83,7 +83,7 @@ def finetune(
         rows: files, globs, folders or datasets' ids, as the command takes them; or an iterable of dicts, such as a
             list, a `datasets.Dataset` or a generator. A row has `text`, `messages`, `prompt` and `completion`, or the
             fields of another format that the command knows.
-        adapters: what is trained in the place of the weights, such as `LoRA(16)`; `None` for the weights.
+        adapters: what is trained instead of the weights, such as `LoRA(16)`; `None` trains the weights.
         out: the run's folder, for checkpoints, logs and the result. A later call with the same arguments resumes a run
             that was stopped. `None` for a temporary folder, which is removed: such a run cannot be resumed.
         callbacks: a function of (step, metrics, model), or several, called after each step: with its number from 1, its

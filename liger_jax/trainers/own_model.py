@@ -77,8 +77,8 @@ def train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, after
 def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, after: After | None, out: Path) -> Outcome:
     recipe = settings.recipe
     with of_option("--tokenizer"):
-        found = source.find(tokenizer, weights=False)
-    encoder = training_rows.tokenizer(found, _head(model).shape[0])
+        checkpoint = source.find(tokenizer, weights=False)
+    encoder = training_rows.tokenizer(checkpoint, _head(model).shape[0])
     data = training_rows.prepared(settings.rows, recipe.batch, recipe.seed, encoder, out / token_cache.FOLDER)
     print(data.summary)
     kind = nnx.LoRAParam if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) else nnx.Param

@@ -143,7 +143,7 @@ def moe_mlp(
     """The feed-forward of a mixture of experts: y = Σ_j weights_j · expert_j(x), over the k experts of each token.
 
     expert(x) = (act(gate) · up) · down + down_bias, where gate and up are the two halves of x · gate_up + gate_up_bias.
-    Tokens are sorted by expert, and each expert multiplies only its tokens: no token is dropped. Rows are permuted by
+    Tokens are sorted by expert, and each expert computes its tokens alone. No token is dropped. Rows are permuted by
     gathers, so results are bitwise reproducible. Kept for the backward are `x`, `weights`, the weights of the experts,
     gate and up (N·k, 2F) and the order of the tokens, and no array of shape (N·k, D). A `jax.checkpoint` around the op
     recomputes gate and up, unless its policy keeps them by their `checkpoint_name`, "expert_gate_up". Gradients that
