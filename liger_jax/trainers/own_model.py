@@ -14,7 +14,7 @@ from flax import nnx
 from liger_jax.data import token_cache, training_rows
 from liger_jax.losses import causal_lm_loss
 from liger_jax.models.hugging_face import source
-from liger_jax.trainers import log, result, step_sizes
+from liger_jax.trainers import log, outlook, result, step_sizes
 from liger_jax.trainers.errors import training_errors, writable_folder
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
@@ -103,7 +103,7 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
     data = data.laid_in_steps(*recipe.order, steps, laying)
     in_steps = data.in_steps
     assert in_steps is not None
-    for line in step_sizes.lines(settings, data, steps, laying):
+    for line in (*step_sizes.lines(settings, data, steps, laying), *outlook.lines(settings, steps)):
         print(line)
     rate = recipe.rate(settings.peak_rate, steps)
     optimizer = recipe.optimizer_of(rate)

@@ -13,7 +13,17 @@ from liger_jax._install import version
 from liger_jax.data import token_cache
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.config_json import unapplied_dropout
-from liger_jax.trainers import decided_run, finish, initial_state, result, resume, run_loop, run_model, training_inputs
+from liger_jax.trainers import (
+    decided_run,
+    finish,
+    initial_state,
+    outlook,
+    result,
+    resume,
+    run_loop,
+    run_model,
+    training_inputs,
+)
 from liger_jax.trainers.decided_run import Run, TaskOf
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.errors import training_errors, writable_folder
@@ -85,6 +95,9 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     with user_errors():
         processes.by_first(lambda: result.write_settings(run.asked))
     sampling = task.sampling
+    updates = 0 if sampling is None else sampling.updates(settings)
+    for line in outlook.lines(settings, steps, result.folder(settings), updates=updates):
+        print(line)
     rollouts = None if sampling is None else sampling.begin(settings, data, inputs.tokenizer, devices.place)
     reading = beside(initial_state.read_model, run)
     with user_errors(), telling("tracing"):

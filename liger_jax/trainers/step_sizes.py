@@ -10,7 +10,7 @@ import jax
 from liger_jax.data.step_rows import Laying, StepRows
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops import DynamicRope, LongRope
-from liger_jax.trainers import result
+from liger_jax.trainers import outlook, result
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.options import Settings
 from liger_jax.training import Checkpoints, meshes
@@ -95,7 +95,7 @@ def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) ->
         f"{padding:.1%} of them padding"
     )
     factor = 2 ** math.ceil(math.log2(max(1.0, _FEW * laying.shards / tokens)))
-    while factor > 1 and (recipe.batch * factor > data.num_in_epoch or 2 * factor > steps):
+    while factor > 1 and (recipe.batch * factor > data.num_in_epoch or outlook.FEW * factor > steps):
         factor //= 2
     if factor > 1:
         rate = settings.peak_rate * math.sqrt(factor)
