@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from liger_jax.commands._arguments import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._arguments import add_options, settings_of
 from liger_jax.trainers.method import Method
+from liger_jax.trainers.outcome import Outcome
 from liger_jax.trainers.start import started
 from liger_jax.training import processes, signals
 from liger_jax.training.listening import listened_or_not
@@ -46,7 +48,25 @@ def _run(method: type[Method], task: str, args: argparse.Namespace) -> int:
 
 def _trained(name, args, task, method) -> int:
     try:
-        return started(settings_of(args, method), task, length_is_given=args.length is not None).code
+        outcome = started(settings_of(args, method), task, length_is_given=args.length is not None)
     except UserError as error:
         print(f"liger-jax {name}:", in_one_line(error, args.options), file=sys.stderr)
         return 2
+    if outcome.target is not None and processes.is_first():
+        print(next_command(outcome))
+    return outcome.code
+
+
+def next_command(outcome: Outcome) -> str:
+    """The line that says how to try a run's result.
+
+    >>> from pathlib import Path
+    >>> next_command(Outcome(0, target=Path("runs/a b/model"), chats=True))
+    "next: liger-jax chat --model 'runs/a b/model'"
+    """
+    model = shlex.quote(str(outcome.target))
+    return (
+        f"next: liger-jax chat --model {model}"
+        if outcome.chats
+        else (f"next: liger-jax generate --model {model} --prompt 'Once upon a time'")
+    )

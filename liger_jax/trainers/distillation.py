@@ -79,6 +79,7 @@ class Distillation(Task):
 
     scored = ("eval_loss", "eval_divergence", "eval_nll_loss", "eval_token_accuracy")
     shown = ("loss", "tokens_per_second", "memory_gib")
+    compared = ("eval_divergence",)
 
     def __init__(self, teacher: Teacher, hard_weight: float):
         self.teacher, self._vocab_size, self._hard_weight = teacher, teacher.vocab_size, hard_weight

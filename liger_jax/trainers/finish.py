@@ -1,15 +1,18 @@
 """The end of a training run: which step its result is of, what stays in its folder, and its last printed lines."""
 
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from liger_jax.trainers import result
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.task import Task
 from liger_jax.training import Checkpoints
 from liger_jax.training.loop import figure
-from liger_jax.user_errors import UserError
+from liger_jax.user_errors import UserError, counted
 
 
 def check_learned(run: Run, log: list[dict[str, Any]]) -> None:
@@ -39,11 +42,36 @@ def record_result(settings: Settings, checkpoints: Checkpoints, target: Path, ea
     checkpoints.forget_earlier()
 
 
-def print_result(run: Run, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints) -> None:
-    """Prints how a run has ended, by its task's figure, and where its result is."""
-    name = run.task.main_figure
-    first, last = log[0][name], log[done - 1][name]
-    print(f"{done} step{'s' if done > 1 else ''}; {name} {figure(first)} → {figure(last)}; {target.name} in {target}")
+def learned(task: Task, log: Mapping[str, Any], done: int) -> str:
+    """What a run of `done` steps has changed, in words: held-out scores before and after it, or where there are none
+    the mean of a figure of the steps in its first and in its last tenth. `log`: as `Loop` leaves it.
+    """
+    steps = log["steps"][:done]
+    before, after = log.get("before", {}), steps[-1]
+    if names := [name for name in task.compared if name in after] or [
+        name for name in task.scored[:1] if name in after
+    ]:
+        first = {name: before[name] for name in names if name in before and name not in task.only_after}
+        each = (
+            f"{name.removeprefix('eval_')} {f'{figure(first[name])} → ' if name in first else ''}{figure(after[name])}"
+            for name in names
+        )
+        return f"{counted(done, 'step')}; held out: {', '.join(each)}"
+    name, tenth = task.main_figure, max(1, done // 10)
+    means = [figure(_mean([row[name] for row in some])) for some in (steps[:tenth], steps[-tenth:])]
+    of = "of the first and the last step" if tenth == 1 else f"means of the first and the last {tenth} steps"
+    change = f"{name} {' → '.join(means)}, {of}" if done > 1 else f"{name} {means[0]}"
+    return f"{counted(done, 'step')}; {change}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    there = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(there) if there else math.nan
+
+
+def print_result(run: Run, log: Mapping[str, Any], done: int, target: Path, checkpoints: Checkpoints) -> None:
+    """Prints what a run has changed, and where its result is."""
+    print(f"{learned(run.task, log, done)}; {target.name} in {target}")
     best = checkpoints.best
     if best is not None and best[0] != done:
         there = run.out / result.CHECKPOINTS / str(best[0])

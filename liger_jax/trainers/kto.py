@@ -102,7 +102,7 @@ class OfAnswers:
     """The objective of single answers: good ones become more likely, and bad ones less likely."""
 
     unpaired: Unpaired
-    reads_labels = True
+    reads_labels = has_reference = True
     shown = ("rewards/margins",)
 
     @property

@@ -17,11 +17,11 @@ from liger_jax.models.hugging_face import source
 from liger_jax.trainers import log, outlook, result, step_sizes
 from liger_jax.trainers.errors import training_errors, writable_folder
 from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.finish import learned
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.text import TASK
 from liger_jax.training import Checkpoints, Loop, digests, lock, make_step, scoring
-from liger_jax.training.loop import figure
 from liger_jax.user_errors import UserError, need, of_option
 
 # Options that apply only to checkpoints in Hugging Face's form or to the families of `liger_jax.models`.
@@ -148,7 +148,7 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
         state, done = checkpoints.read(best, state)[0], best
         print(f"stopped after step {len(figures)} of {steps}: step {best} had the least held-out loss, and is taken")
     elif figures:
-        print(f"{done} steps; loss {figure(figures[0]['loss'])} → {figure(figures[-1]['loss'])}")
+        print(learned(TASK, entries, done))
     trained = whole(state[0])
     return Outcome(stopped_by and 128 + stopped_by, figures, done, best, model=lambda: trained)
 

@@ -83,6 +83,11 @@ class OfPairs:
     figures = _FIGURES
     shown = "rewards/margins", "rewards/accuracies"
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss reads the reference."""
+        return self.preference.needs_reference
+
     def loss(self, num_segments: int) -> Callable[..., Any]:
         """`loss_of`."""
         return loss_of(self.preference, num_segments)

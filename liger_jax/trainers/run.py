@@ -91,7 +91,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     if settings.folder.result_of is not None:
         return _write_result_of(run, inputs, checkpoints, made_of)
     if resume.is_finished(settings, checkpoints, steps):
-        return _finished(run, checkpoints)
+        return _finished(run, checkpoints, inputs.tokenizer.has_template)
     with user_errors():
         processes.by_first(lambda: result.write_settings(run.asked))
     sampling = task.sampling
@@ -141,11 +141,12 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     del state  # frees the moments' memory, which casting the weights may need
     target = result.write(tuned, settings, run.source, inputs.tokenizer.stops)
     processes.by_first(lambda: finish.record_result(settings, checkpoints, target, early))
-    finish.print_result(run, log["steps"], done, target, checkpoints)
-    return Outcome(0, log["steps"], done, best, target, lambda: tuned, devices.mesh)
+    finish.print_result(run, log, done, target, checkpoints)
+    chats = inputs.tokenizer.has_template
+    return Outcome(0, log["steps"], done, best, target, lambda: tuned, chats, devices.mesh)
 
 
-def _finished(run: Run, checkpoints: Checkpoints) -> Outcome:
+def _finished(run: Run, checkpoints: Checkpoints, chats: bool) -> Outcome:
     """The outcome of a run that had already ended."""
     settings, steps = run.settings, checkpoints.latest_log.get("steps", [])
     best, target = None if checkpoints.best is None else checkpoints.best[0], result.folder(settings)
@@ -154,7 +155,7 @@ def _finished(run: Run, checkpoints: Checkpoints) -> Outcome:
     options |= dict(scan_layers=run_model.scans_layers(run.task))
     return Outcome(
         0, steps, best if early else len(steps), best, target,
-        lambda: AutoModelForCausalLM.from_pretrained(target, **options),
+        lambda: AutoModelForCausalLM.from_pretrained(target, **options), chats,
     )  # fmt: skip
 
 
@@ -178,4 +179,5 @@ def _write_result_of(
     tuned = run_model.tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
     target = result.write(tuned, run.settings, run.source, inputs.tokenizer.stops)
     print(f"the result of step {step} is in {target}")
-    return Outcome(0, step=step, target=target, model=lambda: tuned, mesh=run.devices.mesh)
+    chats = inputs.tokenizer.has_template
+    return Outcome(0, step=step, target=target, model=lambda: tuned, chats=chats, mesh=run.devices.mesh)

@@ -42,6 +42,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with itself as the run finds it."""
+        ...
+
+    @property
     def reads_labels(self) -> bool:
         """Whether the loss reads the column `GOOD`."""
         ...
@@ -64,6 +69,9 @@ class ScoredAnswers(Task):
         self._objective, self.tokenizer, self.figures = objective, objective.tokenizer, objective.figures
         self.scored = ("eval_loss", *(f"eval_{name}" for name in objective.figures))
         self.shown = ("loss", *objective.shown, "tokens_per_second", "memory_gib")
+        self.compared = tuple(f"eval_{name}" for name in objective.shown)
+        # A model has no margins to itself, its reference: their signs are those of roundings.
+        self.only_after = ("eval_rewards/accuracies",) if objective.has_reference else ()
 
     def add_columns(self, settings: Settings[PairOptions], data: TrainingRows) -> None:
         """Adds the columns of the reference and of the labels, if the loss reads them."""

@@ -108,7 +108,9 @@ class Task(Protocol):
     figures: tuple[str, ...] = ()  # names of what the loss function returns beside the loss
     scored: tuple[str, ...] = ()  # names of the scores, among them "eval_loss"
     shown: tuple[str, ...] = ()  # names of the figures in the progress bar
-    main_figure: str = "loss"  # name of the figure whose first and last value are in the run's last line
+    main_figure: str = "loss"  # name of the figure that the run's last line has where nothing is held out
+    compared: tuple[str, ...] = ("eval_loss",)  # names of the scores that the last line has, before and after the run
+    only_after: tuple[str, ...] = ()  # those of them that mean nothing before the first step
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ class Loop:
         Args:
             state: (parameters, optimizer's state), which is donated if `step` was jitted with `donate_argnums`.
             log: the log that is saved with the state. Its list `steps` has the figures of the steps so far, to which
-                those of this call are appended. `None` for a new run.
+                those of this call are appended, and `before` the scores before the first step. `None` for a new run.
 
         Returns:
             The state, and the number of the signal that stopped the run, or 0 if it ran to its end.
@@ -118,7 +118,7 @@ class Loop:
         with listened_or_not(), signals.listed() as received:
             if not figures and self.evaluate is not None:
                 with telling("scoring what is held out"):
-                    scores = self.evaluate(state[0])
+                    log["before"] = scores = dict(self.evaluate(state[0]))
                 self._tell(print, 0, scores, state[0])
             saved_at, is_ended = time.monotonic(), False
             with self._bar(len(figures)) as bar:

@@ -280,8 +280,9 @@ def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, 
         and "data: 50 documents in 50 pieces; 45 pieces with " in printed
         and "; 5 pieces held out" in printed
     )
-    first, last = map(float, re.search(r"14 steps; loss ([\d.]+) → ([\d.]+); model in", printed).groups())
-    assert last < first - 1
+    first, last = map(float, re.search(r"14 steps; held out: loss ([\d.]+) → ([\d.]+); model in", printed).groups())
+    assert last < first - 1 and f"step 0: held out: loss {first:.3f}" in printed
+    assert f"next: liger-jax chat --model {tmp_path / 'model'}" in printed.splitlines()
     assert list((tmp_path / "tensorboard").glob("events.*"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.kept.stops == AutoModelForCausalLM.from_pretrained(source).kept.stops != ()
@@ -444,7 +445,7 @@ def test_a_mixture_of_formats_is_learnt_and_its_tokens_are_found_again(source, t
     command = ["finetune", f"--model={source}", *data, f"--out={tmp_path / 'out'}", *options]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "an epoch has 20 rows" in printed and "10 steps; loss" in printed and "tokenising" in printed
+    assert "an epoch has 20 rows" in printed and "10 steps; held out: loss" in printed and "tokenising" in printed
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "finished: " in printed and "tokenising" not in printed

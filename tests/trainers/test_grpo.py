@@ -134,11 +134,15 @@ def test_adapters_stay_near_the_reference_that_they_are_off_for(source, tmp_path
     assert (tmp_path / "near" / "adapters" / "adapter_config.json").is_file()
 
 
-def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys, unchecked_types):
-    log = [{"loss": 0.0, "reward": reward} for reward in (0.125, 0.5, 0.75)]
+def test_a_run_ends_with_its_first_and_its_last_rewards(tmp_path, capsys, unchecked_types):
+    log = {"steps": [{"loss": 0.0, "reward": reward} for reward in (0.125, 0.5, 0.75)]}
     run: Any = types.SimpleNamespace(task=TASK, out=tmp_path)
     finish.print_result(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
-    assert capsys.readouterr().out.startswith("3 steps; reward 0.125 → 0.750; model in ")
+    printed = capsys.readouterr().out
+    assert printed.startswith("3 steps; reward 0.125 → 0.750, of the first and the last step; model in ")
+    rewards = [0.25, math.nan, 0.75, *[0.0] * 24, 0.5, 1.0, 1.5]
+    log = {"steps": [{"loss": 0.0, "reward": reward} for reward in rewards]}
+    assert finish.learned(TASK, log, 30) == "30 steps; reward 0.500 → 1.000, means of the first and the last 3 steps"
 
 
 def test_a_run_in_which_no_completion_has_a_reward_is_refused(unchecked_types):

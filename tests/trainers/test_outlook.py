@@ -1,15 +1,25 @@
-"""What a run says before it waits."""
+"""What a run says before it waits, and at its end."""
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from liger_jax.trainers import outlook
+from liger_jax.trainers import outlook, pairs, text
+from liger_jax.trainers.distillation import Distillation
 from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.finish import learned
 from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.trainers.preference_losses import Preference
+from liger_jax.trainers.scored_answers import ScoredAnswers
+from liger_jax.trainers.teacher import Teacher
 
 FEW = "update{} in all: pass more --epochs, or a smaller --batch"
+MARGINS = {"eval_rewards/margins": 0.0, "eval_rewards/accuracies": 0.5}
+AFTER = {"eval_rewards/margins": 0.25, "eval_rewards/accuracies": 0.75}
+M = "rewards/margins 0.000 → 0.250"
 
 
 @pytest.mark.parametrize(
@@ -28,3 +38,23 @@ def test_updates_of_a_step_count_and_no_reward_is_held_out():
     steps, rate = outlook.lines(settings, 5, updates=2)
     assert steps == "steps: 5, each with 2 updates" and "rate: 1.0e-05" in rate and "nothing is held out: " in rate
     assert list(outlook.lines(settings, 4, updates=2))[-1] == "8 " + FEW.format("s")
+
+
+@pytest.mark.parametrize(
+    "task, before, after, expected",
+    [
+        (text.TASK, {"eval_loss": 5.756}, {"eval_loss": 5.714}, "held out: loss 5.756 → 5.714"),
+        (text.TASK, None, {"eval_loss": 5.714}, "held out: loss 5.714"),  # of a run that began when it was not kept
+        (text.TASK, None, {}, "loss 3.000 → 1.000, of the first and the last step"),
+        ("sigmoid", MARGINS, AFTER, f"held out: {M}, rewards/accuracies 0.750"),
+        ("simpo", MARGINS, AFTER, f"held out: {M}, rewards/accuracies 0.500 → 0.750"),
+        (Distillation(mock.Mock(Teacher, vocab_size=8), 0.0), {"eval_divergence": 2.5}, {"eval_divergence": 1.25},
+         "held out: divergence 2.500 → 1.250"),
+    ],
+)  # fmt: skip
+def test_the_last_line_compares_what_is_held_out_before_and_after(task, before, after, expected):
+    if isinstance(task, str):
+        task = ScoredAnswers(pairs.OfPairs(Preference(loss_type=task)))
+    log: dict[str, Any] = {"steps": [{"loss": 3.0}, {"loss": 1.0, **after}, {"loss": 0.0}]}
+    log |= {} if before is None else {"before": before}
+    assert learned(task, log, 2) == f"2 steps; {expected}"

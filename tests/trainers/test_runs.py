@@ -116,7 +116,7 @@ def test_more_steps_or_epochs_go_on_from_a_finished_run(command, finished, capsy
     capsys.readouterr()
     assert command(finished, "--steps=4") == 0
     said = capsys.readouterr().out
-    assert "resumed at step 2" in said and "4 steps; loss" in said
+    assert "resumed at step 2" in said and "4 steps; " in said
     last, then = (float(line.split(",")[two[0].split(",").index("learning_rate")]) for line in log()[2:4])
     rule = "goes on from step 2 to 4, where it was to end at 2: the learning rate follows the schedule of 4 steps from"
     assert f"{rule} here on, with {then:.1e} after {last:.1e}" in said
