@@ -1,5 +1,6 @@
 """Fine-tuning of a user's own model: an NNX module with hidden states and a head."""
 
+import dataclasses
 import inspect
 import types
 from collections.abc import Mapping
@@ -12,22 +13,25 @@ import numpy as np
 from flax import nnx
 
 from liger_jax.data import token_cache, training_rows
-from liger_jax.losses import causal_lm_loss
+from liger_jax.losses import shifted_labels
+from liger_jax.models import Layout
 from liger_jax.models.hugging_face import source
-from liger_jax.trainers import log, outlook, result, step_sizes
+from liger_jax.ops import fused_linear_cross_entropy
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.trainers import log, outlook, own_mesh, result, step_sizes
 from liger_jax.trainers.errors import training_errors, writable_folder
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.finish import learned
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.text import TASK
-from liger_jax.training import Checkpoints, Loop, digests, lock, make_step, scoring
+from liger_jax.training import Checkpoints, Loop, digests, lock, make_step, meshes, scoring
 from liger_jax.user_errors import UserError, need, of_option
 
 # Options that apply only to checkpoints in Hugging Face's form or to the families of `liger_jax.models`.
 _OF_OURS = (
-    "lora", "quantize", "remat", "rope_scaling", "dtype", "param_dtype", "mesh", "verify", "merge", "save_dtype",
-    "result_of", "samples",
+    "lora", "quantize", "remat", "rope_scaling", "dtype", "param_dtype", "verify", "merge", "save_dtype", "result_of",
+    "samples",
 )  # fmt: skip
 
 
@@ -36,8 +40,8 @@ class Whole(nnx.Module):
 
     config = None
 
-    def __init__(self, own: nnx.Module):
-        self.own = own
+    def __init__(self, own: nnx.Module, layout: Layout | None = None):
+        self.own, self.layout = own, layout  # how rows and parameters lie on a mesh; `None` for the arrays' own devices
 
     def __call__(
         self,
@@ -52,48 +56,84 @@ class Whole(nnx.Module):
         """The loss and its metrics; of `others`, the model gets those that it takes."""
         own: Any = nnx.clone(self.own)  # Flax lets what is made in a transformation change there, such as counters
         taken = {name: x for name, x in (_alone(input_ids) | others).items() if name in _parameters(own)}
-        options: dict[str, Any] = dict(segment_ids=others.get("segment_ids"), token_scaling=token_scaling)
-        loss, metrics = causal_lm_loss(
-            own.hidden_states(input_ids, **taken), _head(own), labels, return_metrics=True, **options
-        )
-        if loss_normalizer is not None:  # 0 where nothing is scored
-            loss = loss * (metrics.num_tokens / loss_normalizer)
-        return types.SimpleNamespace(loss=loss, metrics=metrics)
+        targets = shifted_labels(labels, others.get("segment_ids"))
+        options: dict[str, Any] = dict(reduction="sum", return_metrics=True, token_scaling=token_scaling)
+
+        def summed(hidden, targets, head):
+            loss, metrics = fused_linear_cross_entropy(hidden, head, targets, **options)
+            return loss, metrics.predicted_tokens
+
+        if self.layout is None:
+            loss, predicted = summed(own.hidden_states(input_ids, **taken), targets, _head(own))
+        else:
+            hidden = own_mesh.hidden_states(own, input_ids, taken, self.layout)
+            loss, predicted = self.layout.run_sum(summed, (hidden, targets), head=_head(own))
+        is_scored = targets != IGNORE_INDEX
+        num_tokens = jnp.sum(is_scored).astype(jnp.float32)
+        accuracy = jnp.sum(is_scored & (predicted == targets)) / jnp.maximum(num_tokens, 1.0)
+        loss = loss / (jnp.maximum(num_tokens, 1.0) if loss_normalizer is None else loss_normalizer)
+        return types.SimpleNamespace(loss=loss, metrics=types.SimpleNamespace(num_tokens=num_tokens, accuracy=accuracy))
 
 
 @training_errors()
 def train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, after: After | None) -> Outcome:
-    """Trains a copy of a model in memory, where its arrays are."""
+    """Trains a copy of a model in memory, where its arrays are, or on the mesh of the settings."""
     need("orbax.checkpoint", "tqdm")
     _check(settings, model)
+    devices = own_mesh.chosen(settings.placement.mesh, settings.recipe.rows_at_once)
     out = Path(settings.folder.out)
     writable_folder(out)
     with lock.held(out), token_cache.leftovers_removed(out):
         if "csv" in settings.folder.log:
             log.check_table(out / log.TABLE)
-        return _train(settings, model, tokenizer, after, out)
+        parts = _Parts.of(model, devices.layout)  # on the model's own devices, as what follows may not be
+        with devices.context():
+            return _train(settings, parts, tokenizer, after, devices)
 
 
-def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, after: After | None, out: Path) -> Outcome:
-    recipe = settings.recipe
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A user's model in parts."""
+
+    graph: Any
+    params: Any  # what is trained
+    frozen: Any
+    head: Any  # the type of the head
+    names: Mapping[str, inspect.Parameter]  # the parameters of its hidden states
+    digest: str  # of the arrays
+
+    @classmethod
+    def of(cls, model: Any, layout: Layout | None) -> "_Parts":
+        """Splits a model."""
+        kind = nnx.LoRAParam if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) else nnx.Param
+        graph, params, frozen = nnx.split(Whole(model, layout), kind, ...)
+        digest = digests.of_json(digests.of_leaves((params, frozen)))
+        return cls(graph, params, frozen, jax.typeof(_head(model)), _parameters(model), digest)
+
+
+def _train(
+    settings: Settings[FinetuneOptions], parts: _Parts, tokenizer: Any, after: After | None,
+    devices: own_mesh.OwnDevices,
+) -> Outcome:  # fmt: skip
+    recipe, out, graph = settings.recipe, Path(settings.folder.out), parts.graph
     with of_option("--tokenizer"):
         checkpoint = source.find(tokenizer, weights=False)
-    encoder = training_rows.tokenizer(checkpoint, _head(model).shape[0])
+    encoder = training_rows.tokenizer(checkpoint, parts.head.shape[0])
     data = training_rows.prepared(settings.rows, recipe.batch, recipe.seed, encoder, out / token_cache.FOLDER)
     print(data.summary)
-    kind = nnx.LoRAParam if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) else nnx.Param
-    graph, params, frozen = nnx.split(Whole(model), kind, ...)
-    params, frozen = jax.tree.map(jnp.copy, (params, frozen))  # a step overwrites the first
-    print(f"trained: {sum(x.size for x in jax.tree.leaves(params)):,} parameters")
-    steps, names = recipe.num_steps(data.num_in_epoch), _parameters(model)
-    takes_segments = {"segment_ids", "positions"} <= names.keys()
+    if devices.line:
+        print(devices.line)
+    print(f"trained: {sum(x.size for x in jax.tree.leaves(parts.params)):,} parameters")
+    steps = recipe.num_steps(data.num_in_epoch)
+    takes_segments = {"segment_ids", "positions"} <= parts.names.keys()
     laying = step_sizes.laying_of(
         settings,
-        _head(model).shape[1],
+        parts.head.shape[1],
         whole=True,
         longest=settings.rows.length,  # what the model takes is not known
         takes_segments=takes_segments,
         in_segments=takes_segments,
+        shards=meshes.shards_of_batch(devices.sizes),
     )
     if not (takes_segments or settings.rows.pack):
         print(
@@ -107,7 +147,7 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
         print(line)
     rate = recipe.rate(settings.peak_rate, steps)
     optimizer = recipe.optimizer_of(rate)
-    made_of = data.made_of() | {"weights": digests.of_json(digests.of_leaves((params, frozen))), "steps": steps}
+    made_of = data.made_of() | {"weights": parts.digest, "steps": steps}
     made_of |= step_sizes.identity(data, laying)
     checkpoints = Checkpoints(
         out / result.CHECKPOINTS, settings.of_the_run() | made_of, fresh=settings.folder.fresh,
@@ -119,18 +159,19 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
     step_of = lambda size: make_step(
         graph, optimizer, TASK.loss(settings, data), micro_batches=size.micro_batches, **options
     )
-    programs = {size: jax.jit(step_of(size), donate_argnums=0) for size in in_steps.sizes}
+    state, frozen = devices.started(parts.params, optimizer), devices.placed(parts.frozen)
+    programs = {size: devices.jitted(step_of(size), state, optimizer) for size in in_steps.sizes}
     sums = TASK.sums(graph, settings, data)
-    restored = checkpoints.restore((params, optimizer.init(params)))
-    state, entries = restored or ((params, optimizer.init(params)), {"steps": []})
+    state, entries = checkpoints.restore(state) or (state, {"steps": []})
     figures = entries["steps"]
-    score, held_out = scoring(sums, frozen, TASK.scores), in_steps.scored()
+    placed_sums = lambda params, frozen, batch: sums(params, frozen, devices.place(batch))
+    score, held_out = scoring(placed_sums, frozen, TASK.scores), in_steps.scored()
     its_rows = lambda step: [in_steps.some_of(max(0, step - 1))]
     whole = lambda params: nnx.merge(graph, *jax.tree.map(lambda x: x, (params, frozen))).own  # with own variables
     with log.Log(settings.folder.log, out, TASK.columns, figures, settings.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: programs[in_steps.size_of(len(figures))](state, batch, frozen),
-            batch_of=in_steps.rows_of,
+            batch_of=lambda step: devices.place(in_steps.rows_of(step)),
             steps=steps,
             checkpoints=checkpoints,
             every=settings.folder.every,
@@ -150,7 +191,8 @@ def _train(settings: Settings[FinetuneOptions], model: Any, tokenizer: Any, afte
     elif figures:
         print(learned(TASK, entries, done))
     trained = whole(state[0])
-    return Outcome(stopped_by and 128 + stopped_by, figures, done, best, model=lambda: trained)
+    code = stopped_by and 128 + stopped_by
+    return Outcome(code, figures, done, best, model=lambda: trained, mesh=devices.mesh)
 
 
 def _check(settings: Settings[FinetuneOptions], model: Any) -> None:
@@ -236,7 +278,6 @@ def _alone(input_ids: jax.Array) -> dict[str, jax.Array]:
 _GIVEN = ("segment_ids", "positions")
 _CURES = {
     "lora": "call models.lora.add_lora on your own, and its adapters alone are trained.",
-    "mesh": "place its parameters on your devices before the call.",
     "result_of": "read the checkpoint by training.Checkpoints.",
 }
 

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from liger_jax import trainers
 from liger_jax.commands import _cache, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters
+from liger_jax.trainers import own_mesh, own_model
 from tests import _tiny
 from tests.trainers._runs import figures_of
 
@@ -267,17 +269,91 @@ def test_documents_share_rows_of_the_users_own_model_if_it_says_so(source, rows,
     [
         (dict(adapters=trainers.LoRA(4)), "adapters is for the models of liger_jax.models: call "
          "models.lora.add_lora on your own, and its adapters alone are trained."),
-        (dict(mesh="fsdp=1"),
-         "mesh is for the models of liger_jax.models: place its parameters on your devices before the call."),
+        (dict(mesh="tensor=2"), "mesh=tensor=2: a model of your own is split over data and fsdp alone, since how "
+         "tensor would split it is not known. Give the devices to fsdp."),
+        (dict(mesh="fsdp=4"), "mesh='fsdp=4' splits the batch into 4 shards, which do not divide the 2 rows that are "
+         "computed at once. The nearest number that does is 2; or change the batch, or its micro-batches."),
         (dict(), "pack=True puts several documents into a row, and the model's hidden_states takes no segment_ids, by "
          "which none would attend to another. Add the parameter, or leave pack=True out."),
     ],
 )  # fmt: skip
 def test_what_a_model_of_the_users_own_cannot_do_is_refused(options, words, source, rows):
     mine = Unpacked(AutoModelForCausalLM.from_pretrained(source))
+    options = dict(pack="mesh" not in options) | options
     with pytest.raises(ValueError) as raised:
         finetune(mine, rows, **dict(adapters=None, tokenizer=source) | options)
     assert str(raised.value) == words
+
+
+class Layered(nnx.Module):
+    """One with parameters that devices divide along the first axis, along the second, and not at all."""
+
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.embed, self.norm = nnx.Embed(320, 16, rngs=rngs), nnx.RMSNorm(16, rngs=rngs)
+        self.wide, self.narrow = nnx.Linear(16, 31, rngs=rngs), nnx.Linear(31, 16, rngs=rngs)
+
+    def hidden_states(self, input_ids, segment_ids, positions):
+        x = self.embed(input_ids)
+        return self.norm(x + self.narrow(jnp.tanh(self.wide(x))))
+
+    @property
+    def head(self):
+        return self.embed.embedding[...]
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
+def test_loss_and_gradients_of_the_users_own_model_on_a_mesh_are_those_of_one_device():
+    rng = np.random.default_rng(0)
+    batch = dict(input_ids=rng.integers(0, 320, (4, 16)), segment_ids=np.repeat([[1, 2]], 8, 1) + np.zeros((4, 1), int))
+    batch |= dict(labels=batch["input_ids"], positions=np.zeros((4, 16), int))
+    batch = {name: x.astype(np.int32) for name, x in batch.items()}
+    devices, results = own_mesh.chosen("data=2,fsdp=2", 4), []
+    for of_run in (own_mesh.chosen(None, 4), devices):
+        graph, params = nnx.split(own_model.Whole(Layered(), of_run.layout))
+        of_params = lambda params, batch, graph=graph: nnx.merge(graph, params)(**batch).loss
+        with of_run.context():
+            params = of_run.placed(params)
+            results.append(jax.jit(jax.value_and_grad(of_params))(params, of_run.place(batch)))
+            gradients = jax.tree.leaves(results[-1][1])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), *results)
+    split = [[*x.sharding.spec] for x in jax.tree.leaves(params)]
+    assert split == [["fsdp"], ["fsdp"], [None, "fsdp"], ["fsdp"], [], ["fsdp"]]
+    assert {x.shape: x.addressable_shards[0].data.shape for x in gradients}[320, 16] == (160, 16)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
+def test_a_model_of_the_users_own_trains_on_a_mesh_and_goes_on_on_another(source, rows, tmp_path):
+    options = dict(adapters=None, tokenizer=source, batch=8)
+    one, mine = finetune(Layered(), rows, **options), Layered()
+    before, seen = jax.tree.map(jnp.copy, mine), []
+
+    def watch(step, metrics, model):
+        ids = jnp.ones((4, 8), jnp.int32)
+        seen.append(float(model.hidden_states(ids, ids, ids).sum()))
+        return step == 3
+
+    finetune(mine, rows, **options, mesh="fsdp=4", out=tmp_path, callbacks=watch)
+    result = finetune(mine, rows, **options, mesh="data=2,fsdp=2", out=tmp_path)
+    assert len(seen) == 3 and np.isfinite(seen).all() and result.mesh.size == 4
+    assert_equal(mine, before)
+    for name in set(one.metrics).difference(TIMES):
+        np.testing.assert_allclose(result.metrics[name], one.metrics[name], rtol=1e-4, atol=1e-6)
+    for ours, its in zip(arrays(result.model), arrays(one.model), strict=True):
+        np.testing.assert_allclose(ours, its, rtol=1e-3, atol=1e-4)
+
+
+def test_annotations_of_the_users_own_model_are_heeded():
+    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        init = nnx.with_partitioning(nnx.initializers.zeros, (None, "fsdp"))
+        own = nnx.Linear(8, 4, kernel_init=init, rngs=nnx.Rngs(0))
+    assert own_mesh.specs(nnx.state(own), {"fsdp": 2}) == [P("fsdp"), P(None, "fsdp")]
+    own.kernel.set_metadata(out_sharding=("embed", None))
+    with pytest.raises(
+        ValueError, match=r"^--mesh: the model's kernel.* is annotated with the axis 'embed', and a run"
+    ):
+        own_mesh.specs(nnx.state(own), {"fsdp": 2})
 
 
 class Small(nnx.Module):
