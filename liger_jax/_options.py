@@ -27,6 +27,8 @@ def option(
     in_file: bool = True,
     of_all: bool = True,
     offered: Sequence[str] | None = None,
+    group: str | None = None,
+    first: bool = False,
     **argument: Any,
 ) -> Any:
     """A field that is an option.
@@ -34,12 +36,13 @@ def option(
     `help`: its words on the command line, where `{default}` is the command's default. `check`: what a value must be,
     beside one of `choices`. `flag`: its name on the command line, if it is another one. `of_run`: whether it must stay
     the same when a run is continued. `in_file`: whether a run writes it into its file of options. `of_all`: whether it
-    is the same in all processes of a run. `offered`: choices of the command line alone. `argument`: keywords of
+    is the same in all processes of a run. `offered`: choices of the command line alone. `group`: that of the help text,
+    if it is not its dataclass's. `first`: whether `--help` shows it, and not only `--help-all`. `argument`: keywords of
     `ArgumentParser.add_argument`, where the type does not say them.
     """
     choices = argument.get("choices")
     argument |= dict(choices=offered) if offered is not None else {}
-    stored = dict(of_run=of_run, in_file=in_file, of_all=of_all)
+    stored = dict(of_run=of_run, in_file=in_file, of_all=of_all, group=group, first=first)
     own = dict(help=help, choices=choices, check=check, flag=flag, argument=argument)
     return dataclasses.field(default=default, metadata=own | stored)
 

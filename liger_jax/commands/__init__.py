@@ -56,7 +56,7 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
 @functools.cache
 def option_names() -> frozenset[str]:
     """The names of all commands' options, as a file of options may have them."""
-    return frozenset(action.dest for each in _parsers()[1] for action in each._actions) - {"help", "config"}
+    return frozenset(action.dest for each in _parsers()[1] for action in each._actions) - {"help", "help_all", "config"}
 
 
 def _parsers() -> tuple[Parser, list[Parser]]:

@@ -20,7 +20,7 @@ from liger_jax.trainers.other_words import in_other_words, meant
 from liger_jax.user_errors import UserError
 
 _COMMAND = re.compile(re.escape(OF_A_RUN) + r" of liger-jax (\w+)\.")
-_NO_OPTIONS = ("help", "config")
+_NO_OPTIONS = ("help", "help_all", "config")
 # Options of one name that mean different things, and the commands that agree on what each means.
 MEANINGS: Any = {
     "beta": ({"dpo"}, {"grpo"}, {"distill"}),

@@ -7,7 +7,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from liger_jax.commands import _config
@@ -25,6 +25,8 @@ class Parser(argparse.ArgumentParser):
     `sums`: names of options with those whose sum they are by default: such a sum in a file goes if one of them is on
     the command line.
     `known`: returns the names of all commands' options, which a file may have.
+
+    With `set_groups`, `--help` shows the first options alone, and `--help-all` all of them.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class Parser(argparse.ArgumentParser):
         known: Callable[[], Collection[str]] = frozenset,
         **options: Any,
     ):
+        self._groups: dict[str, tuple[str, list[argparse.Action]]] = {}  # page and options, by title
+        self._first: list[argparse.Action] = []
         super().__init__(*args, **options, allow_abbrev=False)
         self.alternatives, self.sums, self.known = alternatives, sums or {}, known
 
@@ -43,6 +47,40 @@ class Parser(argparse.ArgumentParser):
         if options.get("action") == "store_true":
             options |= {"action": argparse.BooleanOptionalAction}
         return super().add_argument(*names, **options)
+
+    def set_groups(self, pages: Mapping[str, str], groups: Mapping[str, str], first: Collection[str]) -> None:
+        """Makes the help text one of groups.
+
+        `pages`: the page of each group by its title, in their order. `groups`: the title of each option's group, by the
+        option's name. `first`: names of the options that `--help` shows, where `--help-all` shows all.
+        """
+        own = {action.dest: action for action in self._actions}
+        in_group = lambda title: [own[name] for name, group in groups.items() if group == title]
+        self._groups = {title: (page, in_group(title)) for title, page in pages.items()}
+        self._first = [own[name] for name in first]
+        super().add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
+
+    def format_help(self) -> str:
+        """The help text; where there are groups, that of the first options."""
+        return self.help_of(self._first) if self._groups else super().format_help()
+
+    def help_of(self, shown: Collection[argparse.Action] | None = None) -> str:
+        """The help text of some options in their groups; without `shown`, of all."""
+        formatter = self._get_formatter()
+        visible = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        needed = [f"{each.option_strings[-1]} {each.metavar or each.dest.upper()}" for each in visible if each.required]
+        formatter.add_text(f"usage: {' '.join([self.prog, *needed])} [options]")
+        for title, (page, actions) in self._groups.items():
+            if some := [each for each in actions if each in visible and (shown is None or each in shown)]:
+                formatter.start_section(f"{title} ({page})")
+                formatter.add_arguments(some)
+                formatter.end_section()
+        grouped = [each for _, actions in self._groups.values() for each in actions]
+        formatter.start_section("others")
+        formatter.add_arguments([each for each in visible if each not in grouped])
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # argparse's has overloads
         self, args: Any = None, namespace: Any = None
@@ -120,6 +158,14 @@ class Parser(argparse.ArgumentParser):
         elif "--help" not in message and not message.endswith("?"):
             message = f"{message.rstrip('.')}. What there is: {self.prog} --help"
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help text of all options."""
+
+    def __call__(self, parser: Any, *args: Any) -> None:
+        print(parser.help_of(), end="")
+        parser.exit()
 
 
 def _name(arg: str) -> str:

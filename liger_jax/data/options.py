@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from liger_jax import _options
 from liger_jax._options import option, share, within
@@ -18,7 +18,9 @@ _TEXT = "text, or rows of text or messages: files, globs, folders, a dataset's i
 class RowOptions:
     """The data of rows, and how documents are laid into them."""
 
-    data: str | Sequence[str] = option(help=_TEXT, metavar="DATA")
+    group_of_options: ClassVar = "data"
+
+    data: str | Sequence[str] = option(help=_TEXT, metavar="DATA", first=True)
     eval_data: Sequence[str] = option(
         (), "data for evaluation only, instead of holding out a share of --data", metavar="DATA"
     )
@@ -28,11 +30,15 @@ class RowOptions:
     )
     format: str | None = option(None, "the format, if rows have the fields of several formats", offered=list(FORMATS))
     stream: bool = option(False, "stream a dataset from the hub during the run")
-    pack: bool = option(False, "pack several documents into a row; none attends to another")
-    length: int = option(LENGTH, "tokens in a row (default: {default})", check=within(2))
+    pack: bool = option(
+        False, "pack several documents into a row; none attends to another", group="speed and memory", first=True
+    )
+    length: int = option(
+        LENGTH, "tokens in a row (default: {default})", check=within(2), group="speed and memory", first=True
+    )
     rope_scaling: str | None = option(
         None, "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)",
-        choices=list(ROPE_SCALINGS),
+        choices=list(ROPE_SCALINGS), group="speed and memory"
     )  # fmt: skip
     # `None` for 0.02, or for 0 with `eval_data`.
     eval_share: float | None = option(

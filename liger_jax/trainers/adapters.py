@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -30,9 +30,11 @@ _OF_NEW = ("lora", "lora_alpha", "lora_targets", "lora_experts", "rslora", "dora
 class AdapterOptions:
     """The adapters that are trained, if any are."""
 
+    group_of_options: ClassVar = "adapters"
+
     lora: int | None = option(
         None, f"train adapters of this rank (default: {defaults.RANK})", check=within(1, 2**16),
-        nargs="?", const=defaults.RANK, metavar="RANK",
+        nargs="?", const=defaults.RANK, metavar="RANK", first=True
     )  # fmt: skip
     lora_alpha: float | None = option(
         None, "the adapters' alpha; they are scaled by alpha/rank (default: twice the rank)", check=above_0

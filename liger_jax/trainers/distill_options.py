@@ -15,7 +15,9 @@ from liger_jax.user_errors import UserError
 class DistillOptions(Method):
     """A student is trained on its teacher's probabilities."""
 
-    teacher: str = option("", "a folder or an id, with the tokenizer of --model", required=True, metavar="MODEL")
+    teacher: str = option(
+        "", "a folder or an id, with the tokenizer of --model", required=True, metavar="MODEL", first=True
+    )
     teacher_quantize: str | None = option(None, "quantize the teacher's weights to 4 or 8 bits", choices=KINDS)
     divergence: str = option(
         "forward_kl", "divergence between student and teacher (default: {default})", choices=DIVERGENCES
@@ -28,7 +30,7 @@ class DistillOptions(Method):
     )  # fmt: skip
     top_k: int | None = option(
         None, "store the teacher's K most likely tokens before training (default: run the teacher in each step)",
-        check=within(1), metavar="K",
+        check=within(1), metavar="K", first=True
     )  # fmt: skip
     tail: str | None = option(
         None, "ignore the tokens that are not stored, or treat them as one event, a bucket (default: bucket)",
@@ -36,8 +38,9 @@ class DistillOptions(Method):
     )  # fmt: skip
 
     command = "distill"
+    group_of_options = "the teacher"
     is_alone = True
-    changes = dict(out=dict(default="runs/distill"))
+    changes = dict(out=dict(default="runs/distill"), quantize=dict(first=False), length=dict(first=False))
 
     def __post_init__(self):
         super().__post_init__()

@@ -16,11 +16,14 @@ class PairOptions(LossOptions, Method):
     """A model is trained on pairs of answers, or on single ones with labels."""
 
     command = "dpo"
+    group_of_options = "the loss"
     is_alone = True
     peak_rates = 1e-6, 1e-5
     changes = dict(
         data=dict(help="rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"),
         out=dict(default="runs/dpo"),
+        quantize=dict(first=False),
+        pack=dict(first=False),
     )
     no_options = not_written = ("format", "column", "stream")  # the fields of pairs have one name each
 

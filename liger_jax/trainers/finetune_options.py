@@ -14,8 +14,10 @@ class FinetuneOptions(Method):
     """A model is trained to predict each token from those before it."""
 
     loss_type: str = option(
-        "nll", "dft multiplies each token's loss by the token's probability (default: nll)", choices=LOSS_TYPES
-    )
+        "nll",
+        "dft multiplies each token's loss by the token's probability (default: nll)", choices=LOSS_TYPES,
+        group="schedule",
+    )  # fmt: skip
 
     command = "finetune"
     changes = dict(stream=dict(help="stream a dataset from the hub during the run; needs --steps"))

@@ -30,15 +30,17 @@ class GrpoOptions(Method):
     """A policy is trained by rewards. A row of a batch is a completion."""
 
     reward: Sequence[str] = option(
-        (), "functions that score completions; MODULE:FUNCTION=0.5 sets a weight", metavar="MODULE:FUNCTION"
+        (), "functions that score completions; MODULE:FUNCTION=0.5 sets a weight", metavar="MODULE:FUNCTION", first=True
     )
     reward_timeout: float = option(
         1800.0, "the most seconds that a call of a reward may take (default: {default:g})", check=_seconds,
         of_run=False, metavar="SECONDS",
     )  # fmt: skip
-    group: int = option(8, "completions sampled per prompt (default: {default})", check=within(2))
+    group: int = option(8, "completions sampled per prompt (default: {default})", check=within(2), first=True)
     prompt_length: int = option(512, "the most tokens of a prompt (default: {default})", check=within(1))
-    completion_length: int = option(256, "the most tokens of a completion (default: {default})", check=within(1))
+    completion_length: int = option(
+        256, "the most tokens of a completion (default: {default})", check=within(1), first=True
+    )
     temperature: float = option(
         1.0, "temperature of sampling, and of the policy's probabilities (default: {default:g})", check=of_float32
     )
@@ -71,13 +73,16 @@ class GrpoOptions(Method):
     functions: Mapping[str, Any] = in_memory()  # reward functions of a program, by their names in `reward`
 
     command = "grpo"
+    group_of_options = "rewards and completions"
     is_alone = True
     peak_rates = 1e-6, 1e-5
     changes = dict(
         data=dict(help="lines with a prompt: files, globs, folders, a dataset's id; FILE=2 takes its lines twice"),
         # 0 for a prompt and a completion of the longest lengths.
-        length=dict(default=0, help="tokens in a packed row (default: --prompt-length plus --completion-length)"),
-        batch=dict(default=64),
+        length=dict(
+            default=0, first=False, help="tokens in a packed row (default: --prompt-length plus --completion-length)"
+        ),
+        batch=dict(default=64, help="completions in a step, a multiple of --group (default: {default})"),
         micro_batches=dict(
             default=8, help="micro-batches into which a batch is cut for gradient accumulation (default: {default})"
         ),
@@ -86,6 +91,7 @@ class GrpoOptions(Method):
             "(default: {default})"
         ),
         lora_dropout=dict(default=0.0),
+        quantize=dict(first=False),
         pack=dict(default=True),
         eval_share=dict(default=0.0),
         out=dict(default="runs/grpo"),

@@ -13,6 +13,7 @@ class Method:
     """The options of a method. The run's other options are given to its functions as `Settings`."""
 
     command = ""  # the command that trains by it
+    group_of_options = ""  # the title of its options in a help text
     is_alone = False  # whether the command trains in one process
     takes_whole_batches: ClassVar[Any] = False  # whether the loss takes a batch in one micro-batch
     peak_rates = 1e-5, 2e-4  # the learning rates without adapters and with them

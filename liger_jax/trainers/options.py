@@ -20,6 +20,15 @@ M = TypeVar("M", bound=Method)
 _OWNERS: Mapping[str, Any] = dict(
     rows=RowOptions, adapters=AdapterOptions, recipe=Recipe, placement=Placement, folder=RunFolder
 )
+GROUPS = {  # of the options in a help text, by their titles: the page of each. A method's own are on its command's
+    "model": "docs/models.md",
+    "data": "docs/finetune.md#data",
+    "adapters": "docs/lora.md",
+    "speed and memory": "docs/memory.md",
+    "schedule": "docs/finetune.md#options",
+    "what is kept": "docs/finetune.md#output-files",
+    "several devices": "docs/finetune.md#several-devices",
+}
 _ORDER = (  # of a file of options; what is not here comes after it
     "model data eval_data subset column format stream lora lora_alpha lora_targets lora_experts lora_dropout rslora "
     "dora adapters quantize pack length rope_scaling batch micro_batches epochs steps learning_rate optimizer schedule "
@@ -30,7 +39,9 @@ _ORDER = (  # of a file of options; what is not here comes after it
 
 def options_of(method: type[Method]) -> dict[str, dataclasses.Field[Any]]:
     """The options of a command that trains, by name, with its defaults and words."""
-    fields = [field for owner in (*_OWNERS.values(), method) for field in _options.options_of(owner)]
+    owners = (*_OWNERS.values(), method)
+    grouped = lambda field, owner: _options.changed(field, {"group": field.metadata["group"] or owner.group_of_options})
+    fields = [grouped(field, owner) for owner in owners for field in _options.options_of(owner)]
     changed = (_options.changed(field, method.changes.get(field.name, {})) for field in _in_order(fields))
     return {field.name: field for field in changed if field.name not in method.no_options}
 

@@ -1,6 +1,7 @@
 """The model of a run, its dtypes, and how a step uses memory and devices."""
 
 import dataclasses
+from typing import ClassVar
 
 from liger_jax import _options
 from liger_jax._options import option
@@ -17,16 +18,22 @@ DTYPES = ("float32", "bfloat16")
 class Placement:
     """Which model is trained, in which dtypes, and how a step uses memory and devices."""
 
-    model: str = option(help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters")
-    quantize: str | None = option(None, "quantize the frozen weights of the layers to 4 or 8 bits", choices=KINDS)
+    group_of_options: ClassVar = "speed and memory"
+
+    model: str = option(
+        help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters", group="model", first=True
+    )
+    quantize: str | None = option(
+        None, "quantize the frozen weights of the layers to 4 or 8 bits", choices=KINDS, group="adapters", first=True
+    )
     mesh: str | None = option(
         None, "devices along each mesh axis: fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
-        of_run=False,
+        of_run=False, group="several devices"
     )  # fmt: skip
     distributed: str | None = option(
         None,
         "join the run's other processes: HOST:PORT,INDEX/NUMBER, or no value under SLURM, Open MPI and on cloud TPUs",
-        of_run=False, in_file=False, of_all=False, nargs="?", const="", metavar="PLACE",
+        of_run=False, in_file=False, of_all=False, nargs="?", const="", metavar="PLACE", group="several devices"
     )  # fmt: skip
     # `None` for "full"; where that does not fit for "offload_attention", if rows are long and the host has room for it,
     # else for "offload".
@@ -40,7 +47,7 @@ class Placement:
     )
     verify: bool = option(
         False, "read all weights of the model to check that they have not changed since the run began", of_run=False,
-        in_file=False,
+        in_file=False, group="what is kept"
     )  # fmt: skip
     risk_memory: bool = option(False, "start even if the planner estimates that the run does not fit", of_run=False)
 

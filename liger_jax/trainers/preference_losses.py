@@ -42,7 +42,7 @@ class LossOptions:
     loss_type: str = option(
         "sigmoid",
         f"{', '.join(NAMES)}; or several of DPO's, separated by commas (default: sigmoid)",
-        flag="--loss",
+        flag="--loss", first=True
     )  # fmt: skip
     loss_weights: tuple[float, ...] | None = option(
         None, "a weight for each of several losses, separated by commas", type=_numbers, metavar="NUMBERS"
@@ -50,6 +50,7 @@ class LossOptions:
     beta: float = option(
         0.1,
         "weight of the penalty towards the reference; a scale for losses without one, 2 to 10 for simpo (default: 0.1)",
+        first=True,
     )
     label_smoothing: float | None = option(
         None, "the fraction of pairs whose preference may be the wrong way round (default: 0)"

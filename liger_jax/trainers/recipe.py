@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from liger_jax import _options
 from liger_jax._options import MOST, above_0, at_least_0, option, within
@@ -27,17 +27,25 @@ _SCHEDULES = {
 class Recipe:
     """How a model is trained, on any data."""
 
+    group_of_options: ClassVar = "schedule"
+
     batch: int = option(
-        defaults.BATCH, "documents in a step, or rows with --pack (default: {default})", check=within(1)
+        defaults.BATCH,
+        "documents in a step, or rows with --pack (default: {default})",
+        check=within(1),
+        group="speed and memory",
+        first=True,
     )
     micro_batches: int | None = option(
         None, "micro-batches into which a batch is cut for gradient accumulation (default: as few as fit)",
-        check=within(1), of_run=False,
+        check=within(1), of_run=False, group="speed and memory"
     )  # fmt: skip
-    epochs: float | None = option(None, "how often each row is trained on, such as 2.5 (default: 1)", check=above_0)
+    epochs: float | None = option(
+        None, "how often each row is trained on, such as 2.5 (default: 1)", check=above_0, first=True
+    )
     steps: int | None = option(None, "number of training steps, instead of --epochs", check=within(1))
     learning_rate: float | None = option(
-        None, "the peak learning rate (default: {peaks[0]}, with --lora {peaks[1]})", check=above_0
+        None, "the peak learning rate (default: {peaks[0]}, with --lora {peaks[1]})", check=above_0, first=True
     )  # fmt: skip
     optimizer: str = option(
         defaults.OPTIMIZER, "adamw8bit holds its moments in 8 bits (default: {default})", choices=("adamw", "adamw8bit")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import ClassVar
 
 from liger_jax import _options
 from liger_jax._options import option, within
@@ -14,6 +15,8 @@ LOGS = ("csv", "tensorboard", "wandb")
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
     """What a run evaluates, prints and writes. All of it may change when the run is resumed."""
+
+    group_of_options: ClassVar = "what is kept"
 
     every: int = option(
         100, "steps between checkpoints, each with an evaluation (default: {default})", check=within(1), of_run=False
@@ -30,7 +33,9 @@ class RunFolder:
         ("csv",), f"any of {', '.join(LOGS)}, separated by commas (default: csv)", of_run=False,
         type=lambda text: tuple(text.split(",")),
     )  # fmt: skip
-    out: str = option("runs/finetune", "folder for checkpoints, logs and the result (default: {default})", of_run=False)
+    out: str = option(
+        "runs/finetune", "folder for checkpoints, logs and the result (default: {default})", of_run=False, first=True
+    )
     merge: bool = option(False, "merge the adapters into the weights of the result", of_run=False)
     # `None` for the checkpoint's dtype, if it is smaller than that of the weights.
     save_dtype: str | None = option(

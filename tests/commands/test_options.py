@@ -34,7 +34,12 @@ from tests.trainers._runs import figures_of
 
 pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 # Options that other tests have: those of several processes, and one that grpo refuses, since it holds nothing out.
-ELSEWHERE = {"--distributed": "test_finetune_processes.py", "--patience": "test_grpo.py", "--help": ""}
+ELSEWHERE = {
+    "--distributed": "test_finetune_processes.py",
+    "--patience": "test_grpo.py",
+    "--help": "",
+    "--help-all": "",
+}
 
 ADAPTERS = {
     "adapters": ["--lora 2", "# none", "--lora --merge", "--lora 3 --lora-experts --model {experts}"],

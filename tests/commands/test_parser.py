@@ -1,5 +1,6 @@
 """The command line itself: its version, names that are not known, and files of options."""
 
+import argparse
 import re
 import tomllib
 import types
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_jax.commands import _config, _parser, _parsers, main, option_names
+from liger_jax.commands import _COMMANDS, _config, _parser, _parsers, main, option_names
 from liger_jax.commands._arguments import ALTERNATIVES
 from liger_jax.commands._arguments import settings_of as parsed_settings
 from liger_jax.commands.finetune import add_arguments
@@ -16,6 +17,7 @@ from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
 from tests import _tiny
 
+ROOT = Path(__file__).parents[2]
 PLAN = "--batch 8 --seq 512 --device h200".split()
 
 
@@ -29,7 +31,7 @@ def said(capsys, *arguments):
 
 
 def test_version_is_the_project_s(capsys):
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert said(capsys, "--version") == (f"liger-jax {project['version']}\n", 0)
 
 
@@ -108,6 +110,28 @@ def test_a_command_of_one_process_does_not_offer_several(command, capsys):
     needed = {"grpo": ["--reward=a:b"], "distill": ["--teacher=t"]}.get(command, [])
     assert main([command, "--model=m", "--data=d", "--distributed", *needed]) == 2
     assert "--distributed: this command trains in one process. Leave it out." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command, own", [("finetune", ""), ("dpo", "--loss"), ("grpo", "--reward"), ("distill", "--teacher")]
+)
+def test_help_shows_the_ten_options_that_people_need_first_in_groups_that_name_their_pages(command, own, capsys):
+    (short, code), (whole, _) = said(capsys, command, "--help"), said(capsys, command, "--help-all")
+    options_in = lambda text: re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE)
+    *ten, help_option, help_all, config, cache = options_in(short)
+    assert code == 0 and len(ten) == 10 and (help_option, help_all, config, cache)[:2] == ("--help", "--help-all")
+    assert ten[0] == (own or "--model") and ten.index("--model") < ten.index("--data")
+    ours = {each.dest: each for each in dict(zip(_COMMANDS, _parsers()[1], strict=True))[command]._actions}
+    visible = {
+        each.option_strings[-1 if name == "help" else 0]
+        for name, each in ours.items()
+        if each.help != argparse.SUPPRESS
+    }
+    assert set(options_in(whole)) == visible and len(options_in(whole)) == len(visible) > 40
+    for page, _, heading in re.findall(r"^[a-z ]+ \((docs/[a-z-]+\.md)(#([a-z-]+))?\):$", whole, re.MULTILINE):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert not heading or heading in {each.lower().replace(" ", "-") for each in headings}
+    assert whole.count("docs/") >= 7
 
 
 def test_names_of_other_trainers_lead_to_options_that_there_are():

@@ -137,7 +137,12 @@ def test_the_tables_of_options_are_whole_and_have_no_others(name, parsers):
     ours = {option for action in parsers[name]._actions for option in action.option_strings if option[:2] == "--"}
     ours -= {option for option in ours if f"--{option.removeprefix('--no-')}" in ours - {option}}
     assert not (others := explained(name) - ours - {"--no-cache"}), f"no options: {sorted(others)}"
-    told = set(re.findall(r"--[a-z-]+[a-z]", TEXTS[f"docs/{name}.md"])) | {"--help", "--config", "--cache"}
+    told = set(re.findall(r"--[a-z-]+[a-z]", TEXTS[f"docs/{name}.md"])) | {
+        "--help",
+        "--help-all",
+        "--config",
+        "--cache",
+    }
     lost = ours - told - (explained("finetune") if name in METHODS else set())
     assert not lost, f"without a word: {sorted(lost)}"
 
