@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         Each student's divergence from the teacher, before training, every tenth step and at the end. The keys say what
         a student learns from.
     """
-    steps, out = steps_and_folder(argv, 150, "runs/distill")
+    steps, out = steps_and_folder(argv, 150, "runs/tiny_distill")
     graph, params = tiny.llama(VOCAB, hidden_size=128)
     params = tiny.pretrain(graph, params, lambda step: markov_text(step, BATCH), PRETRAINING_STEPS, "teacher")
     teacher = nnx.merge(graph, params)

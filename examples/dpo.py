@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     Returns:
         The mean reward margin of each step's pairs, and of the pairs held out, before training and after it.
     """
-    steps, out = steps_and_folder(argv, 100, "runs/dpo")
+    steps, out = steps_and_folder(argv, 100, "runs/tiny_dpo")
     graph, params = tiny.llama(VOCAB)
     params = tiny.pretrain(graph, params, both_ways, PRETRAINING_STEPS, "counting both ways")
 

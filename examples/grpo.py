@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
-    flags = all_flags(parser, argv, 100, "runs/grpo")
+    flags = all_flags(parser, argv, 100, "runs/tiny_grpo")
     graph, params = tiny.llama(VOCAB)
     params = tiny.pretrain(graph, params, sums, PRETRAINING_STEPS, "a moment of sums")
     graph, trained, frozen, reference = policy_and_reference(nnx.merge(graph, params), flags.lora)

@@ -159,3 +159,26 @@ def test_the_tables_of_options_have_their_defaults(name):
             cell = told.get(_options.flag(field), shown).replace(",", "")
             is_told = re.search(rf"(?<![\w.]){re.escape(shown)}(?!\w)", cell) or cell == "half an hour"
             assert is_told, f"{field.name}: {shown}, and not {cell}"
+
+
+def runs_of(some: list[str]) -> dict[str, set[str]]:
+    """The commands among some lines that train, by the folder that each writes to."""
+    folders: dict[str, set[str]] = {}
+    for match in filter(None, map(OURS.match, some)):
+        name, *arguments = shlex.split(match["rest"], comments=True)
+        if name in METHODS and "--distributed" not in arguments:
+            out = arguments[arguments.index("--out") + 1] if "--out" in arguments else f"runs/{name}"
+            folders.setdefault(out, set()).add(match["rest"])
+    return folders
+
+
+@pytest.mark.parametrize("places", ["pages", *METHODS])
+def test_no_two_runs_of_the_pages_or_of_a_help_text_share_a_folder(places):
+    """The second one would be refused."""
+    if places == "pages":
+        some = [line for text in TEXTS.values() for line, named in lines(text) if not named]
+    else:
+        some = (commands._COMMANDS[places].__doc__ or "").splitlines()
+    folders = runs_of(some)
+    assert not [given for given in folders.values() if len(given) > 1]
+    assert len(folders) >= (20 if places == "pages" else 3)
