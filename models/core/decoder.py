@@ -13,11 +13,11 @@ from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.cache import KVCache, mixes_ropes, with_tokens
 from liger_jax.models.core.embedding import embed, embed_tied, sums_gradients
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.layer_stack import Decoded, LayerKind, LayerStack
+from liger_jax.models.core.layer_stack import Decoded, LayerStack, kinds_of
 from liger_jax.models.core.parallel import tensor_layers
 from liger_jax.models.core.parallel.vocabulary_shards import embed_shards
 from liger_jax.models.core.query_scale import query_scale
-from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.remat import Remat, mode_of_first
 from liger_jax.models.core.row_tokens import RowTokens, TokensInOrder, attention_segments, tokens_of
 from liger_jax.models.core.stream import Stream
 from liger_jax.ops import Segments, rope_table
@@ -45,14 +45,11 @@ class Decoder(nnx.Module):
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
         scan = scan_layers and not config.layers_differ
         of_layer = functools.partial(
-            Blocks, kernels=kernels, dtype=dtype, param_dtype=param_dtype, remat=remat, scan=scan
+            Blocks, kernels=kernels, dtype=dtype, param_dtype=param_dtype, remat=mode_of_first(remat), scan=scan
         )
         of_kind = lambda kind: dict(feed_forward=kind.feed_forward, is_recurrent=kind.is_recurrent)
         make_layer = lambda kind, rngs: layer(of_layer(config.of_layers(kind.attention), rngs=rngs, **of_kind(kind)))
-        kinds = tuple(
-            LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in range(config.num_hidden_layers)
-        )
-        self.stack = LayerStack(kinds, scan, remat, kernels)
+        self.stack = LayerStack(kinds_of(config), scan, remat, kernels)
         self.layers, self.last_layers = self.stack.make(make_layer, rngs)
         setattr(self, config.last_norm_name, Blocks(config, kernels, dtype, param_dtype).norm())
 

@@ -55,14 +55,24 @@ class DenseFeedForward(nnx.Module):
         down_proj = linear(inner_width, width, use_bias=config.mlp_bias)
         setattr(self, down, down_proj)
         self.activation, self.kernels = config.gate, kernels
-        self.fused, self.recomputed = may_fuse(kernels, remat, blocks.scan), remat != "none"
         self.remat: Remat = remat
+        self.scan = blocks.scan
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Aux]:
         gate, up, down = self.names
         projections = ("gate_up_proj",) if self.has_gate_up else (gate, up)
         layers = tuple(getattr(self, name) for name in (*projections, down))
         return over_tokens(self._of_projections, layers, x, self.remat, self.kernels.mesh_layout), {}
+
+    @property
+    def fused(self) -> bool:
+        """Whether it is one op, if its projections are plain."""
+        return may_fuse(self.kernels, self.remat, self.scan)
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether the backward computes the layer again."""
+        return self.remat != "none"
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:

@@ -19,7 +19,8 @@ from liger_jax.models.core.gated_convolution import CONVOLUTION
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.linear_attention import LINEAR
 from liger_jax.models.core.parameters import stack_of_place
-from liger_jax.models.core.remat import POLICIES, Remat
+from liger_jax.models.core import remat as remats
+from liger_jax.models.core.remat import POLICIES, Mode, Remat
 from liger_jax.models.core.stream import Stream, as_input
 from liger_jax.ops.eager import compiled_once, is_part_of_a_program
 
@@ -68,13 +69,18 @@ class LayerStack:
     scan: bool  # stack the parameters along a leading axis and scan over it
     # What a layer keeps for the backward. `"none"` keeps all but norms, gates and sums, which take one pass over memory
     # to compute again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the host's
-    # memory; `"offload_attention"` attention's result there, too.
+    # memory; `"offload_attention"` attention's result there, too; a number is that of the last layers that are as with
+    # `"dots"`, and the others are as with `"full"`.
     remat: Remat
     kernels: KernelOptions = KernelOptions()  # the model's options, for their layout
 
     def __post_init__(self):
-        if self.remat not in POLICIES:
-            raise ValueError(f"remat={self.remat!r} must be one of {list(POLICIES)}.")
+        remats.check(self.remat, len(self.kinds))
+
+    @property
+    def modes(self) -> list[Mode]:
+        """What each of the layers keeps."""
+        return modes_of(self.kinds, self.remat)
 
     @property
     def stacked(self) -> dict[str, range]:
@@ -160,11 +166,11 @@ class LayerStack:
             carry, sums = self._scanned(layers, carry, inputs, made, is_new)
             first = sum(map(len, self.stacked.values()))
         calls: dict[Any, Any] = {}  # one function for equal layers: JAX traces and lowers it once
-        for i in range(first, len(self.kinds)):
+        for i, mode in [*enumerate(self.modes)][first:]:
             kind, (graphdef, state) = self.kinds[i], self._split(layers, last_layers, i)
-            if (kind, graphdef) not in calls:
-                calls[kind, graphdef] = self._layer_call(kind, graphdef, inputs, made, is_new, prevent_cse=True)
-            carry, aux = calls[kind, graphdef](carry, state)
+            if (own := (kind, mode, graphdef)) not in calls:
+                calls[own] = self._layer_call(*own, inputs, made, is_new, prevent_cse=True)
+            carry, aux = calls[own](carry, state)
             sums.setdefault(kind.feed_forward, []).append(jax.tree.map(lambda leaf: leaf[None], aux))
         x, memory = carry
         joined = {kind: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees) for kind, trees in sums.items()}
@@ -185,22 +191,24 @@ class LayerStack:
     def _layer_call(
         self,
         kind: LayerKind,
+        mode: Mode,
         graphdef: Any,
         inputs: Mapping[str, Sequence[Any]],
         made: Callable[[Any, Any, Any], Any],
         is_new: bool,
         *,
         prevent_cse: bool,
-        place: int | None = None,
+        read: Callable[[Any], Any] = lambda state: state,
     ) -> Callable[[Any, Any], Any]:
-        """One layer's (carry, state) → (carry, aux). With a `place`, the state holds its whole group of layers."""
+        """One layer's (carry, state) → (carry, aux). `read` takes its state out of one that holds more."""
         own_inputs = inputs[kind.attention]
 
         def call(carry, state):
             x, memory = carry
-            if place is not None:  # inside the checkpoint, so that the slice is not kept for the backward
-                state = jax.tree.map(lambda leaf: leaf[place], state)
+            state = read(state)  # inside the checkpoint, so that the slice is not kept for the backward
             layer, x = made(graphdef, state, x.dtype), as_input(x)
+            if mode != remats.mode_of_first(self.remat):
+                _set_mode(layer, mode)
             if memory is None:
                 x, aux = layer(x, *own_inputs)
                 return (x, None), aux
@@ -210,9 +218,9 @@ class LayerStack:
             earlier = tuple(number + (i == kind.is_recurrent) for i, number in enumerate(earlier))
             return (x, (own.cache, earlier)), aux
 
-        if self.remat == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):
+        if mode == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):
             return call  # JAX's TPU interpreter has effects, which jax.checkpoint refuses
-        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[self.remat])
+        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[mode])
 
     def _scanned(
         self,
@@ -223,7 +231,9 @@ class LayerStack:
         is_new: bool,
     ) -> tuple[Any, dict[str, list[Any]]]:
         """The carry after the stacked layers, and for each feed-forward a list of one tree of its layers' sums."""
-        pattern = self.kinds[: pattern_length(self.kinds)]
+        pattern, mode = self.kinds[: pattern_length(self.kinds)], remats.mode_of_first(self.remat)
+        if isinstance(self.remat, int) and carry[1] is None:  # with a cache nothing is kept for a backward
+            return self._in_two_loops(layers, pattern, carry, inputs, made)
         graphdefs, groups = {}, {}
         for name in self.stacked:
             graphdefs[name], state = nnx.split(layers[name] if name else layers)
@@ -232,8 +242,9 @@ class LayerStack:
         # The scan's loop already separates the recomputation from the forward, so no barriers are needed.
         calls = []
         for i, kind in enumerate(pattern):
-            name, place = ("", i) if "" in groups else (stack_of_place(i, len(pattern)), None)
-            call = self._layer_call(kind, graphdefs[name], inputs, made, is_new, prevent_cse=False, place=place)
+            name = "" if "" in groups else stack_of_place(i, len(pattern))
+            place = {} if name else dict(read=functools.partial(jax.tree.map, operator.itemgetter(i)))
+            call = self._layer_call(kind, mode, graphdefs[name], inputs, made, is_new, prevent_cse=False, **place)
             calls.append((name, kind, call))
 
         def group(carry, states):
@@ -244,8 +255,92 @@ class LayerStack:
             return carry, {kind: jax.tree.map(lambda *leaves: jnp.stack(leaves), *of) for kind, of in sums.items()}
 
         carry, sums = jax.lax.scan(group, carry, groups)
-        in_a_row = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # groups and their layers
-        return carry, {kind: [jax.tree.map(in_a_row, tree)] for kind, tree in sums.items()}
+        return carry, {kind: [jax.tree.map(_in_a_row, tree)] for kind, tree in sums.items()}
+
+    def _in_two_loops(
+        self,
+        layers: Any,
+        pattern: tuple[LayerKind, ...],
+        carry: Any,
+        inputs: Mapping[str, Sequence[Any]],
+        made: Callable[[Any, Any, Any], Any],
+    ) -> tuple[Any, dict[str, list[Any]]]:
+        """The same by two loops: over the layers that are computed again, and over those that keep their products.
+
+        A slice of the stack for each loop would copy the weights, and two stacks of gradients would be copied into one.
+        So each loop reads a layer's parameters out of the whole stack, by the layer's number. Their gradients take
+        another way: the loops hand on the stack, which no layer reads, and in the backward it is the stack of
+        gradients, into which each layer writes its own.
+        """
+        graphdefs, stacks = {}, {}
+        for name in self.stacked:
+            graphdefs[name], stacks[name] = nnx.split(layers[name] if name else layers)
+        values, length = jax.lax.stop_gradient(stacks), len(pattern)
+        modes = self.modes[: sum(map(len, self.stacked.values())) : length]
+        carry, sums = (carry, stacks), {}
+        for mode in ("full", "dots"):
+            calls = []
+            for i, kind in enumerate(pattern):
+                name = "" if "" in stacks else stack_of_place(i, length)
+                call = self._layer_call(
+                    kind, mode, graphdefs[name], inputs, made, False, prevent_cse=False, read=_read_by_number
+                )
+                calls.append((name, kind, call))
+
+            def group(carry, number, calls=calls):
+                (carry, stacks), sums = carry, {}
+                for i, (name, kind, call) in enumerate(calls):
+                    place = number if name else number * length + i
+                    stacks = stacks | {}
+                    leaves, tree = jax.tree.flatten(stacks[name])
+                    handed_on = [_handed_on(leaf, place) for leaf in leaves]
+                    stacks[name], own = (jax.tree.unflatten(tree, part) for part in zip(*handed_on, strict=True))
+                    carry, aux = call(carry, (values[name], own, place))
+                    sums.setdefault(kind.feed_forward, []).append(aux)
+                stacked = {kind: jax.tree.map(lambda *leaves: jnp.stack(leaves), *of) for kind, of in sums.items()}
+                return (carry, stacks), stacked
+
+            numbers = jnp.array([number for number, own in enumerate(modes) if own == mode], jnp.int32)
+            if len(numbers):
+                carry, of_loop = jax.lax.scan(group, carry, numbers)
+                for kind, tree in of_loop.items():
+                    sums.setdefault(kind, []).append(jax.tree.map(_in_a_row, tree))
+        return carry[0], sums
+
+
+def _in_a_row(leaf: jax.Array) -> jax.Array:
+    """Merges the axes of groups and of their layers."""
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+
+@jax.custom_vjp
+def _handed_on(stack: jax.Array, number: Any) -> tuple[jax.Array, jax.Array]:
+    """The stack, and the slot of one layer's gradient, whose values nobody reads."""
+    return stack, jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+
+
+def _handed_on_backward(number, gradients):
+    of_stack, own = gradients
+    return jax.lax.dynamic_update_index_in_dim(of_stack, own, number, 0), None
+
+
+_handed_on.defvjp(lambda stack, number: (_handed_on(stack, number), number), _handed_on_backward)
+
+
+@jax.custom_vjp
+def _with_gradient_of(value: jax.Array, slot: jax.Array) -> jax.Array:
+    """The value, whose gradient goes to the slot."""
+    return value
+
+
+_with_gradient_of.defvjp(lambda value, slot: (value, None), lambda _, gradient: (None, gradient))
+
+
+def _read_by_number(state: tuple[Any, Any, Any]) -> Any:
+    """One layer's parameters, from all of them, the slots of its gradients, and its number."""
+    stack, slots, number = state
+    read = lambda leaf, slot: _with_gradient_of(jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), slot)
+    return jax.tree.map(read, stack, slots)
 
 
 class _Call(NamedTuple):
@@ -279,9 +374,33 @@ def _made_by(gathered: Callable[[Any, Any], Any], dropout_words: Any) -> Callabl
     return made
 
 
+def _set_mode(layer: nnx.Module, mode: Mode) -> None:
+    """Tells the blocks of a layer that was just merged what it keeps, in place."""
+    for node in [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Module) and hasattr(node, "remat")]:
+        node.remat = mode
+
+
 def _made(make_layer: Callable[[LayerKind, nnx.Rngs], nnx.Module], kind: LayerKind, keys: Any) -> nnx.Module:
     """One layer, with parameters stacked for each of the keys."""
     return nnx.vmap(lambda key: make_layer(kind, nnx.Rngs(key)))(keys)
+
+
+def kinds_of(config: Any) -> tuple[LayerKind, ...]:
+    """The kinds of an architecture's layers."""
+    numbers = range(config.num_hidden_layers)
+    return tuple(LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in numbers)
+
+
+def modes_of(kinds: Sequence[Any], remat: Remat) -> list[Mode]:
+    """What each layer keeps. A number of layers is taken down to whole repetitions of the layers' pattern, and to the
+    layers that are left over after the last one.
+    """
+    if not isinstance(remat, int):
+        return [remat] * len(kinds)
+    first, length = len(kinds) - remat, pattern_length(kinds)
+    whole = len(kinds) - len(kinds) % length
+    first = min(-(-first // length) * length, whole) if first < whole else first
+    return ["full"] * first + ["dots"] * (len(kinds) - first)
 
 
 def pattern_length(kinds: Sequence[Any]) -> int:

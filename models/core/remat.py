@@ -10,7 +10,10 @@ from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
 from liger_jax.ops.gated_mlp import UP_PROJECTION
 from liger_jax.pallas_kernels.gated_delta_rule.config import GATED_DELTA_RULE_STATES
 
-Remat = Literal["none", "full", "dots", "offload", "offload_attention"]
+Mode = Literal["none", "full", "dots", "offload", "offload_attention"]  # of one layer
+# What the layers of a model keep: all the same; or, as a number, the products of so many last layers ("dots"), while
+# those before them keep their inputs ("full").
+Remat = Mode | int
 
 INPUT = "layer_input"
 # Queries, keys and values as attention takes them.
@@ -27,9 +30,24 @@ _KEPT = (
 )  # fmt: skip
 
 
+def mode_of_first(remat: Remat) -> Mode:
+    """What the first layers keep, where the last ones may keep more."""
+    return "full" if isinstance(remat, int) else remat
+
+
+def check(remat: Any, num_layers: int) -> None:
+    """Refuses what is neither a mode nor a number of layers."""
+    is_number = isinstance(remat, int) and not isinstance(remat, bool)
+    if not (0 <= remat <= num_layers if is_number else remat in POLICIES):
+        raise ValueError(
+            f"remat={remat!r} must be one of {list(POLICIES)}, or how many of the last layers keep their products, "
+            f"from 0 to {num_layers}."
+        )
+
+
 def keeps_products(remat: Remat) -> bool:
     """Whether a layer keeps results of its matrix products for the backward."""
-    return remat in ("none", "dots")
+    return mode_of_first(remat) in ("none", "dots")
 
 
 def is_offloaded(remat: Remat) -> bool:
