@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from liger_jax.models.core.memory import LayerMemory
 from liger_jax.models.core.parameters import parameter
 from liger_jax.models.hugging_face.adapter_targets import Targets, split
 from liger_jax.ops.experts.adapted_moe_mlp import experts_at_once
@@ -122,11 +123,21 @@ def estimate(run: Run) -> Estimate:
     in_backward = {
         "gradients": sizes.gradient_bytes + sums + remainder,
         "copies of parameters": of_layers + in_layers + of_tokens,
-        "one layer's work": max(layer.worked_on for layer, _ in layers),
+        "one layer's work": _work(layers),
     }
     peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
     bytes_of = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
     return Estimate(bytes_of, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums, host)
+
+
+def _work(layers: list[tuple[LayerMemory, int]]) -> int:
+    """Bytes of one layer's backward: what it holds beside all that is kept, or, where last layers keep more than the
+    first ones and have let go of it by then, beside what is left of it.
+    """
+    last = layers[-1][0].remat
+    let_go = sum(count * sum(layer.kept.values()) for layer, count in layers if layer.remat == last)
+    work = lambda layer: layer.worked_on - (let_go if layer.remat != last else 0)
+    return max(work(layer) for layer, _ in layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ from liger_jax.models import lora as adapters
 from liger_jax.models.core.embedding import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
 from liger_jax.models.core.parallel.mesh_axes import put
-from liger_jax.models.core.remat import Remat
+from liger_jax.models.core import remat as remats
+from liger_jax.models.core.remat import Mode
 from liger_jax.models.hugging_face.adapter_targets import Targets, problems, split
 from liger_jax.models.lora.vocabulary import columns
 from liger_jax.models.quantized import quantize
@@ -31,7 +32,7 @@ from liger_jax.training.optimizer import OPTIMIZERS
 from liger_jax.training.rows import ARGUMENTS
 
 LOSSES = ("fused", "logits")
-REMATS = get_args(Remat)
+REMATS = get_args(Mode)
 STATE_MEMORIES = ("device", "host")
 
 
@@ -49,7 +50,7 @@ class Run:
         state_dtype: dtype of "adamw"'s moments, "float32" or "bfloat16".
         param_dtype: dtype of parameters and gradients.
         dtype: dtype of the computation.
-        remat: as in the models.
+        remat: as in the models: a name, or the number of the last layers that keep their products.
         loss: "fused" or "logits".
         micro_batches: the number of equal micro-batches in a step's batch.
         state_memory: where the optimizer's moments are, "device" or "host".
@@ -71,7 +72,7 @@ class Run:
     state_dtype: str = "float32"
     param_dtype: str = "float32"
     dtype: str = defaults.DTYPE
-    remat: str = defaults.REMAT
+    remat: str | int = defaults.REMAT
     loss: str = "fused"
     micro_batches: int = defaults.MICRO_BATCHES
     state_memory: str = "device"
@@ -87,7 +88,8 @@ class Run:
         for name, size in dict(batch=self.batch, seq=self.seq, micro_batches=self.micro_batches).items():
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1.")
-        choices = dict(optimizer=OPTIMIZERS, remat=REMATS, loss=LOSSES, state_memory=STATE_MEMORIES)
+        remats.check(self.remat, self.model.config.num_hidden_layers)
+        choices = dict(optimizer=OPTIMIZERS, loss=LOSSES, state_memory=STATE_MEMORIES)
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")

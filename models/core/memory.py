@@ -4,6 +4,7 @@ All sizes are for one device. The rules are in `remat.py` (what a layer keeps), 
 `embedding.py` (how a tied head's gradient is summed). `liger_jax.planner` adds up these sizes.
 """
 
+import collections
 import dataclasses
 import math
 from typing import Any
@@ -15,7 +16,8 @@ from liger_jax.models.core.embedding import logit_options_of, sums_gradients, ti
 from liger_jax.models.core.experts import EXPERTS
 from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS, may_fuse
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.remat import Remat, is_offloaded
+from liger_jax.models.core.layer_stack import kinds_of, modes_of
+from liger_jax.models.core.remat import Remat, is_offloaded, mode_of_first
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops.experts.grouped_matmul import KERNELS as GROUPED_PRODUCTS
@@ -46,7 +48,7 @@ class LayerMemory:
 
     config: Any  # the architecture
     kernels: KernelOptions  # the model's options
-    remat: Remat  # what the layer keeps for the backward
+    remat: Remat  # what the layer keeps for the backward; for a number of layers `each` says what each of them keeps
     dtype: Any  # dtype of the computation
     rows: int  # sequences of one device and micro-batch
     seq: int  # tokens in a sequence, of which the device has its shard where a sequence axis splits them
@@ -67,9 +69,12 @@ class LayerMemory:
     @property
     def each(self) -> list[tuple["LayerMemory", int]]:
         """The memory of a layer of each kind, and the number of such layers."""
-        linear = self.config.num_recurrent_layers
-        counts = {False: self.config.num_hidden_layers - linear, True: linear}
-        return [(dataclasses.replace(self, is_recurrent=kind), count) for kind, count in counts.items() if count]
+        kinds = kinds_of(self.config)
+        counts = collections.Counter(
+            (kind.is_recurrent, mode) for kind, mode in zip(kinds, modes_of(kinds, self.remat), strict=True)
+        )
+        of = lambda kind, mode: dataclasses.replace(self, is_recurrent=kind, remat=mode)
+        return [(of(*each), count) for each, count in counts.items()]
 
     @property
     def kept(self) -> dict[str, int]:
@@ -190,7 +195,7 @@ class LayerMemory:
             "dots": (d, projected + d),
             # with attention's queries and keys (rotated, or before their norms), values, result and sums
             "none": (d, projected + d + result),
-        }[self.remat]
+        }[mode_of_first(self.remat)]
         where = lambda one: dict(devices=self.expert) if one is FEED_FORWARDS[EXPERTS] else {}
         of_feed_forward = max(one.values_kept(c, self.remat, **where(one)) for one in self._feed_forwards())
         return {"layer inputs": inputs, "attention": of_attention, "feed-forward": of_feed_forward}

@@ -18,7 +18,7 @@ from liger_jax.models.core import feed_forward
 from liger_jax.models.core.attention import in_one_product
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.feed_forward import DenseFeedForward
-from liger_jax.models.core.layer_stack import LayerKind, LayerStack, pattern_length
+from liger_jax.models.core.layer_stack import LayerKind, LayerStack, modes_of, pattern_length
 from liger_jax.models.core.parameters import describe, projections
 from tests.ops._oracle import first
 
@@ -98,10 +98,42 @@ def test_scanned_patterns_are_the_unrolled_layers(kinds):
     assert set(scanned[2]) == {f"layers.{i}.weight" for i in range(len(kinds))}
 
 
-@pytest.mark.parametrize("remat", first(1, ["full", "dots"]))
+@pytest.mark.parametrize("remat", first(2, ["full", 4, "dots", 1]))
 def test_rematerialised_patterns_are_the_same(remat):
     plain, again = run("aabaaba", scan=True), run("aabaaba", scan=True, remat=remat)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), plain, again)
+
+
+@pytest.mark.parametrize(
+    "kinds, remat, kept",
+    [
+        ("aaaa", 0, 0), ("aaaa", 3, 3), ("aaaa", 4, 4), ("abab", 3, 2), ("aabaabaa", 1, 1), ("aabaabaa", 4, 2),
+        ("aabaabaa", 5, 5), ("aabaabaa", 7, 5), ("aabaabaa", 8, 8), ("aabaabaa", "dots", 8), ("aabaabaa", "full", 0),
+    ],
+)  # fmt: skip
+def test_the_last_layers_that_keep_products_are_whole_repetitions_of_the_pattern(kinds, remat, kept):
+    modes = modes_of(kinds, remat)
+    assert modes == ["full"] * (len(kinds) - kept) + ["dots"] * kept
+
+
+@pytest.mark.parametrize("remat", [5, -1, True])
+def test_another_number_of_layers_is_refused(remat):
+    with pytest.raises(ValueError, match="one of .* or how many of the last layers .* from 0 to 4"):
+        LayerStack((LayerKind("a"),) * 4, True, remat)
+
+
+def test_two_loops_read_one_stack_of_weights_and_write_one_of_gradients():
+    """Neither weights nor gradients are copied, cut or put together: the program of one loop has as many copies."""
+
+    def program(remat):
+        graph, params = nnx.split(Stacked("a" * 6, scan=True, remat=remat))
+        loss = lambda params, x: jnp.sum(nnx.merge(graph, params)(x, {"a": (0.1,)}) ** 2)
+        compiled = jax.jit(jax.grad(loss)).lower(params, jnp.ones((1, 2, 3))).compile()
+        moved = r"f32\[[2-6],3,3\]\S* (?:copy|concatenate|slice|pad|gather|add|transpose)\("
+        return re.findall(moved, compiled.as_text()), compiled.as_text().count(" while(")
+
+    (one, loops), (two, loops_of_two) = program("full"), program(2)
+    assert len(two) <= len(one) and loops_of_two == 2 * loops, (one, two)
 
 
 def run_with_sums(kinds, *, scan, remat="none"):
@@ -128,9 +160,11 @@ def run_with_sums(kinds, *, scan, remat="none"):
 
 
 # Experts in all layers; in every other one, of two kinds of attention; two in a group and some left over.
-@pytest.mark.parametrize("kinds", first(2, ["aBBaaBBa", "aBAaBAaB", "AAA", "aAaA", "AbAbA"]))
-def test_layers_of_experts_alternate_with_dense_ones_and_return_their_sums_in_order(kinds):
-    scanned, unrolled = run_with_sums(kinds, scan=True, remat="full"), run_with_sums(kinds, scan=False)
+@pytest.mark.parametrize("case", first(2, ["aBBaaBBaaBBa 5", "aBAaBAaB full", "AAA 2", "AAA full", "aAaA 2", "AbAbA 3"]))
+def test_layers_of_experts_alternate_with_dense_ones_and_return_their_sums_in_order(case):
+    kinds, remat = case.split()
+    remat = int(remat) if remat.isdecimal() else remat
+    scanned, unrolled = run_with_sums(kinds, scan=True, remat=remat), run_with_sums(kinds, scan=False)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), scanned, unrolled)
     model, x, shares = Stacked(kinds, scan=False), jnp.linspace(-1, 1, 6).reshape(1, 2, 3), []
     for kind, layer in zip(kinds, model.layers, strict=True):
@@ -184,14 +218,16 @@ def test_a_pattern_is_compiled_once():
     assert program.count("dot_general") == 3 + 1  # the pattern's layers, and what the leftover layers share
 
 
-def test_a_layers_parameters_are_not_kept_for_the_backward_a_second_time():
-    graph, params = nnx.split(Stacked("aab" * 4, scan=True))
+@pytest.mark.parametrize("remat, groups", [("none", [4]), (6, [2, 2])])
+def test_a_layers_parameters_are_not_kept_for_the_backward_a_second_time(remat, groups):
+    graph, params = nnx.split(Stacked("aab" * 4, scan=True, remat=remat))
     loss = lambda params, x: jnp.sum(nnx.merge(graph, params)(x, {"a": (0.1,), "b": (-0.7,)}))
     program = jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((1, 2, 3)))
-    forward, _ = [equation for equation in program.eqns if equation.primitive.name == "scan"]
-    kept = [variable.aval.shape for variable in forward.outvars]
-    assert (4, 1, 2, 3) in kept  # one layer's input for each of four groups
-    assert not [shape for shape in kept if shape[-2:] == (3, 3)], kept
+    loops = [equation for equation in program.eqns if equation.primitive.name == "scan"]
+    for forward, count in zip(loops, groups, strict=False):
+        kept = [variable.aval.shape for variable in forward.outvars[forward.params["num_carry"] :]]
+        assert (count, 1, 2, 3) in kept  # one layer's input for each group
+        assert not [shape for shape in kept if shape[-2:] == (3, 3)], kept
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
