@@ -47,12 +47,13 @@ class CausalLM(Pretrained):
         param_dtype: dtype of the parameters.
         remat: what each layer keeps for the backward: `"none"` (everything that is expensive to recompute), `"dots"`
             (its products), `"full"` (only its input), `"offload"` (only its input, in the host's memory) or
-            `"offload_attention"` (its input and attention's result, in the host's memory).
+            `"offload_attention"` (its input and attention's result, in the host's memory). A number n is `"dots"` for
+            the last n layers, in whole repetitions of the pattern of their kinds, and `"full"` for the others.
         scan_layers: whether the layers' parameters are stacked and scanned, so that one layer is compiled.
         rngs: `nnx.Rngs` with a stream `params`, or a default one.
 
     Raises:
-        ValueError: `remat` is unknown.
+        ValueError: `remat` is unknown, or more than the number of layers.
     """
 
     layer: Callable[[Blocks], nnx.Module]

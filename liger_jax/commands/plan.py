@@ -25,7 +25,7 @@ from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.devices import target
 from liger_jax.planner.planning import LEVELS, MemoryPlan
 from liger_jax.planner.searching import SEARCHES
-from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
+from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES, as_remat
 from liger_jax.trainers import adapters
 from liger_jax.training.meshes import in_words, parse_mesh
 from liger_jax.user_errors import user_errors
@@ -94,7 +94,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--dtype", choices=_DTYPES, help=f"dtype of the computation (default: {defaults.DTYPE})")
     command.add_argument(
-        "--remat", choices=REMATS, help=f"what layers recompute in the backward (default: {defaults.REMAT})"
+        "--remat",
+        type=as_remat,
+        choices=REMATS,
+        help=f"what layers recompute in the backward, or how many of the last ones keep their products (default: "
+        f"{defaults.REMAT})",
     )
     command.add_argument(
         "--loss", choices=LOSSES, help="the loss that the step computes: fused, or on logits (default: fused)"

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from liger_jax.models.core.remat import is_offloaded
+from liger_jax.models.core.remat import is_offloaded, keeps_products
 from liger_jax.planner import defaults
 from liger_jax.planner.devices import GIB, Target
 from liger_jax.planner.estimate import Estimate, estimate
@@ -136,8 +136,8 @@ def changes(
         yield dict(loss="fused")
     if run.mesh["data"] > 1 and (most := _on(run, run.target)) is not None:
         yield dict(mesh=most.mesh)
-    for remat in {"none": ("dots", "full"), "dots": ("full",)}.get(run.remat, ()):
-        yield dict(remat=remat)
+    if keeps_products(run.remat) or isinstance(run.remat, int):
+        yield from (dict(remat=remat) for remat in (("dots", "full") if run.remat == "none" else ("full",)))
     if run.micro_batches > 1:
         yield dict(micro_batches=1)  # their sum of gradients may be more than what smaller ones save
     for count in () if whole else run.micro_batch_choices:

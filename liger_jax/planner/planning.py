@@ -186,11 +186,11 @@ def plan(
             `models.stretched`; `None` to refuse such rows.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "adamw8bit", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat`
-            ("none", "full", "dots", "offload", "offload_attention"), `loss` ("fused", "logits"), `micro_batches` (a
-            number), `state_memory` ("device", "host"), `packed` (True or False), `lora` (a rank), `lora_targets` (names
-            or a regular expression), `lora_experts` and `dora` (True or False) and `quantize` ("nf4", "int8"), as `Run`
-            explains them. `param_dtype` defaults to the checkpoint's dtype with adapters, and otherwise to float32, as
-            in `finetune`.
+            ("none", "full", "dots", "offload", "offload_attention", or a number of layers), `loss` ("fused",
+            "logits"), `micro_batches` (a number), `state_memory` ("device", "host"), `packed` (True or False), `lora`
+            (a rank), `lora_targets` (names or a regular expression), `lora_experts` and `dora` (True or False) and
+            `quantize` ("nf4", "int8"), as `Run` explains them. `param_dtype` defaults to the checkpoint's dtype with
+            adapters, and otherwise to float32, as in `finetune`.
 
     Returns:
         The plan.

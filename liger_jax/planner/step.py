@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from liger_jax.models import KernelOptions, Layout
 from liger_jax.models import lora as adapters
+from liger_jax.models.core import remat as remats
 from liger_jax.models.core.embedding import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
 from liger_jax.models.core.parallel.mesh_axes import put
-from liger_jax.models.core import remat as remats
 from liger_jax.models.core.remat import Mode
 from liger_jax.models.hugging_face.adapter_targets import Targets, problems, split
 from liger_jax.models.lora.vocabulary import columns
@@ -32,8 +32,24 @@ from liger_jax.training.optimizer import OPTIMIZERS
 from liger_jax.training.rows import ARGUMENTS
 
 LOSSES = ("fused", "logits")
-REMATS = get_args(Mode)
 STATE_MEMORIES = ("device", "host")
+
+
+class _Remats(tuple[str, ...]):
+    """The values of `remat`: names, and numbers of layers, for which the last entry stands in messages."""
+
+    def __contains__(self, value: Any) -> bool:
+        if isinstance(value, int):
+            return not isinstance(value, bool) and value >= 0
+        return value in self[:-1]
+
+
+REMATS = _Remats((*get_args(Mode), "LAYERS"))
+
+
+def as_remat(text: str) -> str | int:
+    """The value of `remat` that a text names."""
+    return int(text) if text.isdecimal() else text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,9 @@ def let_pool_grow(settings: Settings) -> str:
     Returns a line that says so; empty if the pool stays as it is.
     """
     options, placement, at_once = settings.rows, settings.placement, settings.recipe.rows_at_once
-    remat: Any = placement.remat or ways_to_offload(options.length, whole=not options.pack)[0]
+    remat: Any = placement.remat
+    if remat is None:
+        remat = ways_to_offload(options.length, whole=not options.pack)[0]
     if at_once * options.length < _FEWEST or PINNED_LIMIT in os.environ or not is_offloaded(remat):
         return ""
     config = architecture_of(adapters.found(placement.model, settings.adapters)[-1]).config

@@ -7,7 +7,7 @@ from liger_jax import _options
 from liger_jax._options import option
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
-from liger_jax.planner.step import REMATS
+from liger_jax.planner.step import REMATS, as_remat
 from liger_jax.training.meshes import parse_mesh
 from liger_jax.user_errors import user_errors
 
@@ -37,9 +37,11 @@ class Placement:
     )  # fmt: skip
     # `None` for "full"; where that does not fit for "offload_attention", if rows are long and the host has room for it,
     # else for "offload".
-    remat: str | None = option(
-        None, "what layers keep for the backward (default: full, or an offload where full does not fit)",
-        choices=REMATS, of_run=False,
+    remat: str | int | None = option(
+        None,
+        "what layers keep for the backward, or how many of the last ones keep their products (default: full, or an "
+        "offload where full does not fit)",
+        choices=REMATS, type=as_remat, of_run=False,
     )  # fmt: skip
     dtype: str | None = option(None, "dtype of the computation (default: bfloat16, on a CPU float32)", choices=DTYPES)
     param_dtype: str | None = option(

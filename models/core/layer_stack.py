@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from liger_jax.models.core import remat as remats
 from liger_jax.models.core.cache import KVCache, LayerCache
 from liger_jax.models.core.dropout import give_words
 from liger_jax.models.core.feed_forward import DENSE, Aux
@@ -19,7 +21,6 @@ from liger_jax.models.core.gated_convolution import CONVOLUTION
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.linear_attention import LINEAR
 from liger_jax.models.core.parameters import stack_of_place
-from liger_jax.models.core import remat as remats
 from liger_jax.models.core.remat import POLICIES, Mode, Remat
 from liger_jax.models.core.stream import Stream, as_input
 from liger_jax.ops.eager import compiled_once, is_part_of_a_program
@@ -376,8 +377,10 @@ def _made_by(gathered: Callable[[Any, Any], Any], dropout_words: Any) -> Callabl
 
 def _set_mode(layer: nnx.Module, mode: Mode) -> None:
     """Tells the blocks of a layer that was just merged what it keeps, in place."""
-    for node in [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Module) and hasattr(node, "remat")]:
-        node.remat = mode
+    blocks: list[Any] = [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Module)]
+    for block in blocks:
+        if hasattr(block, "remat"):
+            block.remat = mode
 
 
 def _made(make_layer: Callable[[LayerKind, nnx.Rngs], nnx.Module], kind: LayerKind, keys: Any) -> nnx.Module:
@@ -400,7 +403,7 @@ def modes_of(kinds: Sequence[Any], remat: Remat) -> list[Mode]:
     first, length = len(kinds) - remat, pattern_length(kinds)
     whole = len(kinds) - len(kinds) % length
     first = min(-(-first // length) * length, whole) if first < whole else first
-    return ["full"] * first + ["dots"] * (len(kinds) - first)
+    return [*itertools.repeat("full", first), *itertools.repeat("dots", len(kinds) - first)]
 
 
 def pattern_length(kinds: Sequence[Any]) -> int:

@@ -133,7 +133,7 @@ def _model(family: str, draw: Draw) -> Case:
     kernels = models.KernelOptions(**draw.optional(mode=("auto", "fast", "lean")))
     is_mixed = len({config.feed_forward_of(i) for i in range(config.num_hidden_layers)}) > 1
     options = dict(scan_layers=draw.chance(0.6) and not is_mixed, param_dtype=param_dtype)
-    own = dict(dtype=dtype, remat=draw.pick("none", "none", "dots", "full"), kernels=kernels)
+    own = dict(dtype=dtype, remat=draw.pick("none", "none", "dots", "full", 1), kernels=kernels)
     plain = models.KernelOptions(
         rope=False, rms_norm=False, glu=False, fused_linear_cross_entropy=False, attention="xla", implementation="xla"
     )

@@ -172,6 +172,7 @@ def test_what_lies_on_the_host_leaves_the_gpu(options, kind, part, tiny):
         ("qwen2-0.5b", 8, 512, "full"),
         ("qwen2-0.5b", 8, 512, "none"),
         ("qwen2-1.5b", 2, 4096, "dots"),
+        ("qwen2-0.5b", 8, 2048, 12),
         ("llama-3.2-1b", 8, 2048, "full"),
     ],
 )

@@ -115,7 +115,7 @@ def test_loss_routing_and_every_gradient_are_those_of_one_device(family, sizes, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots", 1])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_recomputed_layers_on_any_mesh_are_those_of_one_device(axis_type, remat, devices):
     problem = Problem("mixtral", 11, segments=False)

@@ -126,6 +126,7 @@ CASES = [
             AXIS_TYPES[:1],
         ),
         *itertools.product(("llama",), MESHES, ("none",), LOSSES, AXIS_TYPES[1:]),
+        *itertools.product(("llama", "gemma3"), ("both",), (1,), ("fused",), AXIS_TYPES),
         *itertools.product(("qwen2", "gemma2", "gemma3"), ("both",), ("full",), ("fused",), AXIS_TYPES[1:]),
     )
 ]

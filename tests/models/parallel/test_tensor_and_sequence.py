@@ -37,7 +37,7 @@ from tests.ops._oracle import sent
 ROOT = Path(__file__).parents[3]
 AUTO, EXPLICIT = AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 TENSOR, SEQUENCE, BOTH = dict(tensor=2), dict(sequence=2), dict(tensor=2, sequence=2)
-REMAT = ("full", "dots", "offload", "offload_attention")
+REMAT = ("full", "dots", "offload", "offload_attention", 1)  # 1: of two layers
 LOGITS = dict(fused_linear_cross_entropy=False)
 CROSS_ENTROPY = LOGITS | dict(cross_entropy=True)
 TRITON = dict(implementation="triton:interpret", attention="xla")
@@ -53,7 +53,7 @@ def case(
 ):  # fmt: skip
     """A problem, a mesh and options; 13 positions are padded, to 14 for two devices along tensor, or to 16."""
     problem = Problem(family, tuple(dict(config).items()), length, scan_layers=scan_layers)
-    names = filter(None, (family, name_of(split), axis_type.name, name, options.get("remat")))
+    names = filter(None, (family, name_of(split), axis_type.name, name, str(options.get("remat", ""))))
     return pytest.param(problem, split, axis_type, options, id="-".join(names), marks=marks)
 
 
