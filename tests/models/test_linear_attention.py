@@ -143,15 +143,15 @@ def test_a_cache_gives_the_logits_of_whole_rows(scan, rng):
     prompts = jnp.stack([rows[0, :5], jnp.array([7, rows[1, 0], 7, rows[1, 1], rows[1, 2]])])
     masks = jnp.array([[1] * 5, [0, 1, 0, 1, 1]])
     out, cache = step(model, prompts, masks, cache)
-    np.testing.assert_allclose(out[0], whole[0, :5], atol=2e-5)
-    np.testing.assert_allclose(out[1, np.array([1, 3, 4])], whole[1, :3], atol=2e-5)
+    np.testing.assert_allclose(out[0], whole[0, :5], atol=1e-4)
+    np.testing.assert_allclose(out[1, np.array([1, 3, 4])], whole[1, :3], atol=1e-4)
     more = jnp.stack([jnp.append(rows[0, 5:8], 7), rows[1, 3:7]])
     out, cache = step(model, more, jnp.array([[1, 1, 1, 0], [1] * 4]), cache)
-    np.testing.assert_allclose(out[0, :3], whole[0, 5:8], atol=2e-5)
-    np.testing.assert_allclose(out[1], whole[1, 3:7], atol=2e-5)
+    np.testing.assert_allclose(out[0, :3], whole[0, 5:8], atol=1e-4)
+    np.testing.assert_allclose(out[1], whole[1, 3:7], atol=1e-4)
     for i in range(3):
         out, cache = step(model, jnp.stack([rows[:1, 8 + i], rows[1:, 7 + i]]), None, cache)
-        np.testing.assert_allclose(out[:, 0], jnp.stack([whole[0, 8 + i], whole[1, 7 + i]]), atol=2e-5)
+        np.testing.assert_allclose(out[:, 0], jnp.stack([whole[0, 8 + i], whole[1, 7 + i]]), atol=1e-4)
 
 
 def test_generated_tokens_are_the_likeliest_of_whole_rows(model, rng):

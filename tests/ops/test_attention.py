@@ -550,7 +550,7 @@ def test_rematerialised_layers_keep_the_output_and_a_number_for_each_query(name)
         (
             dict(implementation="cudnn", segment_ids=jnp.zeros((2, 8), jnp.int32)),
             ValueError,
-            "cudnn.: (it is compiled|cuDNN attention knows no)",
+            "cudnn.: (it is compiled|cuDNN attention does not support)",
         ),
         (dict(implementation="mosaic_tpu"), ValueError, "implementation='mosaic_tpu' is unknown; this op has"),
     ],
