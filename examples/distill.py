@@ -70,7 +70,6 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     seen = [*range(0, steps, EVERY), steps]
     lines = {way: (seen, values) for way, values in log.items()}
     report.curves({"KL(teacher ‖ student), nats a token": lines}, "Held-out divergence", out / "distill.png")
-    print(f"picture: {out / 'distill.png'}")
     return log
 
 

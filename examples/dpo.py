@@ -72,7 +72,6 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         print(f"share of sampled answers that begin {way}: {was:.2f} → {now:.2f}")
     lines = {"trained pairs": (range(steps), log["trained pairs"]), "pairs held out": (seen, log["pairs held out"])}
     report.curves({"reward margin": lines}, "DPO: chosen answers gain on rejected ones", out / "dpo.png")
-    print(f"picture: {out / 'dpo.png'}")
     return log
 
 

@@ -87,7 +87,6 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         "nats a token": {"KL from the reference": ([i / UPDATES for i in range(UPDATES * flags.steps)], log["kl"])},
     }
     report.curves(panels, "GRPO: right sums become likelier", flags.out / "grpo.png")
-    print(f"picture: {flags.out / 'grpo.png'}")
     return log
 
 

@@ -175,7 +175,6 @@ def _train(training, corpus, model, optimizer, devices, settings, out, fresh) ->
     }
     print("held-out loss: " + ", ".join(f"{name} {score:.3f}" for name, score in scores.items()))
     report.loss_curve([step["loss"] for step in log["steps"]], scores, out / "loss.png")
-    print(f"picture of the loss: {out / 'loss.png'}")
     return True
 
 
@@ -242,7 +241,6 @@ def _report_memory(make_model, optimizer, training, vocab_size, path):
         rows = memory.measure(make_model, optimizer, training.length)
     print(f"memory of a training step: {title}\n{memory.table(rows)}\n{report.MEMORY_CAPTION}")
     report.memory_picture(rows, title, path)
-    print(f"picture of the memory: {path}")
 
 
 if __name__ == "__main__":

@@ -60,9 +60,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         log[way] = scored[at].tolist()
         lines[way] = (at + 1).tolist(), log[way]
         print(f"{way}: held-out divergence {log[way][0]:.3f} → {log[way][-1]:.3f}")
-    picture = out / "distill.png"
-    report.curves({"divergence, nats a token": lines}, "trainers.distill: a student nears its teacher", picture)
-    print(f"picture: {picture}")
+    title = "trainers.distill: a student nears its teacher"
+    report.curves({"divergence, nats a token": lines}, title, out / "distill.png")
     return log
 
 

@@ -57,7 +57,6 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         "pairs held out": ((at + 1).tolist(), log["held out"]),
     }
     report.curves({"reward margin": lines}, "trainers.dpo: chosen answers gain on rejected ones", out / "dpo.png")
-    print(f"picture: {out / 'dpo.png'}")
     return log
 
 

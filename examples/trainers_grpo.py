@@ -78,7 +78,6 @@ def main(argv: list[str] | None = None) -> list[float]:
         "standard deviation of the reward": {"answers to one prompt": (steps, spreads)},
     }
     report.curves(panels, "GRPO: the named letter becomes likelier", folder / "grpo.png")
-    print(f"picture: {folder / 'grpo.png'}")
     return rewards
 
 

@@ -206,6 +206,14 @@ def test_the_memory_table_and_picture(monkeypatch, platform, tmp_path):
         assert_flat_and_growing(rows)
 
 
+def test_a_picture_without_matplotlib_does_not_stop_a_run(monkeypatch, tmp_path, capsys):
+    report.curves({"loss": {"ours": ([1, 2], [2.0, 1.0])}}, "a title", tmp_path / "there.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report.loss_curve([2.0, 1.0], {}, tmp_path / "loss.png")
+    told = f"picture: {tmp_path / 'there.png'}\nno picture: the package 'matplotlib' is missing, which pip install"
+    assert capsys.readouterr().out.startswith(told) and [path.name for path in tmp_path.iterdir()] == ["there.png"]
+
+
 def test_the_hundred_million_setting_has_a_hundred_million_parameters():
     size = train_llama.SIZES["100m"]
     make_model = lambda: train_llama.make_model(size.model, size.vocab, size.training)
