@@ -1,6 +1,7 @@
 """A model that generates text: a checkpoint, or adapters and the model that they belong to, with their tokenizer."""
 
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -36,6 +37,7 @@ class TextGenerator:
 
     def __init__(self, options: Generation):
         self._options, self._texts = options, 0
+        self._compiled: set[tuple[int, int]] = set()  # tokens of padded prompts, and of what is generated
         self._printed: set[str] = set()  # notices of earlier turns, which are not repeated
         with user_errors():
             result = _result(options.model)
@@ -109,7 +111,12 @@ class TextGenerator:
         stops = [stop for stop in self.tokenizer.stops if stop < self._model.config.vocab_size]
         with user_errors():
             tokens = stream(self._model, jnp.pad(prompt, (padding, 0))[None], eos_token_id=stops, **options)
-        return (int(token[0]) for token in tokens)
+        tokens = (int(token[0]) for token in tokens)
+        if (slots, new) not in self._compiled:  # the first token waits for the programs of all
+            self._compiled.add((slots, new))
+            with contextlib.redirect_stdout(sys.stderr), telling("compiling, for prompts of this length"):
+                tokens = itertools.chain([next(tokens)], tokens)
+        return tokens
 
     @staticmethod
     def _tell(count: int, cut_at: int | None, until_first: float, seconds: float) -> None:

@@ -1,6 +1,8 @@
 """A step of GRPO on the host: completions are sampled and rewarded, and packed into rows for the update."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +63,7 @@ class Rollouts:
         if tried.extras and self._file is None:
             print(f"rewards log columns ({', '.join(tried.extras)}), which --samples writes into a file")
         self._score: Any = None  # compiled with the first step
+        self._has_sampled = False
         self._equal_steps = 0  # consecutive steps in which no group's rewards differ
 
     @property
@@ -105,7 +108,8 @@ class Rollouts:
         """
         number = int(rows["number"])
         lines = self._data.lines_of(number)
-        completions = self._sampled(nnx.merge(graph, state[0], frozen), rows)
+        with self._announced():
+            completions = self._sampled(nnx.merge(graph, state[0], frozen), rows)
         scores = self._scores(number, lines, completions)
         rewards, figures = self._rewarded(scores)
         self._look_at_equals(number, scores.numbers, rewards)
@@ -127,6 +131,17 @@ class Rollouts:
         ):  # an update is the cause, also within the first step
             raise NotFiniteError(f"The loss is {loss} at step {int(rows['number']) + 1}, so training stops.")
         return state, (loss, {**others, **figures, **_lengths(completions), "num_tokens": seen})
+
+    @contextlib.contextmanager
+    def _announced(self) -> Iterator[None]:
+        """A context for sampling, whose programs are compiled in the first step."""
+        if self._has_sampled:
+            yield
+            return
+        tell("sampling is compiled, and the first completions are sampled …")
+        start, self._has_sampled = time.perf_counter(), True
+        yield
+        tell(f"sampling took {time.perf_counter() - start:.1f} s")
 
     def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
         """Log-probabilities (batch, length) by the sampling policy, in as many micro-batches as the update has."""

@@ -20,6 +20,7 @@ class Samples:
     """Held-out rows, whose beginnings are the model's prompts."""
 
     def __init__(self, pieces: Sequence[Piece], tokenizer: Tokenizer, longest: int, unit: int = 1):
+        self._has_shown = False
         self._unit, self._tokenizer, self._new = unit, tokenizer, min(NEW_TOKENS, max(1, longest // 2))
         self._prompts = [beginning(piece)[-(longest - self._new) :] for piece in pieces]
 
@@ -27,6 +28,9 @@ class Samples:
         """Prints how a model continues each of them, by greedy decoding."""
         if not self._prompts:
             return
+        if not self._has_shown:
+            write("samples: what continues them is compiled …")
+            self._has_shown = True
         width = max(map(len, self._prompts))
         filled = self._prompts + self._prompts[-1:] * (-len(self._prompts) % self._unit)
         rows = np.stack([np.pad(tokens, (width - len(tokens), 0)) for tokens in filled])

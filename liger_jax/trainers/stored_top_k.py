@@ -88,9 +88,9 @@ def fill(
         number = int(sum(each.sum() for each in counts))
         size = number * _entry(top_k).itemsize
         disk.check_space(path.parent, size, "the teacher's tokens")
-        print(f"the teacher reads {number:,} scored tokens, once: {disk.size(size)}")
         contents = _contents(some, teacher, settings, data, model, top_k)
-        keyed_file.write(path, key, contents, "The teacher's tokens", size)
+        with telling(f"the teacher reads {number:,} scored tokens, once: {disk.size(size)}"):
+            keyed_file.write(path, key, contents, "The teacher's tokens", size)
     first = 0
     for stored, of_rows in zip(some, counts, strict=True):
         first = stored.open(path, first, of_rows)
@@ -133,15 +133,28 @@ def top_k(model: Any, rows: Mapping[str, Any], k: int, temperature: float, vocab
 def _contents(
     some: list[Stored], teacher: Teacher, settings: Settings[DistillOptions], data: TrainingRows, model: Any, k: int
 ) -> Iterator[bytes]:
-    """The contents of the file, in the order of the rows."""
-    layout, mesh = model.kernels.layout, None if model.kernels.layout is None else jax.sharding.get_mesh()
+    """Reads the teacher. Returns the contents of the file, in the order of the rows, which are computed one by one."""
+    mesh = None if model.kernels.layout is None else jax.sharding.get_mesh()
     with telling("reading the teacher's weights"):
-        read = beside(teacher.read, str(jnp.dtype(model.model.dtype)), mesh, model.kernels)
-        graph, state = nnx.split(read.result())
+        read = beside(teacher.read, str(jnp.dtype(model.model.dtype)), mesh, model.kernels).result()
+    return _taught(some, read, teacher.vocab_size, settings, data, model.kernels.layout, k)
+
+
+def _taught(
+    some: list[Stored],
+    teacher: Any,
+    vocab_size: int,
+    settings: Settings[DistillOptions],
+    data: TrainingRows,
+    layout: Any,
+    k: int,
+) -> Iterator[bytes]:
+    mesh = None if layout is None else jax.sharding.get_mesh()
+    graph, state = nnx.split(teacher)
 
     @jax.jit
     def teach(state, rows):
-        return top_k(nnx.merge(graph, state), rows, k, settings.method.temperature, teacher.vocab_size)
+        return top_k(nnx.merge(graph, state), rows, k, settings.method.temperature, vocab_size)
 
     assert isinstance(data.in_steps, StepRows)
     for stored in some:
