@@ -45,7 +45,8 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
     placement = _as_stored(placement, adapted.lora, source)
     settings = dataclasses.replace(settings, placement=placement)
     dtypes = placement.precision(adapted.lora, source.dtype)
-    architecture = long_rows.stretched_for(settings.rows, architecture_of(source), result.only_adapters(settings))
+    shorter, only_adapters = settings.method.shorter, result.only_adapters(settings)
+    architecture = long_rows.stretched_for(settings.rows, architecture_of(source), only_adapters, shorter)
     if callable(task):
         task = task(settings, source, architecture)
     if settings.method.is_alone and jax.process_count() > 1:

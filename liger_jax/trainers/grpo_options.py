@@ -138,6 +138,12 @@ class GrpoOptions(Method):
                 "--lora 16, or leave --beta out."
             )
 
+    def shorter(self, length: int) -> str:
+        """The options by which rows have a length, in which the longest prompt and completion must fit."""
+        if (prompt := length - self.completion_length) > 0:
+            return f"--prompt-length {prompt} without --length"
+        return f"--prompt-length {length // 2} --completion-length {length - length // 2} without --length"
+
     def keeps(self, settings: Any) -> tuple[str, ...]:
         """What the run stores in OUT; not its prompts, which are tokenised at each start."""
         return ("completions",) if settings.folder.samples else ()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from liger_jax.data.options import RowOptions
@@ -38,9 +38,14 @@ def within(options: RowOptions, model: Architecture) -> tuple[RowOptions, str]:
     return dataclasses.replace(options, length=longest), line
 
 
-def stretched_for(options: RowOptions, model: Architecture, only_adapters: bool = False) -> Architecture:
+def stretched_for(
+    options: RowOptions,
+    model: Architecture,
+    only_adapters: bool = False,
+    shorter: Callable[[int], str] = "--length {}".format,
+) -> Architecture:
     """The architecture for the run's rows: with a longer rotary embedding if `--rope-scaling` asks for one and rows
-    need it. This is printed, since a program that loads the result must know it.
+    need it. This is printed, since a program that loads the result must know it. `shorter`: the options of a length.
     """
     longest = model.config.longest_sequence
     try:
@@ -50,8 +55,8 @@ def stretched_for(options: RowOptions, model: Architecture, only_adapters: bool 
             kinds = "|".join(kinds_for(model.config))
             more = f", or ask for positions that it has not seen: --rope-scaling {kinds}" if kinds else ""
             raise UserError(
-                f"--length={options.length} is more than the {longest} positions of {model.name}. Pass --length "
-                f"{longest}{more}."
+                f"--length={options.length} is more than the {longest} positions of {model.name}. Pass "
+                f"{shorter(longest)}{more}."
             ) from error
         raise UserError(f"--rope-scaling={options.rope_scaling}: {error}") from error
     if options.rope_scaling is None:

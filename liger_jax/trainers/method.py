@@ -35,6 +35,10 @@ class Method:
             if value and not settings.rows.are_scored:
                 raise UserError(f"--{name} is for data that is held out, and --eval-share=0 holds out none.")
 
+    def shorter(self, length: int) -> str:
+        """The options by which rows have a length."""
+        return f"--length {length}"
+
     def keeps(self, settings: Any) -> tuple[str, ...]:
         """What a run stores in OUT beside checkpoints, logs and the result, by the names of `result.BESIDE`."""
         return ("tokens",)

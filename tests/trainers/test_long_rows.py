@@ -18,6 +18,7 @@ from liger_jax.planner.step import Run
 from liger_jax.trainers import adapters, long_rows, memory
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import Outcome
 from liger_jax.training import processes
@@ -137,6 +138,10 @@ def test_longer_rows_are_refused_or_reached_by_the_option():
         long_rows.stretched_for(RowOptions(**told, rope_scaling="yarn"), MODEL)
     found = long_rows.stretched_for(RowOptions(**told, rope_scaling="llama3"), MODEL)
     assert found.config.longest_sequence == 262_144
+    for completion, cure in (2_000, "--prompt-length 129072 without"), (140_000, "--prompt-length 65536 --completion"):
+        own = GrpoOptions(reward="a:b", completion_length=completion)
+        with pytest.raises(UserError, match=f"131072 positions of .* Pass {cure}"):
+            long_rows.stretched_for(RowOptions(**told), MODEL, shorter=own.shorter)
     assert long_rows.stretched_for(RowOptions("d"), MODEL) is MODEL
 
 
