@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax import _options
+from liger_jax.data import files
 from liger_jax.data.documents import Document as Document
 from liger_jax.data.options import RowOptions
-from liger_jax.models.core.config_fields import MOST
+from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face import source
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import pack, pad
@@ -280,10 +282,18 @@ def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
 
     Returns the names of files and datasets, or else the name that is given to the rows; and the rows by it.
     """
+    names = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else []
+    if texts := [each for each in names if isinstance(each, str) and _is_prose(each)]:
+        raise ValueError(
+            f"{name}: no file is named {short(texts[0])}. If it is a text to train on, pass dicts, such as "
+            "[{'text': each} for each in texts]."
+        )
     if isinstance(given, str | os.PathLike):
         return (os.path.expanduser(os.fspath(given)),), {}
     if hasattr(given, "columns") and (cure := next((each for each in _OF_TABLES if hasattr(given, each)), None)):
         raise TypeError(f"{name} is {type(given).__name__}, a table of columns. Pass {name}.{_OF_TABLES[cure]}.")
+    if isinstance(given, Mapping) and "train" in given and not isinstance(given["train"], str):
+        raise TypeError(f"{name} is {type(given).__name__}, with several splits. Pass one of them: {name}['train'].")
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is {type(given).__name__}, and must be files, or an iterable of dicts.")
     if isinstance(given, list | tuple) and any(isinstance(each, str | os.PathLike) for each in given):
@@ -291,6 +301,12 @@ def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
             raise TypeError(f"{name} holds files and {type(wrong[0]).__name__}. Pass files, or an iterable of dicts.")
         return tuple(os.path.expanduser(os.fspath(each)) for each in given), {}
     return (name,), {name: given}
+
+
+def _is_prose(text: str) -> bool:
+    """Whether what is given for a file's name seems to be a text to train on."""
+    name = re.sub(r"=[\d.]+$", "", text)  # without a weight
+    return len(name.split()) > 1 and not name.lower().endswith(files.KNOWN) and not files.found(name)
 
 
 _OF_TABLES = {"to_dicts": "to_dicts()", "to_dict": "to_dict('records')"}  # how polars and pandas give rows

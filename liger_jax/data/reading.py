@@ -94,7 +94,8 @@ def numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, An
 
 def _fields(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, Mapping):
-        raise UserError(f"{where}, holds {kind_of(row)}, and must hold an object, with text or messages.")
+        cure = " Pass {'text': …} for it." if isinstance(row, str) else ""
+        raise UserError(f"{where}, holds {kind_of(row)}, and must hold an object, with text or messages.{cure}")
     return {key: x.item() if isinstance(x, np.generic) else x for key, x in row.items()}
 
 

@@ -7,7 +7,7 @@ import numbers
 import os
 import shutil
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from liger_jax import _options
 from liger_jax.models.hugging_face import source
 from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.models.quantized import QuantizedParam
+from liger_jax.trainers import result
 from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import options_of
 from liger_jax.trainers.other_words import in_other_words, meant
 from liger_jax.trainers.preference_losses import NAMES
-from liger_jax.training import digests, identity
-from liger_jax.user_errors import Spelling, in_python, of_option
+from liger_jax.training import digests, identity, lock
+from liger_jax.user_errors import Spelling, UserError, in_python, of_option
 
 GIVEN = ("model", "data", "eval_data", "out", "teacher", "reward")  # arguments of their own
 OF_COMMANDS = ("distributed", "config", "no_cache")  # what only a command can do
@@ -61,7 +62,11 @@ class LoRA:
 
     def options(self) -> dict[str, Any]:
         """The options of these adapters, by the names of a run's options."""
-        targets = self.targets if self.targets is None or isinstance(self.targets, str) else ",".join(self.targets)
+        targets: Any = self.targets
+        if not isinstance(targets, str | None):
+            if not isinstance(targets, Iterable) or not all(isinstance(each, str) for each in targets):
+                raise TypeError(f"targets={targets!r} must be a text or a list of texts, the names of modules.")
+            targets = ",".join(targets)
         return dict(
             lora=self.rank, lora_alpha=self.alpha, lora_targets=targets, lora_experts=self.experts,
             lora_dropout=self.dropout, rslora=self.rslora, dora=self.dora,
@@ -103,7 +108,7 @@ def spellings(method: type[Method]) -> dict[str, Spelling]:
     by_flag = _options.spellings(options_of(method).values(), own)
     if "--loss" in by_flag:
         by_flag["--loss"] = dataclasses.replace(by_flag["--loss"], choices=NAMES)
-    return by_flag | {"--lora": Spelling("adapters", "LoRA({})")}
+    return by_flag | {"--lora": Spelling("adapters", "LoRA({})"), "--tokenizer": Spelling("tokenizer")}
 
 
 def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str:
@@ -131,19 +136,46 @@ def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str
         )
     if any(isinstance(variable, QuantizedParam) for variable in leaves):
         raise ValueError(f"{name} is quantised in memory. Pass its folder or id, and quantize.")
-    new = folder / f".{name}.new"
+    new = folder / f".{name}{_NEW}"
     with of_option("--tokenizer"):
         checkpoint = source.find(_path(tokenizer), weights=False)
     model.save_pretrained(new, tokenizer_from=checkpoint)
     written = source.Source(new)
     content = identity.of_whole_weights(new, written.weight_files) | identity.of_files(written.tokenizer)
     content["config"] = written.path.read_text()
-    kept = folder / f"given-{name}-{digests.of_json(content)[:12]}"
+    kept = folder / f"{_KEPT}{name}-{digests.of_json(content)[:12]}"
     if kept.exists():
         shutil.rmtree(new, ignore_errors=True)
     else:
         new.rename(kept)
     return str(kept)
+
+
+@contextlib.contextmanager
+def copies_removed(folder: Path) -> Iterator[None]:
+    """A context for a run. If it fails before its first checkpoint, the copies of its models are removed again."""
+    was_there, before = folder.exists(), {*folder.glob(f"{_KEPT}*")}
+    try:
+        yield
+    except BaseException as error:
+        new = {*folder.glob(f"{_KEPT}*")} - before
+        if not any((folder / result.CHECKPOINTS).glob("*")):
+            for copy in new:
+                shutil.rmtree(copy, ignore_errors=True)
+            if not was_there and {path.name for path in folder.glob("*")} <= {lock.NAME}:
+                shutil.rmtree(folder, ignore_errors=True)
+        text, named = str(error), {str(copy): f"the {copy.name.split('-')[1]} in memory" for copy in new}
+        if isinstance(error, UserError) and (found := [copy for copy in named if copy in text]):
+            for copy in found:
+                text = text.replace(copy, named[copy])
+            raise UserError(text, error.in_python) from error.__cause__
+        raise
+    finally:
+        for unfinished in folder.glob(f".*{_NEW}"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+_KEPT, _NEW = "given-", ".new"  # what the folder of a model in memory is called, written and unfinished
 
 
 def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -157,6 +189,12 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
     given = list(given)
     if not given:
         raise ValueError("rewards is empty. Pass functions that score completions.")
+    if weights is not None:
+        if isinstance(weights, str) or not isinstance(weights, Iterable):
+            raise TypeError(f"reward_weights={weights!r} must hold a number for each reward.")
+        weights = list(weights)
+        if wrong := [each for each in weights if not isinstance(each, numbers.Real) or isinstance(each, bool)]:
+            raise TypeError(f"reward_weights holds {wrong[0]!r}, and must hold a number for each reward.")
     if weights is not None and len(weights) != len(given):
         raise ValueError(f"reward_weights has {len(weights)} numbers for {len(given)} rewards. Pass one for each.")
     texts, functions = [], {}

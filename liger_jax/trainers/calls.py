@@ -254,6 +254,10 @@ def _run(
     for name, each in {"model": model, "teacher": own.get("teacher", "")}.items():
         if isinstance(each, nnx.Module) and tokenizer is None and (name == "model" or not is_named):
             raise TypeError(f"{name} is in memory, and has no tokenizer: pass tokenizer, a checkpoint's folder or id.")
+    if rows is None:
+        raise TypeError("rows is None, and must be files, or an iterable of dicts.")
+    if not isinstance(out, str | os.PathLike | None):
+        raise TypeError(f"out={out!r} must be a folder's path, or None for none.")
     fields, given = dict(fields), {}
     data = {"rows": rows, "eval_data": fields.pop("eval_data", None)}
     values = arguments.values_of(method, adapters, fields) | dict(own)
@@ -274,6 +278,8 @@ def _run(
         else:
             folder = os.path.expanduser(os.fspath(out))
         stack.enter_context(python_words(arguments.spellings(method)))
+        stack.enter_context(arguments.copies_removed(Path(folder)))
+        Settings.of(method, out=folder, **values | dict(model="…"))  # refuses values before a model is written
         if is_own := arguments.is_own(model) and method is FinetuneOptions:
             values["model"] = f"a {type(model).__name__} in memory"
         else:
@@ -299,6 +305,8 @@ def _after(callbacks: Callback | Iterable[Callback] | None, keeps: bool) -> Afte
     """A function that calls the callbacks after each step. `keeps`: whether the run has a folder."""
     if callbacks is None or callable(callbacks):
         callbacks = [] if callbacks is None else [callbacks]
+    if not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks={callbacks!r} must be a function of (step, metrics, model), or several.")
     callbacks = tuple(callbacks)
     for each in callbacks:
         if not callable(each):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from liger_jax.training.errors import FolderError, LockedError
 
-_NAME = ".lock"
+NAME = ".lock"
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def held(folder: Path) -> Iterator[None]:
     except ModuleNotFoundError:  # Windows
         yield
         return
-    path = folder / _NAME
+    path = folder / NAME
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import signal
 import statistics
 import sys
 import time
@@ -37,7 +38,8 @@ class Loop:
 
     A signal, from Ctrl-C, `kill` or closing the terminal, stops the loop after the current step. The loop prints that
     it stops, and saves the state; if one of several processes gets the signal, all of them stop. A second signal raises
-    `KeyboardInterrupt`, and nothing is saved. The state is also saved if an error occurs before the next step is
+    `KeyboardInterrupt`, and nothing is saved. If the code of a step or of `after` raises one by itself, it is a first
+    signal. The state is also saved if an error occurs before the next step is
     called, for example while its batch is made. Only states with a finite loss are saved. If SIGHUP is ignored, as
     under `nohup`, it remains ignored. The loop continues if its standard output is closed.
 
@@ -123,8 +125,11 @@ class Loop:
             saved_at, is_ended = time.monotonic(), False
             with self._bar(len(figures)) as bar:
                 while not (is_ended or self.is_over(figures) or processes.agreed(received)):
-                    with self._saved_if_it_fails(state, log):
+                    row = None
+                    with self._interrupted(received, state), self._saved_if_it_fails(state, log):
                         state, row = self._one(state, len(figures) + 1)
+                    if row is None:
+                        break
                     if is_due := self._is_due(row["step"], saved_at):
                         row |= (scores := {} if self.evaluate is None else self.evaluate(state[0]))
                         self._tell(bar.write, row["step"], scores, state[0])
@@ -134,7 +139,7 @@ class Loop:
                     bar.set_postfix_str(self._shown(figures), refresh=False)
                     bar.update()
                     if self.after is not None:
-                        with self._saved_if_it_fails(state, log):
+                        with self._interrupted(received, state), self._saved_if_it_fails(state, log):
                             is_ended = self.after(state[0], dict(row))
                     if is_due or is_ended:
                         self._save(state, log)
@@ -206,12 +211,21 @@ class Loop:
             raise
         except Exception:
             is_saved = self.checkpoints is None or self.checkpoints.latest_step == len(log["steps"])
-            is_whole = not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
             # Several processes save together, and the other ones have not failed.
-            if log["steps"] and not is_saved and is_whole and jax.process_count() == 1:
+            if log["steps"] and not is_saved and _is_whole(state) and jax.process_count() == 1:
                 with contextlib.suppress(Exception):  # the step's error is the one to report
                     self._save(state, log)
             raise
+
+    @contextlib.contextmanager
+    def _interrupted(self, received, state):
+        """A context for a step and what follows it, in which a `KeyboardInterrupt` of its code is a first Ctrl-C."""
+        try:
+            yield
+        except KeyboardInterrupt:  # the other ones of several processes have none
+            if received or not _is_whole(state) or jax.process_count() > 1:
+                raise
+            received.append(signal.SIGINT)
 
     def _check_finite(self, loss, when):
         if not math.isfinite(loss):
@@ -237,6 +251,11 @@ class Loop:
                 f"A progress bar needs tqdm: {install_command('finetune')}. Or pass progress=False."
             ) from error
         return tqdm(total=self.steps, initial=done, unit="step", dynamic_ncols=True)
+
+
+def _is_whole(state: Any) -> bool:
+    """Whether no array of a state was overwritten by a step."""
+    return not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def memory_in_use() -> int:

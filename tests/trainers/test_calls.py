@@ -15,11 +15,16 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from liger_jax import trainers
+from liger_jax import _options, trainers
 from liger_jax.commands import _cache, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters
-from liger_jax.trainers import own_mesh, own_model
+from liger_jax.trainers import arguments, own_mesh, own_model
+from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.dpo_options import PairOptions
+from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.grpo_options import GrpoOptions
+from liger_jax.trainers.options import options_of
 from tests import _tiny
 from tests.trainers._runs import figures_of
 
@@ -431,7 +436,13 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
         (dict(rows=[{"text": "one"}, "two"]), TypeError,
          "rows holds files and dict. Pass files, or an iterable of dicts."),
         (dict(rows=iter([{"text": "one"}, "two"])), ValueError,
-         "rows, row 2, holds a text, and must hold an object, with text or messages."),
+         "rows, row 2, holds a text, and must hold an object, with text or messages. Pass {{'text': …}} for it."),
+        (dict(rows=["one two", "three"]), ValueError,
+         "rows: no file is named 'one two'. If it is a text to train on, pass dicts, such as [{{'text': each}} for "
+         "each in texts]."),
+        (dict(rows={"train": [], "test": []}), TypeError,
+         "rows is dict, with several splits. Pass one of them: rows['train']."),
+        (dict(rows=None), TypeError, "rows is None, and must be files, or an iterable of dicts."),
         (dict(rows=iter([])), ValueError,
          "rows has no text. It gives its rows once: make it anew for each run, or pass a list."),
         (dict(adapters=trainers.LoRA(4, alpha=0.0)), ValueError, "alpha=0.0 must be a finite number above 0."),
@@ -458,6 +469,32 @@ def test_what_cannot_be_is_refused_in_the_words_of_python(options, error, words,
         assert "A callback is called with (step, metrics, model), and <function" in str(raised.value)
     else:
         assert str(raised.value) == words.format(model=source)
+
+
+@pytest.mark.parametrize("given", [-1, "nonsense"], ids=str)
+def test_every_option_is_refused_by_its_name_in_python(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = {"finetune": {}, "dpo": {}, "grpo": dict(rewards=[short]), "distill": dict(teacher="/none")}
+    methods = (FinetuneOptions, PairOptions, GrpoOptions, DistillOptions)
+    for (name, needed), method in zip(own.items(), methods, strict=True):
+        others = (*arguments.GIVEN, *arguments.OF_COMMANDS, *trainers.LoRA().options())
+        fields = [field for field in options_of(method).values() if field.name not in others]
+        for keyword in map(_options.python_name, fields):
+            with pytest.raises((ValueError, TypeError)) as raised:
+                getattr(trainers, name)("/none", [{"text": "one"}], **needed, **{keyword: given})
+            words = str(raised.value)  # "/none": the value may be, and the model is looked for
+            assert "--" not in words and (keyword in words or "/none" in words), (keyword, words)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(micro_batches=3), dict(rows=[{"text": " "}]), dict(length=1000), dict(tokenizer="/none")], ids=str
+)
+def test_a_run_that_is_refused_leaves_no_copy_of_its_model(wrong, source, rows, tmp_path):
+    wrong = dict(rows=rows, tokenizer=source) | wrong
+    with pytest.raises(ValueError) as raised:
+        finetune(AutoModelForCausalLM.from_pretrained(source), wrong.pop("rows"), out=tmp_path / "run", **wrong)
+    assert [*tmp_path.iterdir()] == [] and "given-" not in str(raised.value) and "--" not in str(raised.value)
 
 
 def test_a_model_in_memory_needs_a_tokenizer_and_no_adapters(source, rows, command):

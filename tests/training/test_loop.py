@@ -128,6 +128,19 @@ def test_a_run_that_a_signal_stops_is_saved_and_goes_on_to_the_same_end(tmp_path
     assert [each["loss"] for each in log["steps"]] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("where", ["batch_of", "after"])
+def test_a_keyboard_interrupt_of_the_user_s_code_is_a_first_signal(tmp_path, where):
+    def interrupted(*given):
+        number = given[-1]["step"] if where == "after" else given[0] + 1
+        if number == 3:
+            raise KeyboardInterrupt
+        return batch_of(given[0]) if where == "batch_of" else False
+
+    state, stopped_by = loop(checkpoints=Checkpoints(tmp_path, {}), **{where: interrupted}).run(start())
+    done = 3 if where == "after" else 2
+    assert (float(state[0]), stopped_by) == (done, signal.SIGINT) and steps_in(tmp_path) == [done]
+
+
 @pytest.mark.parametrize("where", ["batch", "step", "behind the update"])
 def test_the_steps_before_one_that_fails_are_saved_while_their_state_is_there(tmp_path, where):
     updated = jax.jit(step, donate_argnums=0)
