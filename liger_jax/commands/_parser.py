@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from liger_jax.commands import _config
-from liger_jax.trainers.other_words import in_other_words, meant, value_in_other_words, value_of_another_command
+from liger_jax.trainers.other_words import (
+    command_in_other_words,
+    in_other_words,
+    meant,
+    value_in_other_words,
+    value_of_another_command,
+)
 from liger_jax.user_errors import UserError
 
 # Options whose values are files, folders or ids.
@@ -150,7 +156,8 @@ class Parser(argparse.ArgumentParser):
         """Exits with the message as one sentence, which suggests a command for a mistyped one."""
         if match := re.search(r"argument ([^:]*): invalid choice: '([^']*)' \(choose from (.*)\)", message):
             values = re.findall(r"[\w.-]+", match[3])
-            near = value_in_other_words(match[2]) or meant(match[2], values)
+            near = command_in_other_words(match[2]) if match[1] == "command" else value_in_other_words(match[2])
+            near = near or meant(match[2], values)
             message += near or value_of_another_command(match[1], values)
         if match := re.search(r"invalid (int|float) value: ('[^']*')", message):
             kind = "whole number" if match[1] == "int" else "number"

@@ -5,7 +5,7 @@ A row that could be read in two ways is refused, since nobody would notice train
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from liger_jax.chat import strict_json
 from liger_jax.chat.messages import VALUES, check_media, checked_messages, look_alikes, template_values, tools
@@ -62,14 +62,19 @@ def prompt(where: str, values: Any) -> Document:
         return Document(where, text)
     asked = text if isinstance(text, list) else messages
     if not isinstance(asked, list):
-        raise UserError(f"{where}, must hold an object with a prompt, which is a text, or with messages.")
+        raise UserError(
+            f"{where}, must hold an object with a prompt, which is a text, or with messages."
+            f"{of_another_command(fields)}"
+        )
     try:
         turns = checked_messages({"messages": [*asked, _ANSWER]})[:-1]
         functions, more = tools(fields.get("tools")), template_values(fields.get(VALUES))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     if not turns or turns[-1]["role"] == "assistant":
-        raise UserError(f"{where}: the last message must be one that the assistant answers.")
+        raise UserError(
+            f"{where}: the last message must be one that the assistant answers. liger-jax finetune trains on answers."
+        )
     return Document(where, messages=turns, tools=functions, values=more)
 
 
@@ -77,24 +82,39 @@ def _document(where: str, values: Row, column: str | None, form: str | None) -> 
     if form is None and column is not None and column in values:
         return _of_column(where, values, column)
     full = {name: each for name, each in values.items() if each not in ("", [])}  # as tables fill missing values
-    forms = [name for name, (has, _) in FORMATS.items() if has(full)]
-    forms = forms or [name for name, (has, _) in FORMATS.items() if has(values)]
+    forms = _forms(full) or _forms(values)
     if form is not None:
         if form not in forms:
-            raise UserError(f"the row is not of --format {form}, {_fields_of(form)}: it has {_names(values)}.")
+            raise UserError(f"the row is not of --format {form}, {FORMATS[form].fields}: it has {_names(values)}.")
         forms = [form]
     if not forms or forms == ["text"] and form is None and column is not None:  # a text other than the named one
         raise UserError(_unknown(values, column or "text"))
     if len(forms) > 1:
         cures = " or ".join(f"--format {name}" for name in forms)
-        problem = "; ".join(f"{name} ({_fields_of(name)})" for name in forms)
+        problem = "; ".join(f"{name} ({FORMATS[name].fields})" for name in forms)
         raise UserError(f"the row has the fields of more than one format: {problem}. Choose one: {cures}.")
     if form is None and all(name in values for name in _PAIRS):
         raise UserError(
             "the row is a pair of answers, chosen and rejected, and it is unclear what finetune should train on; "
             f"liger-jax dpo trains on both. Choose one: --format {forms[0]}, or --column chosen."
         )
-    return FORMATS[forms[0]][1](where, values)
+    return FORMATS[forms[0]].read(where, values)
+
+
+def _forms(values: Row) -> list[str]:
+    return [name for name, form in FORMATS.items() if form.has(values)]
+
+
+def of_another_command(values: Row) -> str:
+    """A sentence about the command that trains on a row's fields; "" if there is none.
+
+    >>> of_another_command({"messages": []}), of_another_command({"chosen": "a", "rejected": "b"})
+    (' liger-jax finetune trains on rows of messages.', ' liger-jax dpo trains on pairs of chosen and rejected.')
+    """
+    if all(name in values for name in _PAIRS):
+        return " liger-jax dpo trains on pairs of chosen and rejected."
+    forms = _forms(values)
+    return f" liger-jax finetune trains on rows of {FORMATS[forms[0]].fields}." if forms else ""
 
 
 def _of_column(where: str, values: Row, column: str) -> Document:
@@ -252,18 +272,8 @@ def _unknown(values: Row, column: str) -> str:
             f"{problem} If all of one field is the text, name it: --column {texts[0]}. If one field is asked and "
             "another is answered, rename them to prompt and completion."
         )
-    formats = "; ".join(f"{name} ({_fields_of(name)})" for name in FORMATS)
+    formats = "; ".join(f"{name} ({each.fields})" for name, each in FORMATS.items())
     return f"{problem} A row has the fields of one of these formats: {formats}."
-
-
-def _fields_of(form: str) -> str:
-    return {
-        "messages": "messages",
-        "sharegpt": "conversations",
-        "alpaca": "instruction and output",
-        "prompt-completion": "prompt and completion",
-        "text": "text",
-    }[form]
 
 
 def _names(values: Row) -> str:
@@ -281,13 +291,26 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return True
 
 
-FORMATS: dict[str, tuple[Callable[[Row], bool], Callable[[str, Row], Document]]] = {  # a row's test, and its document
-    "messages": (lambda row: "messages" in row, lambda where, values: conversation(where, values, values["messages"])),
-    "sharegpt": (
+class Format(NamedTuple):
+    """A format of rows that `finetune` and `distill` train on."""
+
+    fields: str  # its fields in words
+    has: Callable[[Row], bool]  # whether a row has them
+    read: Callable[[str, Row], Document]  # what a row holds, by its place in the data
+
+
+FORMATS = {
+    "messages": Format(
+        "messages", lambda row: "messages" in row, lambda where, row: conversation(where, row, row["messages"])
+    ),
+    "sharegpt": Format(
+        "conversations",
         lambda row: any(not isinstance(parsed(row.get(name, "")), str) for name in CONVERSATIONS),
         _of_sharegpt,
     ),
-    "alpaca": (lambda row: "instruction" in row and "output" in row, _of_alpaca),
-    "prompt-completion": (lambda row: "prompt" in row and "completion" in row, _of_completion),
-    "text": (lambda row: "text" in row, _of_text),
+    "alpaca": Format("instruction and output", lambda row: "instruction" in row and "output" in row, _of_alpaca),
+    "prompt-completion": Format(
+        "prompt and completion", lambda row: "prompt" in row and "completion" in row, _of_completion
+    ),
+    "text": Format("text", lambda row: "text" in row, _of_text),
 }

@@ -130,8 +130,25 @@ _HINTS_OF_TRAINERS = {
 _VALUES = {  # of other trainers
     "constant_with_warmup": "It is constant with --warmup",
     "polynomial": "It is linear",
+    "adamw_torch": "It is adamw",
+    "adamw_torch_fused": "It is adamw",
+    "adamw_bnb_8bit": "It is adamw8bit",
+    "paged_adamw_8bit": "It is adamw8bit",
+    "sgd": "No command has it: in Python make_step takes any optimizer of optax's",
+    "adafactor": "No command has it: in Python make_step takes any optimizer of optax's",
+    "lion": "No command has it: in Python make_step takes any optimizer of optax's",
+    "muon": "No command has it: in Python make_step takes any optimizer of optax's",
     "chunked_nll": "It is nll, which holds no logits",
 }
+_COMMANDS = {  # what other packages call a command, or a method is called
+    "sft": "finetune", "train": "finetune", "fit": "finetune", "pretrain": "finetune", "lora": "finetune --lora",
+    "qlora": "finetune --lora --quantize nf4", "kto": "dpo --loss kto", "orpo": "dpo --loss orpo",
+    "simpo": "dpo --loss simpo", "cpo": "dpo --loss cpo", "ipo": "dpo --loss ipo", "rloo": "grpo --advantages rloo",
+    "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "gkd": "distill", "kd": "distill", "inference": "generate",
+    "infer": "generate", "predict": "generate", "complete": "generate", "memory": "plan", "estimate": "plan",
+    "info": "doctor", "env": "doctor", "eval": "finetune --eval-data FILE --steps 1", "merge": "finetune --merge",
+    "export": "finetune --result-of STEP",
+}  # fmt: skip
 # By an option and one of its values: the sentence for a value that it does not have.
 _VALUES_OF = {
     ("--loss", "logits"): "plan's --loss says whether a step's logits are held, and none of dpo's losses changes its "
@@ -173,6 +190,15 @@ def value_in_other_words(value: str) -> str:
     ('. It is constant with --warmup.', '')
     """
     return f". {_VALUES[value]}." if value in _VALUES else ""
+
+
+def command_in_other_words(name: str) -> str:
+    """A question that names a command by its name elsewhere.
+
+    >>> command_in_other_words("kto"), command_in_other_words("fintune")
+    (' Did you mean liger-jax dpo --loss kto?', '')
+    """
+    return f" Did you mean liger-jax {_COMMANDS[name.lower()]}?" if name.lower() in _COMMANDS else ""
 
 
 def value_of_another_command(option: str, values: Container[str]) -> str:

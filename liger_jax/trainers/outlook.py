@@ -9,8 +9,11 @@ from liger_jax.user_errors import counted
 FEW = 10  # updates, of which fewer hardly change a model
 
 
-def lines(settings: Settings, steps: int, target: Path | None = None, *, updates: int = 0) -> Iterator[str]:
+def lines(
+    settings: Settings, steps: int, target: Path | None = None, *, updates: int = 0, stops: bool = True
+) -> Iterator[str]:
     """Lines about a run's steps. `target`: where its result goes. `updates`: of a step that samples its batch, else 0.
+    `stops`: whether some token ends a text.
 
     >>> from liger_jax.trainers.finetune_options import FinetuneOptions
     >>> settings = Settings.of(FinetuneOptions, model="m", data="d", eval_share=0)
@@ -30,5 +33,10 @@ def lines(settings: Settings, steps: int, target: Path | None = None, *, updates
     yield f"rate: {settings.peak_rate:.1e} at its peak, schedule {recipe.schedule}; {scored}"
     if target is not None:
         yield f"result: {target}"
+    if not stops:
+        yield (
+            "no token ends a text: the tokenizer names no eos_token in tokenizer_config.json, nor the model an "
+            "eos_token_id. The model learns no end, and writes until --max-new-tokens"
+        )
     if recipe.steps is None and number < FEW:
         yield f"{counted(number, 'update')} in all: pass more --epochs, or a smaller --batch"

@@ -143,7 +143,10 @@ def _train(
     data = data.laid_in_steps(*recipe.order, steps, laying)
     in_steps = data.in_steps
     assert in_steps is not None
-    for line in (*step_sizes.lines(settings, data, steps, laying), *outlook.lines(settings, steps)):
+    for line in (
+        *step_sizes.lines(settings, data, steps, laying),
+        *outlook.lines(settings, steps, stops=bool(encoder.stops)),
+    ):
         print(line)
     rate = recipe.rate(settings.peak_rate, steps)
     optimizer = recipe.optimizer_of(rate)

@@ -96,7 +96,8 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
         processes.by_first(lambda: result.write_settings(run.asked))
     sampling = task.sampling
     updates = 0 if sampling is None else sampling.updates(settings)
-    for line in outlook.lines(settings, steps, result.folder(settings), updates=updates):
+    stops = bool(inputs.tokenizer.stops)
+    for line in outlook.lines(settings, steps, result.folder(settings), updates=updates, stops=stops):
         print(line)
     rollouts = None if sampling is None else sampling.begin(settings, data, inputs.tokenizer, devices.place)
     reading = beside(initial_state.read_model, run)

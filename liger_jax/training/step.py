@@ -1,5 +1,6 @@
 """A training step: loss, gradients and update, for one batch or for its micro-batches one after the other."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,7 +50,21 @@ def language_model_loss(model: nnx.Module, batch: Batch, normalizer: jax.Array |
         >>> language_model_loss(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), jnp.ones((2, 8), jnp.int32)).dtype
         dtype('float32')
     """
-    return model(**model_arguments(batch), loss_normalizer=normalizer).loss
+    arguments = {**model_arguments(batch), "loss_normalizer": normalizer}
+    _check_call(model, arguments)
+    return model(**arguments).loss
+
+
+def _check_call(model: nnx.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuses a model that does not take what the default loss calls it with."""
+    try:
+        inspect.signature(model).bind(**arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"make_step: without loss_fn, the model is called with {', '.join(arguments)}, as those of liger_jax.models"
+            f" take them, and {type(model).__name__} does not: {error}. Pass loss_fn, such as lambda model, batch, "
+            "normalizer: causal_lm_loss(model.hidden_states(batch), model.head, batch)."
+        ) from error
 
 
 def scored_tokens(batch: Batch) -> jax.Array:

@@ -28,6 +28,7 @@ from liger_jax.models.hugging_face.checkpoint import (
 # that is not in them.
 _CODE = ("auto_map", "trust_remote_code")
 _MEDIA = re.compile(r"(image|video|audio|vision_start|vision_end|boi|eoi|boa|eoa)_token_(id|index)")
+_RUNS = "runs"  # the folder in which the commands' runs are by default
 _NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights", "quantization_config", *_CODE)
 
 
@@ -149,6 +150,8 @@ def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -
         raise FileNotFoundError(f"from_pretrained: {name!r} is a file. Pass the folder that holds its {CONFIG}.")
     if not _may_be_id(name):
         meant = _near_folder(name) or " (An id has the form 'org/name'.)"
+        if pathlib.PurePath(name).parts[:1] == (_RUNS,):
+            meant = _near_folder(name) or " A run makes it: train first, or see where its --out is."
         raise FileNotFoundError(f"from_pretrained: no such folder: {name!r}.{meant}")
     try:
         from huggingface_hub import snapshot_download
@@ -187,7 +190,8 @@ def _may_be_id(name: str) -> bool:
     """Whether a name may be an id. If its owner is the name of a folder here, it is rather a mistyped path."""
     organisation, slash, model = name.rpartition("/")
     is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None
-    return is_id and not (slash and os.path.isdir(organisation)) and not model.endswith((".json", ".safetensors"))
+    is_folder = slash and os.path.isdir(organisation) or organisation == _RUNS  # where no run may have been yet
+    return is_id and not is_folder and not model.endswith((".json", ".safetensors"))
 
 
 def chat_templates(folder: pathlib.Path) -> list[str]:

@@ -49,6 +49,8 @@ def test_version_is_the_project_s(capsys):
         ("finetune --target_modules q_proj", "--lora-targets"),
         ("finetune --r 16", "--lora"),
         ("fintune --model x", "finetune"),
+        ("sft --model x", "liger-jax finetune"),
+        ("kto", "liger-jax dpo --loss kto"),
     ],
 )
 def test_what_is_mistyped_is_told_in_one_sentence(arguments, meant, capsys):
@@ -68,6 +70,7 @@ def test_what_is_mistyped_is_told_in_one_sentence(arguments, meant, capsys):
         ("--modules_to_save lm_head", "No command has it: in Python add_lora takes patterns"),
         ("--adam_beta2 0.95", "No command changes it: beta1 is 0.9, beta2 0.999 and epsilon 1e-8."),
         ("--loss_type dft", "Did you mean --loss-type?"),
+        ("--optimizer sgd", "No command has it: in Python make_step takes any optimizer of optax's"),
         ("--loss-type chunked_nll", "It is nll, which holds no logits."),
         ("--schedule constant_with_warmup", "It is constant with --warmup."),
         ("--lora r16", "argument --lora: 'r16' must be a whole number."),

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from tokenizers import Tokenizer as Plain
 
-from liger_jax.data import formats, reading
+from liger_jax.data import formats, preferences, reading
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.user_errors import UserError
@@ -186,6 +186,21 @@ def test_the_hint_of_a_refusal_is_right_when_it_is_followed(row, hint, cure):
         read(row)
     assert hint in str(caught.value)
     assert not read(row, **cure).is_empty
+
+
+@pytest.mark.parametrize(
+    "reader, row, command",
+    [
+        (preferences.pair, {"messages": [USER, ANSWER]}, "liger-jax finetune trains on rows of messages."),
+        (preferences.labelled, {"text": "one"}, "liger-jax finetune trains on rows of text."),
+        (formats.prompt, {"instruction": "one", "output": "two"}, "finetune trains on rows of instruction and output."),
+        (formats.prompt, {"chosen": "one", "rejected": "two"}, "liger-jax dpo trains on pairs of chosen and rejected."),
+        (formats.prompt, {"messages": [USER, ANSWER]}, "liger-jax finetune trains on answers."),
+    ],
+)
+def test_rows_of_another_command_are_refused_by_its_name(reader, row, command):
+    with pytest.raises(UserError, match=f"{re.escape(command)}$"):
+        reader("line 1", row)
 
 
 def test_a_row_without_any_field_of_a_format_is_told_the_formats():

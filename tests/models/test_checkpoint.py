@@ -348,7 +348,19 @@ def test_an_id_without_huggingface_hub_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "here/nowhere", "gone/", "a/config.json", "", "a b/c"]
+    "path",
+    [
+        "./nowhere",
+        "/no/where",
+        "~/nowhere",
+        "a/b/c",
+        "here/nowhere",
+        "gone/",
+        "a/config.json",
+        "",
+        "a b/c",
+        "runs/finetune",
+    ],
 )
 def test_a_path_without_a_folder_is_no_id(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

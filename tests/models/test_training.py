@@ -36,6 +36,19 @@ def batch(rng):
     return {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()} | {"loss_weights": weights}
 
 
+def test_a_model_that_is_called_otherwise_needs_a_loss_function():
+    class Own(nnx.Module):
+        def __call__(self, tokens):
+            return tokens
+
+    step = make_step(nnx.split(Own())[0], SGD)
+    told = (
+        "without loss_fn, the model is called with input_ids, labels, loss_normalizer, as .* Own does not: .*'tokens'"
+    )
+    with pytest.raises(TypeError, match=told):
+        step((nnx.State({}), SGD.init({})), jnp.ones((1, 4), jnp.int32))
+
+
 def split(**options):
     return nnx.split(LlamaForCausalLM(CONFIG, rngs=nnx.Rngs(0), **options))
 

@@ -40,6 +40,12 @@ def test_updates_of_a_step_count_and_no_reward_is_held_out():
     assert list(outlook.lines(settings, 4, updates=2))[-1] == "8 " + FEW.format("s")
 
 
+def test_a_model_that_learns_no_end_is_told():
+    settings = Settings.of(FinetuneOptions, model="m", data="d")
+    (line,) = {*outlook.lines(settings, 20, stops=False)} - {*outlook.lines(settings, 20)}
+    assert line.startswith("no token ends a text: the tokenizer names no eos_token in tokenizer_config.json, nor the")
+
+
 @pytest.mark.parametrize(
     "task, before, after, expected",
     [
