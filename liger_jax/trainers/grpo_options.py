@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from liger_jax._options import above_0, at_least_0, in_memory, of_float32, option, texts, up_to_1, within
 from liger_jax.losses import policy_loss
+from liger_jax.losses.policy_batch import LOSS_TYPES
 from liger_jax.trainers.method import Method
 from liger_jax.user_errors import UserError
 
-LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
 LEVELS = ("token", "sequence")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 REWARD_CALL = "reward_call"  # the key in a checkpoint for the way in which its run calls rewards
