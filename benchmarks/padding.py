@@ -1,12 +1,12 @@
 """What a step of short documents costs by the commands' defaults and with --pack: counted tokens a second.
 
-    python -m benchmarks.padding [--model llama-3.2-1b] [--only texts pairs long stream prompts] [--steps 60]
+    python -m benchmarks.padding [--model llama-3.2-1b] [--only texts pairs long few stream prompts] [--steps 60]
         [--layouts default pack] [--folder FOLDER] [--options OPTION=VALUE ...]
 
 Data are made: lengths are log-normal with σ = 0.6, seed 0, cut at 2,048, as 8,000 texts of 172 tokens on average, 2,000
-pairs of 510, and 1,000 texts of 1,800; prompts of 100 have completions of 128. The model has random weights. Each cell
-is one run of a trainer on a new folder; tokens a second are those of its log, the median over the steps from the
-eleventh on. The model stays in `--folder` for a later call.
+pairs of 510, 1,000 texts of 1,800, and 60 of 33, which fill one row; prompts of 100 have completions of 128. The model
+has random weights. Each cell is one run of a trainer on a new folder; tokens a second are those of its log, the median
+over the steps from the eleventh on. The model stays in `--folder` for a later call.
 """
 
 import argparse
@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Any, int, int, dict[str, Any]]] = {  # trainer, mean, cou
     "texts": (trainers.finetune, 172, 8000, _HELD_OUT),
     "pairs": (trainers.dpo, 510, 2000, _HELD_OUT),
     "long": (trainers.finetune, 1800, 1000, _HELD_OUT),
+    "few": (trainers.finetune, 33, 60, dict(eval_share=0.02)),
     "stream": (trainers.finetune, 172, 8000, _STREAM),
     "prompts": (trainers.grpo, 100, 2000, _GRPO),
 }
