@@ -121,7 +121,7 @@ $(call TOOL_ENV,%)/.installed:
 PEERS ?= tunix maxtext libraries
 PEER_PACKAGES_tunix := google-tunix
 PEER_PACKAGES_maxtext := maxtext[tpu] google-tunix
-PEER_PACKAGES_libraries := equinox grain qwix
+PEER_PACKAGES_libraries := equinox grain qwix tokenizers tqdm
 PEER_ENV = .venv/integrations-$(VERSIONS)-$(1)
 
 # A peer that does not install leaves the reason in a file, and its tests are not run.

@@ -84,6 +84,8 @@ def _document(where: str, values: Row, column: str | None, form: str | None) -> 
     full = {name: each for name, each in values.items() if each not in ("", [])}  # as tables fill missing values
     forms = _forms(full) or _forms(values)
     if form is not None:
+        if form not in FORMATS:
+            raise UserError(f"--format={form} must be one of {', '.join(FORMATS)}.")
         if form not in forms:
             raise UserError(f"the row is not of --format {form}, {FORMATS[form].fields}: it has {_names(values)}.")
         forms = [form]

@@ -19,7 +19,7 @@ from liger_jax.data.options import RowOptions
 from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face import source
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.training import pack, pad
+from liger_jax.training import pack, pack_pairs, pad
 from liger_jax.user_errors import needed_packages, python_words, user_errors
 
 
@@ -31,11 +31,15 @@ class Tokens:
         input_ids: int32 (tokens,).
         labels: int32 (tokens,), unshifted: a token's own id where it is trained on, and -100 elsewhere.
         where: the place of its document in the data, in words.
+        rejected: the tokens of the other answer, where these are those of a pair's chosen one.
+        desirable: whether the answer is good, where its row has a label that says so.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     where: str = ""
+    rejected: "Tokens | None" = None
+    desirable: bool | None = None
 
 
 def read(
@@ -45,16 +49,18 @@ def read(
     format: str | None = None,
     subset: str | None = None,
 ) -> list[Document]:
-    """Reads texts, completions and conversations, as `liger-jax finetune` does.
+    """Reads texts, completions and conversations, as `liger-jax finetune` does, or preferences, as `dpo` does.
 
     Args:
         data: files, globs, folders or datasets' ids; or an iterable of dicts, such as a list or a `datasets.Dataset`.
         column: the field that is trained on; `None` for what the fields' names say.
-        format: the format of the rows, if they have the fields of several.
+        format: the format of the rows, if they have the fields of several; "pairs" for those with `chosen` and
+            `rejected`, and "unpaired" for those with `completion` and `label`.
         subset: the configuration of a dataset of the hub.
 
     Returns:
-        Documents with a `text`, or with `messages`, or with a `prompt` before the text; each says `where` it was.
+        Documents with a `text`, or with `messages`, or with a `prompt` before the text; each says `where` it was. The
+        chosen answer of a pair has the other one in `rejected`, and a single answer has its label in `desirable`.
 
     Raises:
         TypeError: `data` is neither.
@@ -67,6 +73,8 @@ def read(
     with _words():
         reading = importlib.import_module("liger_jax.data.reading")
         names, own = given_rows(data, "data")
+        if format not in (None, *(known := reading.formats_of_rows())):
+            raise ValueError(f"format={format!r} must be one of {', '.join(known)}.")
         if not own:
             return reading.read(names, column, subset, form=format)
         documents = reading.rows_to_documents(own["data"], "data", column, format)
@@ -81,20 +89,22 @@ def tokens(
     """Encodes documents by a checkpoint's tokenizer and chat template, with a label for each token that is trained on.
 
     Of a text all tokens are trained on, of a prompt with its completion the completion's, and of a conversation those
-    that the assistant wrote, with the mark that ends each answer. What is to be known of the documents is printed.
+    that the assistant wrote, with the mark that ends each answer. Of a pair both answers are. What is to be known of
+    the documents is printed.
 
     Args:
         checkpoint: the folder or id of a checkpoint, whose weights are not read.
         documents: what `read` returns.
         length: the most tokens of one: a longer text is cut into several, and of a longer conversation or completion
-            the rest is dropped. `None` cuts nothing.
+            the rest is dropped. Both answers of a pair share it. `None` cuts nothing.
 
     Returns:
-        The tokens of each document that has one to train on, in their order.
+        The tokens of each document that has one to train on, in their order; for a pair those of the chosen answer,
+        with the other one's in `rejected`. A pair of equal answers is left out.
 
     Raises:
         ImportError: the package tokenizers is missing.
-        TypeError: `documents` are no documents.
+        TypeError: `documents` are no documents, or of several kinds.
         ValueError: the tokenizer, its chat template or a document cannot be used.
 
     Example:
@@ -104,9 +114,26 @@ def tokens(
     documents = list(documents)
     if wrong := [each for each in documents if not isinstance(each, Document)]:
         raise TypeError(f"documents holds {type(wrong[0]).__name__}: pass what data.read makes of rows or files.")
+    kinds = {(each.rejected is not None, each.desirable is not None) for each in documents}
+    if len(kinds) > 1:
+        raise TypeError("documents holds pairs, answers with labels or texts together. Pass those of one kind.")
     with _words():
-        pieces = _tokenizer(checkpoint).pieces(documents, MOST if length is None else length)
-    return [Tokens(each.tokens, each.labels, each.document.where if each.document else "") for each in pieces]
+        answers = importlib.import_module("liger_jax.data.answers")
+        kind = {(True, False): answers.PairTokenizer, (False, True): answers.UnpairedTokenizer}.get((*kinds, ())[0])
+        encoder = _tokenizer(checkpoint, kind)
+        pieces = encoder.pieces(documents, MOST if length is None else length)
+    if kind and encoder.left_out:
+        where, why = next(iter(encoder.left_out.items()))
+        print(f"{len(encoder.left_out):,} of {len(documents):,} {encoder.kind}s are left out, first {where}: {why}")
+    if kind is answers.PairTokenizer:
+        chosen, rejected = map(_tokens_of, pieces[0::2]), map(_tokens_of, pieces[1::2])
+        return [dataclasses.replace(one, rejected=other) for one, other in zip(chosen, rejected, strict=True)]
+    return [_tokens_of(each) for each in pieces]
+
+
+def _tokens_of(piece: Any) -> Tokens:
+    document = piece.document
+    return Tokens(piece.tokens, piece.labels, *((document.where, None, document.desirable) if document else ()))
 
 
 def rows(tokens: Iterable[Tokens], length: int, *, packed: bool = True) -> Mapping[str, np.ndarray]:
@@ -119,9 +146,11 @@ def rows(tokens: Iterable[Tokens], length: int, *, packed: bool = True) -> Mappi
 
     Returns:
         int32 arrays of (rows, length): `input_ids`, `labels`, and `segment_ids` and `positions` where rows are packed.
+        Of a pair the chosen answer comes first: where rows are packed, chosen answers are segments 1, 3, … of their
+        rows, as `training.pack_pairs` lays them; else rows 0, 2, ….
 
     Raises:
-        ValueError: `length` is less than 1, or there is no token.
+        ValueError: `length` is less than 1, or there is no token; or a pair is longer, where rows are packed.
 
     Example:
         >>> some = [Tokens(np.array([5, 6, 7]), np.array([-100, 6, 7])), Tokens(np.array([8]), np.array([8]))]
@@ -129,8 +158,18 @@ def rows(tokens: Iterable[Tokens], length: int, *, packed: bool = True) -> Mappi
         [[-100, 6, 7, 8]]
     """
     some = list(tokens)
-    lay = pack if packed else pad
+    others = [each.rejected for each in some if each.rejected is not None]
+    if others and packed:
+        chosen, rejected = ([each.input_ids for each in side] for side in (some, others))
+        labels = dict(chosen_labels=[each.labels for each in some], rejected_labels=[each.labels for each in others])
+        return pack_pairs(chosen, rejected, length, **labels)[0]
+    lay, some = pack if packed else pad, _answers(some)
     return lay([each.input_ids for each in some], length, labels=[each.labels for each in some])
+
+
+def _answers(tokens: Iterable[Tokens]) -> list[Tokens]:
+    """The tokens of single answers, the chosen one of a pair before the rejected one."""
+    return [side for each in tokens for side in (each, each.rejected) if side is not None]
 
 
 class ChatTemplate:
@@ -274,7 +313,7 @@ def num_scored(tokens: Iterable[Tokens]) -> int:
         >>> num_scored([Tokens(np.array([5, 6, 7]), np.array([5, -100, 7]))])
         1
     """
-    return sum(int(np.count_nonzero(each.labels[1:] != IGNORE_INDEX)) for each in tokens)
+    return sum(int(np.count_nonzero(each.labels[1:] != IGNORE_INDEX)) for each in _answers(tokens))
 
 
 def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -312,9 +351,10 @@ def _is_prose(text: str) -> bool:
 _OF_TABLES = {"to_dicts": "to_dicts()", "to_dict": "to_dict('records')"}  # how polars and pandas give rows
 
 
-def _tokenizer(checkpoint: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a checkpoint."""
-    encoder = importlib.import_module("liger_jax.data.training_rows").tokenizer
+def _tokenizer(checkpoint: str | os.PathLike[str], kind: Any = None) -> Any:
+    """The tokenizer of a checkpoint, of a class of its own for some kinds of documents."""
+    read = importlib.import_module("liger_jax.data.training_rows").tokenizer
+    encoder = lambda *given: read(*given) if kind is None else read(*given, kind)
     folder = source.find(os.path.expanduser(os.fspath(checkpoint)), weights=False)
     return encoder(folder, MOST if folder.is_tokenizer else folder.config.get("vocab_size", MOST))
 

@@ -138,5 +138,10 @@ _READERS = {  # formats of rows that are not texts, with what such rows are
 }
 
 
+def formats_of_rows() -> tuple[str, ...]:
+    """The formats of rows that a program may ask for."""
+    return (*formats.FORMATS, preferences.PAIRS, preferences.LABELLED)
+
+
 def _reader(form: str | None) -> Callable[..., Document]:
     return _READERS[form][0] if form in _READERS else formats.document

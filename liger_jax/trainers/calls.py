@@ -279,7 +279,8 @@ def _run(
             folder = os.path.expanduser(os.fspath(out))
         stack.enter_context(python_words(arguments.spellings(method)))
         stack.enter_context(arguments.copies_removed(Path(folder)))
-        Settings.of(method, out=folder, **values | dict(model="…"))  # refuses values before a model is written
+        named = {name: "…" for name in ("model", "teacher") if name == "model" or name in values}
+        Settings.of(method, out=folder, **values | named)  # refuses values before a model is written
         if is_own := arguments.is_own(model) and method is FinetuneOptions:
             values["model"] = f"a {type(model).__name__} in memory"
         else:

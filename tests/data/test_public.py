@@ -59,11 +59,53 @@ def test_labels_are_of_what_the_assistant_wrote(source):
     assert tokens.where == "data, row 1" and data.num_scored([tokens]) == np.count_nonzero(tokens.labels != -100)
 
 
+PAIRS = [
+    {"prompt": "one", "chosen": " two three", "rejected": " four"},
+    {"prompt": "five", "chosen": " six", "rejected": " six"},
+    {"prompt": [{"role": "user", "content": "one"}], "chosen": "two", "rejected": "three four five"},
+]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_of_pairs_have_both_answers_after_their_prompt(packed, source, capsys):
+    tokens = data.tokens(source, data.read(PAIRS, format="pairs"), length=64)
+    assert "1 of 3 pairs are left out, first data, row 2: equal answers\n" in capsys.readouterr().out
+    batch = data.rows(tokens, 64, packed=packed)
+    sides = [(row, segment) for row in (0,) for segment in (1, 2, 3, 4)] if packed else [(row, 1) for row in range(4)]
+    found = set()
+    for (row, segment), (_, other) in zip(sides[::2], sides[1::2], strict=True):
+        texts = []
+        for place in ((row, segment), (row, other) if packed else (row + 1, 1)):
+            here = batch["segment_ids" if packed else "token_mask"][place[0]] == place[1]
+            ids, labels = batch["input_ids"][place[0]][here], batch["labels"][place[0]][here]
+            np.testing.assert_array_equal(labels[labels != -100], ids[labels != -100])
+            texts += [data.text(source, ids[labels == -100]), data.text(source, labels[labels != -100])]
+        found.add(tuple(text.strip() for text in texts))
+    asked = data.text(source, data.prompt(source, PAIRS[2]["prompt"])).strip()
+    assert found == {("one", "two three", "one", "four"), (asked, "two", asked, "three four five")}
+    assert data.num_scored(tokens) == np.count_nonzero(batch["labels"] != -100)
+
+
+def test_answers_with_labels_keep_them_and_kinds_are_not_mixed(source):
+    answers = data.read([{"prompt": "one", "completion": " two", "label": 0}], format="unpaired")
+    (tokens,) = data.tokens(source, answers)
+    assert tokens.desirable is False and data.text(source, tokens.labels[tokens.labels != -100]) == " two"
+    with pytest.raises(TypeError, match="^documents holds pairs, answers with labels or texts together. Pass those of"):
+        data.tokens(source, [*answers, *data.read([{"text": "one"}])])
+
+
 @pytest.mark.parametrize(
     ("given", "options", "error", "words"),
     [
         ({"text": "a"}, {}, TypeError, "data is dict, and must be files, or an iterable of dicts."),
         ([], {}, ValueError, "data has no text."),
+        ([{"text": "a"}], {"format": "csv"}, ValueError, "format='csv' must be one of messages, sharegpt, alpaca, "
+         "prompt-completion, text, pairs, unpaired."),
+        (["one two"], {}, ValueError, "data: no file is named 'one two'. If it is a text to train on, pass dicts, such "
+         "as [{'text': each} for each in texts]."),
+        ([{"prompt": "a", "completion": "b", "label": True}], {}, ValueError, "data, row 1: label says whether the "
+         "completion is good, but finetune would train on bad ones too. Remove their rows and then the field, or train "
+         "on both with trainers.dpo with loss='kto'."),
         (DataFrame(), {}, TypeError,
          "data is DataFrame, a table of columns. Pass data.to_dict('records')."),
         ([{"text": " "}], {}, ValueError, "data has no text."),

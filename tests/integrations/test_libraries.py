@@ -1,5 +1,6 @@
 """Equinox, grain and qwix with our losses, our step and our models. `make integrations` installs the three."""
 
+import importlib
 from importlib.util import find_spec
 
 import jax
@@ -43,6 +44,42 @@ def test_grain_feeds_the_step_with_packed_rows_of_one_shape():
             np.testing.assert_array_equal(positions[segments == segment], np.arange(len(tokens)))
     losses = integrations_grain.train(loader, steps=8)
     assert losses[-1] < losses[0] - 1
+
+
+@needs("grain")
+@needs("tokenizers")
+def test_the_page_s_grain_loader_feeds_each_row_in_each_epoch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, seen = importlib.import_module("tests.data._page_loops").run("grain")
+    rows = [tuple(row) for row in names["rows"]["input_ids"]]
+    assert sorted(tuple(row) for batch in seen for row in np.asarray(batch["input_ids"])) == sorted(3 * rows)
+
+
+@needs("equinox")
+@needs("tokenizers")
+@needs("tqdm")
+def test_the_page_s_equinox_module_trains_on_rows(tmp_path, monkeypatch):
+    import equinox as eqx  # pyright: ignore[reportMissingImports]
+
+    class Model(eqx.Module):
+        embed: eqx.nn.Embedding
+        mix: eqx.nn.Linear
+
+        def __init__(self, key):
+            self.embed, self.mix = eqx.nn.Embedding(320, 16, key=key), eqx.nn.Linear(16, 16, key=key)
+
+        def hidden(self, input_ids):
+            return jax.vmap(self.mix)(jax.vmap(self.embed)(input_ids))
+
+    monkeypatch.chdir(tmp_path)
+    loops = importlib.import_module("tests.data._page_loops")
+    loops._tiny.checkpoint(tmp_path / "tiny")
+    before = Model(jax.random.key(0))
+    rows = [{"text": loops._tiny.text(20, i)} for i in range(30)]
+    names, _ = loops.run("equinox", model=before, rows=rows)
+    batch = {name: column[:4] for name, column in names["batches"].items()}
+    (params, _), loss = names["step"]((names["params"], names["optimizer"].init(names["params"])), batch)
+    assert loss < 3 and names["model"].embed.weight.shape == (320, 16)
 
 
 @needs("grain")
