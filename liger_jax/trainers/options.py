@@ -33,7 +33,7 @@ _ORDER = (  # of a file of options; what is not here comes after it
     "model data eval_data subset column format stream lora lora_alpha lora_targets lora_experts lora_dropout rslora "
     "dora adapters quantize pack length rope_scaling batch micro_batches epochs steps learning_rate optimizer schedule "
     "warmup weight_decay clip remat dtype param_dtype eval_share every samples patience keep seed log out merge "
-    "save_dtype result_of fresh mesh distributed verify risk_memory"
+    "save_dtype result_of push fresh mesh distributed verify risk_memory"
 ).split()
 
 

@@ -56,6 +56,8 @@ ELSEWHERE = {
     "--optim": ("--optimizer",),
     "--loss-type": ("--divergence",),
     "--report-to": ("--log",),
+    "--push-to-hub": ("--push",),
+    "--hub-model-id": ("--push",),
     "--overwrite-output-dir": ("--fresh",),
     "--accelerator": ("--device",),
 }
@@ -125,7 +127,6 @@ _HINTS_OF_TRAINERS = {
     "--chat-template": _TEMPLATE,
     "--chat-template-path": _TEMPLATE,
     "--logging-steps": "Each step's figures are in log.csv",
-    "--push-to-hub": "Nothing is uploaded: Hugging Face's command hf upload takes the result's folder",
 }
 _VALUES = {  # of other trainers
     "constant_with_warmup": "It is constant with --warmup",
@@ -147,7 +148,7 @@ _COMMANDS = {  # what other packages call a command, or a method is called
     "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "gkd": "distill", "kd": "distill", "inference": "generate",
     "infer": "generate", "predict": "generate", "complete": "generate", "memory": "plan", "estimate": "plan",
     "info": "doctor", "env": "doctor", "eval": "finetune --eval-data FILE --steps 1", "merge": "finetune --merge",
-    "export": "finetune --result-of STEP",
+    "export": "finetune --result-of STEP", "push": "finetune --push ID", "upload": "finetune --push ID",
 }  # fmt: skip
 # By an option and one of its values: the sentence for a value that it does not have.
 _VALUES_OF = {

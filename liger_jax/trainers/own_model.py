@@ -31,7 +31,7 @@ from liger_jax.user_errors import UserError, need, of_option
 # Options that apply only to checkpoints in Hugging Face's form or to the families of `liger_jax.models`.
 _OF_OURS = (
     "lora", "quantize", "remat", "rope_scaling", "dtype", "param_dtype", "verify", "merge", "save_dtype", "result_of",
-    "samples",
+    "push", "samples",
 )  # fmt: skip
 
 
@@ -281,6 +281,7 @@ def _alone(input_ids: jax.Array) -> dict[str, jax.Array]:
 _GIVEN = ("segment_ids", "positions")
 _CURES = {
     "lora": "call models.lora.add_lora on your own, and its adapters alone are trained.",
+    "push": "hand its save to the hub by huggingface_hub.",
     "result_of": "read the checkpoint by training.Checkpoints.",
 }
 

@@ -120,6 +120,7 @@ def ended_early(settings: Settings, finished: dict[str, Any]) -> bool:
 def record(settings: Settings, target: Path, early: bool) -> dict[str, Any]:
     """Records what `is_there` and `ended_early` read of a result."""
     files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
+    files = [name for name in files if name != "README.md"]  # the card, of which a user may do without
     patience = settings.recipe.patience if early else None
     return {"save_dtype": settings.folder.save_dtype, "files": files, "patience": patience}
 

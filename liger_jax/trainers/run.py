@@ -17,6 +17,7 @@ from liger_jax.trainers import (
     decided_run,
     finish,
     initial_state,
+    model_card,
     outlook,
     result,
     resume,
@@ -141,9 +142,11 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     tuned = run_model.tuned(graph, state, frozen, keeps)
     del state  # frees the moments' memory, which casting the weights may need
     target = result.write(tuned, settings, run.source, inputs.tokenizer.stops)
+    chats = inputs.tokenizer.has_template
+    processes.by_first(lambda: _describe(run, target, log, done, chats))
     processes.by_first(lambda: finish.record_result(settings, checkpoints, target, early))
     finish.print_result(run, log, done, target, checkpoints)
-    chats = inputs.tokenizer.has_template
+    processes.by_first(lambda: _push(settings, target))
     return Outcome(0, log["steps"], done, best, target, lambda: tuned, chats, devices.mesh)
 
 
@@ -152,12 +155,26 @@ def _finished(run: Run, checkpoints: Checkpoints, chats: bool) -> Outcome:
     settings, steps = run.settings, checkpoints.latest_log.get("steps", [])
     best, target = None if checkpoints.best is None else checkpoints.best[0], result.folder(settings)
     early = result.ended_early(settings, checkpoints.finished) and best is not None
+    processes.by_first(lambda: _push(settings, target))
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
     options |= dict(scan_layers=run_model.scans_layers(run.task))
     return Outcome(
         0, steps, best if early else len(steps), best, target,
         lambda: AutoModelForCausalLM.from_pretrained(target, **options), chats,
     )  # fmt: skip
+
+
+def _describe(run: Run, target: Path, log: Any, done: int, chats: bool) -> None:
+    """Writes the model card."""
+    figures = finish.learned(run.task, log, done)
+    devices = f"{run.devices.mesh.size if run.devices.mesh is not None else 1} × {jax.devices()[0].device_kind}"
+    options: Any = dict(precision=run.precision, devices=devices, chats=chats)
+    model_card.write(target, model_card.text(run.asked, figures, **options))
+
+
+def _push(settings: Settings, target: Path) -> None:
+    if settings.folder.push is not None:
+        print(f"on the hub: {model_card.push(settings.folder.push, target)}")
 
 
 def _versions() -> dict[str, Any]:
@@ -179,6 +196,8 @@ def _write_result_of(
     state = resume.shapes(state)
     tuned = run_model.tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
     target = result.write(tuned, run.settings, run.source, inputs.tokenizer.stops)
-    print(f"the result of step {step} is in {target}")
     chats = inputs.tokenizer.has_template
+    processes.by_first(lambda: _describe(run, target, checkpoints.latest_log, step, chats))
+    print(f"the result of step {step} is in {target}")
+    processes.by_first(lambda: _push(run.settings, target))
     return Outcome(0, step=step, target=target, model=lambda: tuned, chats=chats, mesh=run.devices.mesh)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from typing import ClassVar
 
 from liger_jax import _options
@@ -10,6 +11,10 @@ from liger_jax.trainers.placement import DTYPES
 from liger_jax.user_errors import UserError, is_text
 
 LOGS = ("csv", "tensorboard", "wandb")
+
+
+def _repository(value: str) -> str:
+    return "" if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", value) else "must be an owner and a name, such as me/tuned."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,10 @@ class RunFolder:
     result_of: int | None = option(
         None, "train nothing: export the checkpoint of this step to OUT/model-STEP or OUT/adapters-STEP",
         check=within(1), of_run=False, in_file=False, metavar="STEP",
+    )  # fmt: skip
+    push: str | None = option(
+        None, "hand the result to the hub of Hugging Face, as this repository, which is private if it is new",
+        check=_repository, of_run=False, in_file=False, metavar="ID",
     )  # fmt: skip
     fresh: bool = option(False, "start over, even if OUT has checkpoints", of_run=False, in_file=False)
 

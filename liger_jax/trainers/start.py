@@ -17,9 +17,11 @@ def started(settings: Settings[Any], task: str, *, length_is_given: bool, after:
     """
     with needed_packages():
         from liger_jax.planner.architectures import architecture_of
-        from liger_jax.trainers import adapters, log, long_rows, run
+        from liger_jax.trainers import adapters, log, long_rows, model_card, run
     if "wandb" in settings.folder.log:
         log.check_wandb()
+    if (repository := settings.folder.push) is not None:
+        model_card.check_push(repository)
     with user_errors():
         cut = ""
         if not length_is_given and options_of(type(settings.method))["length"].default != 0:

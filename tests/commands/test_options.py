@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 ELSEWHERE = {
     "--distributed": "test_finetune_processes.py",
     "--patience": "test_grpo.py",
+    "--push": "test_model_card.py",
     "--help": "",
     "--help-all": "",
 }

@@ -248,7 +248,7 @@ def test_paths_of_all_commands_are_those_of_the_shell(capsys, options, monkeypat
         printed, code = said(capsys, *call.split())
         assert code == 2 and printed.endswith("= is empty, and must name a file or a folder.\n"), printed
     texts = {"prompt", "system", "column", "subset", "mesh", "distributed", "lora_targets", "reward", "memory"}
-    texts |= {"host_memory", "device", "loss_type", "f_divergence", "log", "loss_weights"}
+    texts |= {"host_memory", "device", "push", "loss_type", "f_divergence", "log", "loss_weights"}
     is_text = lambda action: action.type in (None, str) and not action.choices and action.nargs != 0
     free = {action.dest for parser in _parsers()[1] for action in parser._actions if is_text(action)}
     assert free - texts == {*_parser.PATHS}, "an option whose value is a text names a path or not"
