@@ -11,6 +11,8 @@ import pytest
 
 from liger_jax.commands import main
 from liger_jax.data import formats, preferences
+from liger_jax.planner.planning import plan
+from liger_jax.user_errors import UserError
 from tests import _tiny
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -56,6 +58,46 @@ def test_pairs_of_the_recipe_are_asked_once():
     chosen: Any = preferences.pair("the page's row", row)
     for read, answer in ((chosen, "Red."), (chosen.rejected, "It is cold.")):
         assert [message["content"] for message in read.messages] == ["Name a warm colour.", answer]
+
+
+PUBLISHED = {  # the columns of data sets, with made-up contents
+    "roneneldan/TinyStories": {"text": "Once."},
+    "trl-lib/Capybara": {
+        "source": "s", "num_turns": 1,
+        "messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}],
+    },
+    "trl-lib/ultrafeedback_binarized": {
+        "chosen": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}],
+        "rejected": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "No."}],
+        "score_chosen": 8.0, "score_rejected": 2.0,
+    },
+}  # fmt: skip
+
+
+def test_data_sets_of_the_recipe_are_read_by_their_columns():
+    commands = re.findall(r"^liger-jax (finetune|dpo) .*--data (\S+)", recipe("finetune.md"), re.MULTILINE)
+    assert [name for _, name in commands] == [*PUBLISHED]
+    for command, name in commands:
+        read = preferences.pair if command == "dpo" else formats.document
+        assert not read("a row", dict(PUBLISHED[name])).is_empty
+    alpaca = {"instruction": "Say it.", "input": "", "output": "It.", "text": "Say it. It."}
+    with pytest.raises(UserError, match="Choose one: --format alpaca or --format text."):
+        formats.document("a row", alpaca)
+    assert formats.document("a row", alpaca, form="alpaca").messages
+
+
+def test_the_memory_of_the_recipe_is_that_of_the_planner():
+    cells = re.findall(r"([\d.]+) GiB(?:; with `--quantize nf4` ([\d.]+))?", recipe("finetune.md"))
+    told = [float(size) for of_row in cells for size in of_row if size]
+    adapters = dict(batch=4, seq=2048, lora=16)
+    asked = [
+        ("qwen2-0.5b", dict(batch=8, seq=2048)),
+        ("llama-3-8b", adapters),
+        ("llama-3-8b", adapters | dict(quantize="nf4")),
+        ("llama-3.2-1b", dict(batch=8, seq=4096, param_dtype="bfloat16")),
+    ]
+    found = [plan(model, **options, packed=True, device="h200").totals["fused"] / 2**30 for model, options in asked]
+    assert found == pytest.approx(told, abs=0.06)
 
 
 def run(name: str, text: str, changes: dict[str, str]) -> int:
