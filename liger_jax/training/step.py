@@ -194,6 +194,8 @@ def _updates(optimizer, grads, opt_state, params):
 def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
     """The sum of what `value_and_grad` returns for each micro-batch, gradients in their parameters' dtypes."""
     batches, denominator = _micro_batched(batch, micro_batches), normalizer(batch)
+    # Its trace is kept, so that the model is traced once for the types of the sums and for the loop.
+    value_and_grad = jax.jit(value_and_grad, inline=True)
 
     def add(sums, micro_batch):
         results = value_and_grad(params, micro_batch, denominator)

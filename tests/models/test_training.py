@@ -141,12 +141,16 @@ def test_a_scalar_belongs_to_every_micro_batch():
         step((params, SGD.init(params)), dict(beta=pairs["beta"]))
 
 
-def test_what_a_loss_function_returns_beside_the_loss_adds_up(batch):
+def test_what_a_loss_function_returns_beside_the_loss_adds_up_and_one_trace_serves_all(batch):
+    traces = []
+
     def loss_fn(model, batch, normalizer):
+        traces.append(batch)
         return jnp.sum(model.head), jnp.sum(batch["input_ids"])
 
     (_, total), _ = stepped(batch, loss_fn=loss_fn, has_aux=True, micro_batches=4)
     assert total == jnp.sum(batch["input_ids"])
+    assert len(traces) == 1
 
 
 @pytest.mark.full
