@@ -91,7 +91,9 @@ def equations(jaxpr):
 
 
 def made(family=models.LlamaForCausalLM, key=0, **options):
-    known = {field.name for field in dataclasses.fields(family.config_type)}
+    known = {field.name: field.default for field in dataclasses.fields(family.config_type)}
+    if known["intermediate_size"] is None:  # no layer is dense
+        del known["intermediate_size"]
     config = family.config_type(**{name: x for name, x in SIZES.items() if name in known})
     return family(config, rngs=nnx.Rngs(key), **options)
 

@@ -216,7 +216,7 @@ class LayerStack:
             cache, earlier = memory  # how many layers there were with keys, and without
             own = LayerCache(cache, earlier[kind.is_recurrent], is_new)
             x, aux = layer(x, *own_inputs, own)
-            earlier = tuple(number + (i == kind.is_recurrent) for i, number in enumerate(earlier))
+            earlier = tuple(number + int(i == kind.is_recurrent) for i, number in enumerate(earlier))
             return (x, (own.cache, earlier)), aux
 
         if mode == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):

@@ -114,7 +114,8 @@ class LinearAttention(nnx.Module):
     def first_decays(self, blocks: Any) -> tuple[jax.Array, jax.Array]:
         """dt_bias (H,) and exp(A_log) (H,) before training."""
         shape = (self.heads.value_heads,)
-        return jnp.ones(shape), jax.random.uniform(blocks.rngs.params(), shape, minval=0.01, maxval=16.0)
+        drawn = jax.random.uniform(blocks.rngs.params(), shape, jnp.float32, minval=0.01, maxval=16.0)
+        return jnp.ones(shape, jnp.float32), drawn
 
     def taps(self) -> Float[Array, "C W"]:
         """The weights of the convolution."""
@@ -151,7 +152,8 @@ class LinearAttention(nnx.Module):
         mixed, after = ops.causal_conv1d(qkv, taps, segment_ids=rows.documents, state=tokens)
         q, k, v = self._heads(mixed)
         wide = lambda x: x.astype(jnp.float32)
-        gate = -jnp.exp(wide(decay)) * jax.nn.softplus(wide(a) + wide(dt_bias))
+        of_heads = lambda x: wide(x)[None, None]  # (1, 1, H)
+        gate = -jnp.exp(of_heads(decay)) * jax.nn.softplus(wide(a) + of_heads(dt_bias))
         beta = (2 if heads.doubles_beta else 1) * jax.nn.sigmoid(wide(b))
         if rows.is_token is not None:  # padding leaves the state as it is
             q, k, v, gate, beta = (
@@ -183,5 +185,5 @@ def last_tokens(
 ) -> Float[Array, "B W_1 C"]:
     """The last of so many tokens before rows and in them, whose padding is after their tokens."""
     before = jnp.zeros((x.shape[0], count, x.shape[2]), x.dtype) if before is None else before.astype(x.dtype)
-    index = jnp.sum(is_token, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(count, dtype=jnp.int32)
+    index = jnp.sum(is_token, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     return jnp.take_along_axis(jnp.concatenate([before, x], axis=1), index[..., None], axis=1)

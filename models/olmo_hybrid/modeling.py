@@ -92,7 +92,8 @@ class OlmoHybridLinearAttention(LinearAttention):
         """dt_bias (H,), the inverse softplus of random steps, and random exp(A_log) (H,)."""
         config, shape = blocks.config, (self.heads.value_heads,)
         assert blocks.rngs is not None
-        uniform = lambda least, most: jax.random.uniform(blocks.rngs.params(), shape, minval=least, maxval=most)
+        key, wide = blocks.rngs.params, jnp.float32
+        uniform = lambda least, most: jax.random.uniform(key(), shape, wide, minval=least, maxval=most)
         step = jnp.exp(uniform(math.log(config.linear_dt_min), math.log(config.linear_dt_max)))
         step = jnp.maximum(step, config.linear_dt_init_floor)
         decay = uniform(max(config.linear_a_log_min, 1e-6), config.linear_a_log_max)  # whose logarithm is finite

@@ -80,7 +80,7 @@ def test_beside_layers_that_are_made_again_the_loss_is_bounded(remat, is_bounded
     loss_of = nnx.jit(lambda model: model(tokens, labels=tokens).loss)
     loss = loss_of(make_model(remat=remat))
     close(loss, loss_of(make_model()))
-    assert budgets[1] is None
+    assert budgets[-1] is None  # one of equal models is traced once
     assert (budgets[0] is not None) == is_bounded
 
 

@@ -1,5 +1,6 @@
 """Adapters of experts and quantised experts: what they mean, PEFT's files of both forms, and what is refused."""
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -53,7 +54,9 @@ def adapted(family, *, rank=2, parameters=BOTH, **options):
 @pytest.mark.parametrize("family", families("olmoe"))
 def test_files_mean_what_peft_s_formula_says_and_are_read_again(family, tmp_path):
     model = adapted(family, rslora=family == "olmoe")
-    save_adapters(model, tmp_path)
+    beside_a_dense_layer = pytest.warns(match="these names are those of routed experts")
+    with beside_a_dense_layer if family == "qwen3_moe" else contextlib.nullcontext():
+        save_adapters(model, tmp_path)
     fields, tensors = (
         json.loads((tmp_path / "adapter_config.json").read_text()),
         load_file(tmp_path / "adapter_model.safetensors"),

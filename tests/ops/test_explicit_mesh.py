@@ -119,7 +119,7 @@ def test_rows_stay_where_they_are(name, kernel, kernel_here, mesh, rng):
         assert not sizes
 
 
-@pytest.mark.parametrize("kernel", runs(["xla"], [["triton"]]))
+@pytest.mark.parametrize("kernel", ["xla"])
 @pytest.mark.parametrize("spec", runs([BATCH], [[P("data", "fsdp")], [P("data", None, "fsdp")]]), ids=str)
 @pytest.mark.parametrize("table_batch", runs([1], [[B]]))
 def test_rope_keeps_batch_sequence_and_heads_split(table_batch, spec, kernel_here, mesh, rng):

@@ -97,24 +97,6 @@ def test_gates():
     check(functools.partial(ops.swiglu, implementation="triton"), plain.swiglu, [gate, up])
 
 
-def test_rotations():
-    t = rows(4096)
-    q, k = numbers((t, 32, 128), 1), numbers((t, 8, 128), 2)
-    angles = numbers((t, 64), 3).astype(jnp.float32)
-    tables = [f(jnp.concatenate([angles, angles], axis=1))[None] for f in (jnp.cos, jnp.sin)]
-
-    def joined(rope, q, k, tables):
-        return jnp.concatenate([x[0] for x in rope(q[None], k[None], *tables)], axis=1)
-
-    op = functools.partial(ops.apply_rope, implementation="triton")
-    of_ends_alone = [jnp.concatenate([x[:, :KEPT], x[:, -KEPT:]], axis=1) for x in tables]
-    check(
-        lambda q, k: joined(op, q, k, tables),
-        lambda q, k: joined(plain.apply_rope, q, k, of_ends_alone),
-        [q, k],
-    )
-
-
 @pytest.mark.parametrize("kernel", ["triton", "mosaic_gpu"])
 def test_attention(kernel):
     """Documents of 64 tokens, so that the ends see nothing else. cuDNN refuses so many."""
