@@ -32,6 +32,7 @@ from liger_jax.user_errors import counted, needed_packages, python_words, users_
 
 Callback = Callable[[int, Mapping[str, float], Any], bool | None]
 _RUNNING = threading.RLock()  # a callback may start a run of its own
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,9 +280,11 @@ def _run(
             folder = os.path.expanduser(os.fspath(out))
         stack.enter_context(python_words(arguments.spellings(method)))
         stack.enter_context(arguments.copies_removed(Path(folder)))
+        if not (is_own := arguments.is_own(model) and method is FinetuneOptions) or "mesh" in values:
+            stack.enter_context(jax.set_mesh(_NO_MESH))  # a program's own, or that of a run whose callback this is
         named = {name: "…" for name in ("model", "teacher") if name == "model" or name in values}
         Settings.of(method, out=folder, **values | named)  # refuses values before a model is written
-        if is_own := arguments.is_own(model) and method is FinetuneOptions:
+        if is_own:
             values["model"] = f"a {type(model).__name__} in memory"
         else:
             values["model"] = arguments.stored(model, tokenizer, Path(folder))

@@ -99,6 +99,7 @@ def assert_equal(model, other):
 
 def assert_is_of(result, out, **options):
     """The result is that of the command's run, to the last bit."""
+    assert len(figures_of(out)) == len(result.metrics["loss"])
     for figures in figures_of(out):
         i = int(figures["step"]) - 1
         assert {name: result.metrics[name][i] for name in figures if name not in TIMES} == {
@@ -136,7 +137,10 @@ def test_a_call_trains_as_the_command_does_and_leaves_nothing(source, rows, comm
     assert [*tmp_path.iterdir()] == []
     printed = capsys.readouterr().out
     assert printed.count("--steps are mine\n") == 6 and "--" not in printed.replace("--steps are mine", "")
-    again = finetune(str(source), rows)  # a run before it changes nothing
+    mesh = jax.make_mesh((jax.device_count(),), ("mine",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):  # neither this nor a run before it changes anything
+        again = finetune(str(source), rows)
+        assert jax.sharding.get_mesh() == mesh
     assert_is_of(again, command)
 
 
