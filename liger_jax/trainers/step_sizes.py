@@ -99,9 +99,10 @@ def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) ->
         factor //= 2
     if factor > 1:
         rate = settings.peak_rate * math.sqrt(factor)
+        busy = "" if jax.default_backend() == "cpu" else " and the device is not busy"
         fewer = "" if recipe.steps is None else f" --steps {math.ceil(steps / factor)}"
         yield (
-            f"a step has few tokens, so that gradients are noisy and a GPU is not busy: --batch "
+            f"a step has few tokens, so that gradients are noisy{busy}: --batch "
             f"{recipe.batch * factor} --learning-rate {rate:.1e}{fewer} trains on the same documents"
         )
 
