@@ -149,8 +149,8 @@ def test_chats_that_fill_one_row_are_computed_alone(source, tmp_path, capsys):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(["batch", "steps", "advice"], [(2, None, "--batch 64 --learning-rate 5.7e-05 trains"),
-    (2, 99, "--batch 64 --learning-rate 5.7e-05 --steps 4 trains"), (2, 3, ""), (128, None, "")])  # fmt: skip
+@pytest.mark.parametrize(["batch", "steps", "advice"], [(2, None, "--batch 16 --learning-rate 2.8e-05 trains"),
+    (2, 99, "--batch 16 --learning-rate 2.8e-05 --steps 13 trains"), (2, 3, ""), (128, None, "")])  # fmt: skip
 def test_a_larger_batch_is_named_where_a_step_has_few_tokens(batch, steps, advice, tmp_path):
     tokens = Tokens(np.full(200, 50))
     laid, laying = LaidRows(tokens, [np.arange(200)], 256, False), Laying(batch=batch)
