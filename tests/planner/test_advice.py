@@ -1,12 +1,12 @@
 """What a plan says: whether it fits into what a process gets, and what makes it fit."""
 
-import argparse
 import dataclasses
 import re
 
 import pytest
 
 from liger_jax.commands import finetune, main
+from liger_jax.commands._parser import Parser
 from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner import plan, report, target
 from liger_jax.planner.advice import changes_to_fit, options
@@ -151,7 +151,7 @@ def test_advice_that_is_followed_fits(model, device, capsys):
         assert main([*arguments, *changes.split()]) == 0
         assert capsys.readouterr().out.startswith(f"Fits: {promised}\n")
     taken = set(re.findall("--[a-z-]+", " ".join(changes for changes, _ in advised)))
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     finetune.add_arguments(parser)
     assert taken <= {*parser._option_string_actions, "--device"}  # which is the card that is there
 
