@@ -207,7 +207,7 @@ APART = [
     ("} --loss", "--format|--column"),
 ]
 METHODS = {"finetune": FinetuneOptions, "dpo": PairOptions, "grpo": GrpoOptions, "distill": DistillOptions}
-QUICK = {"plan": (0, 1), "data": (0, 1), "grpo": (1,)}  # rows by default, of which training is traced alone
+QUICK = {"plan": (1,), "data": (0, 1), "grpo": (1,)}  # rows by default, of which training is traced alone
 
 
 @functools.cache
