@@ -18,12 +18,12 @@ from liger_jax.ops.layout import names, spec_of
 from liger_jax.ops.place import Place, place_of
 from liger_jax.ops.segment_ids import document_numbers, ids_of_rows, is_numbered
 from liger_jax.pallas_kernels.devices import Capability
-from liger_jax.pallas_kernels.gated_delta_rule import triton, xla
+from liger_jax.pallas_kernels.gated_delta_rule import mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.tiles import promoted
 
 _OP = "gated_delta_rule"
-_KERNELS = Kernels(_OP, {"xla": xla, "triton": triton})
-_HALF_KERNELS = dataclasses.replace(_KERNELS, defaults={"gpu": ("triton",)})
+_KERNELS = Kernels(_OP, {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu})
+_HALF_KERNELS = dataclasses.replace(_KERNELS, defaults={"gpu": ("triton",), "tpu": ("mosaic_tpu",)})
 _SMALLEST_GATE = -1e4  # its exp is 0, and differences of two sums are not NaN
 
 
@@ -60,10 +60,11 @@ def gated_delta_rule(
             document.
         state: (B, H, D, E), any float dtype: the state before the first token, from the same document; None for 0.
         scale: the output's factor, a Python number; None for D^−½.
-        implementation: None, "xla" or "triton" (NVIDIA GPUs from Ampere on), the default there for q, k and v in
-            bfloat16. For these it rounds the operands of products to bfloat16. While it runs, it stores the state
-            before every 64th token. D and E are at most 256 in bfloat16 (128 where a GPU has little shared memory),
-            and 64 in float32.
+        implementation: None, "xla", "triton" (NVIDIA GPUs from Ampere on) or "mosaic_tpu"; the latter two are the
+            default of their devices for q, k and v in bfloat16. For these they round the operands of products to
+            bfloat16. "triton" stores the state before every 64th token while it runs; its D and E are at most 256 in
+            bfloat16 (128 where a GPU has little shared memory), and 64 in float32. "mosaic_tpu" stores that before
+            every 128th token while the backward runs; its D and E are at most 256.
 
     Returns:
         The output (B, T, H, E) in v's dtype, and the state (B, H, D, E) after the last token, in float32, or in float64

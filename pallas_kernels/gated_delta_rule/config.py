@@ -1,4 +1,4 @@
-"""The sizes of chunks, and what the Triton kernels take."""
+"""The sizes of chunks, and what the kernels take."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ from liger_jax.pallas_kernels.devices import AMPERE, HOPPER, Capability
 CHUNK = 64  # tokens: the products within a chunk are as wide as those with its state
 CHUNKS_A_STATE = 16  # the backward of XLA keeps the state before every so many chunks, and makes those between again
 TOKENS_A_STATE = CHUNK * CHUNKS_A_STATE
+TPU_CHUNK = 128  # an MXU's width; the inverse of a longer chunk's system would cost more than its other products
 GATED_DELTA_RULE_STATES = "gated_delta_rule_states"  # `checkpoint_name` of the states that the backward needs
 
 WIDTHS = (16, 32, 64, 128, 256)  # others are padded to the next
@@ -33,6 +34,8 @@ GRADIENTS = Launch(4)
 OUTPUT_COLUMNS = 64  # of the state at a time
 GRADIENT_COLUMNS = 32
 
+TPU_MOST_HEADS = 4  # of values, in a program
+
 
 def scan_columns(depth: int) -> int:
     """How many columns of a state a program scans: a head of 128 has 4 programs, so that 32 heads fill an H100."""
@@ -42,6 +45,17 @@ def scan_columns(depth: int) -> int:
 def scan_launch(depth: int, capability: Capability) -> Launch:
     """Three stages of heads of 128 take 125 KiB of shared memory, which large GPUs have, and are a fifth faster."""
     return Launch(4, 3 if depth <= 128 and _is_large(capability) else 2)
+
+
+def tpu_heads(key_heads: int, heads: int) -> tuple[int, int]:
+    """The heads of keys of a program, and the heads of values of each: as many as the counts allow, up to four in all.
+
+    The products of one head wait for each other, and those of several run meanwhile.
+    """
+    group = heads // key_heads
+    members = max(count for count in range(1, TPU_MOST_HEADS + 1) if group % count == 0)
+    most = TPU_MOST_HEADS // group
+    return max((count for count in range(1, most + 1) if key_heads % count == 0), default=1), members
 
 
 def width_of(size: int) -> int:

@@ -287,6 +287,16 @@ def experts(x, weights, gate_up, down, chosen, implementation):
 TPU_ONLY += [
     Case("grouped_matmul", with_gradient(grouped_matmul, (0, 1)), EXPERTS, GROUPED),
     Case("moe_mlp", with_gradient(experts, (0, 1, 2, 3)), MIXTURE, GROUPED, full=True),
+    *(
+        Case(
+            f"gated_delta_rule_{heads}_{width}_{dtype.__name__}",
+            with_gradient(gated_delta_rule, range(5)),
+            delta_rule_types(1, 1000, 2, heads, width, dtype),
+            tuple(f"gated_delta_rule_{name}" for name in ("forward", "states", "gradients")),
+            full=True,
+        )
+        for heads, width, dtype in ((4, 128, BF16), (2, 96, F32), (8, 256, BF16))
+    ),
 ]
 
 HOPPER_KERNELS = (*FLCE, "fused_linear_cross_entropy_hidden_gradient", "fused_linear_cross_entropy_weight_gradient")
