@@ -47,10 +47,13 @@ def option(
     return dataclasses.field(default=default, metadata=own | stored)
 
 
-def in_memory() -> Any:
-    """A field with what a program has given by itself, by the name that an option has for it."""
+def in_memory(made: Callable[[], Any] = dict) -> Any:
+    """A field that only a program has: with what it gives by itself, by the name that an option has for it, or other.
+
+    `made`: makes the default.
+    """
     kinds = dict(of_run=False, in_file=False, of_all=False)
-    return dataclasses.field(default_factory=dict, metadata=kinds, compare=False, repr=False)
+    return dataclasses.field(default_factory=made, metadata=kinds, compare=False, repr=False)
 
 
 def changed(field: dataclasses.Field[Any], changes: Mapping[str, Any]) -> dataclasses.Field[Any]:

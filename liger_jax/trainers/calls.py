@@ -292,7 +292,7 @@ def _run(
             itself = values["model"] if tokenizer is None else tokenizer
             values["teacher"] = arguments.stored(values["teacher"], itself, Path(folder), "teacher")
         settings = Settings.of(method, out=folder, **values)
-        settings = settings.changed(rows=given, **in_memory)
+        settings = settings.changed(rows=given, is_kept=out is not None, **in_memory)
         if is_own:
             with needed_packages():
                 own_model = importlib.import_module("liger_jax.trainers.own_model")

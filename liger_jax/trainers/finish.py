@@ -71,9 +71,9 @@ def _mean(values: Sequence[float]) -> float:
 
 def print_result(run: Run, log: Mapping[str, Any], done: int, target: Path, checkpoints: Checkpoints) -> None:
     """Prints what a run has changed, and where its result is."""
-    print(f"{learned(run.task, log, done)}; {target.name} in {target}")
-    best = checkpoints.best
-    if best is not None and best[0] != done:
+    is_kept, best = run.settings.folder.is_kept, checkpoints.best
+    print(learned(run.task, log, done) + (f"; {target.name} in {target}" if is_kept else ""))
+    if best is not None and best[0] != done and is_kept:
         there = run.out / result.CHECKPOINTS / str(best[0])
         without = " without --fresh and" if run.settings.folder.fresh else ""
         print(

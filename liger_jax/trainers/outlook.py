@@ -31,7 +31,7 @@ def lines(
     elif not settings.rows.are_scored:
         scored = "nothing is held out, so nothing is scored"
     yield f"rate: {settings.peak_rate:.1e} at its peak, schedule {recipe.schedule}; {scored}"
-    if target is not None:
+    if target is not None and settings.folder.is_kept:
         yield f"result: {target}"
     if not stops:
         yield (

@@ -128,11 +128,12 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
                 return run_model.tuned(nnx.graphdef(shown), state, others, keeps)
 
             loop = dataclasses.replace(loop, after=lambda params, figures: after(figures, whole(params)))
-        state, stopped_by = run_loop.run(loop, state, log)
+        state, stopped_by = run_loop.run(loop, state, log, settings.folder.is_kept)
     done = len(log["steps"])
     best = None if checkpoints.best is None else checkpoints.best[0]
     if stopped_by:
-        print(f"stopped after step {done} of {steps}, which is saved; the same command goes on from there")
+        saved = ", which is saved; the same command goes on from there" if settings.folder.is_kept else ""
+        print(f"stopped after step {done} of {steps}{saved}")
         tuned = run_model.tuned(graph, state, frozen, keeps)
         return Outcome(128 + stopped_by, log["steps"], done, best, model=lambda: tuned, mesh=devices.mesh)
     finish.check_learned(run, log["steps"])

@@ -57,6 +57,8 @@ class RunFolder:
     )  # fmt: skip
     fresh: bool = option(False, "start over, even if OUT has checkpoints", of_run=False, in_file=False)
 
+    is_kept: bool = _options.in_memory(lambda: True)  # whether the folder is there after the run
+
     def __post_init__(self):
         _options.check(self)
         if not is_text(where := os.path.abspath(self.out)):

@@ -84,8 +84,8 @@ def _shape(batch: Any) -> tuple[int, ...]:
     return batch["input_ids"].shape
 
 
-def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
-    """Runs the loop. The user's errors say what is saved.
+def run(loop: Loop, state: Any, log: dict[str, Any], is_kept: bool) -> tuple[Any, int]:
+    """Runs the loop. The user's errors say what is saved, if the run's folder is kept.
 
     Returns the state, and the number of the signal that stopped the run, or 0.
     """
@@ -93,6 +93,6 @@ def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
         return loop.run(state, log)
     except UserError as error:
         done = len(log["steps"])
-        if not done or loop.checkpoints is None or loop.checkpoints.latest_step != done:
+        if not (done and is_kept) or loop.checkpoints is None or loop.checkpoints.latest_step != done:
             raise
         raise UserError(f"{error} Step {done} is saved, and the same command resumes from there.") from error

@@ -137,6 +137,7 @@ def test_a_call_trains_as_the_command_does_and_leaves_nothing(source, rows, comm
     assert [*tmp_path.iterdir()] == []
     printed = capsys.readouterr().out
     assert printed.count("--steps are mine\n") == 6 and "--" not in printed.replace("--steps are mine", "")
+    assert str(tmp_path) not in printed  # the folder that is removed
     mesh = jax.make_mesh((jax.device_count(),), ("mine",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):  # neither this nor a run before it changes anything
         again = finetune(str(source), rows)
