@@ -1,5 +1,6 @@
 """How a training run is resumed: from its checkpoints, unless its result is there already."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -105,10 +106,11 @@ def restored(checkpoints: Checkpoints, state: Any, inputs: TrainingInputs) -> tu
     Returns the newest checkpoint's, or those of a run that begins.
     """
     before = checkpoints.latest_settings
-    if (start := checkpoints.restore(state)) is None:
-        start = state, {"steps": []}
-    else:
-        print(f"resumed at step {checkpoints.latest_step}")
+    step = checkpoints.latest_step
+    with contextlib.nullcontext() if step is None else telling(f"reading the checkpoint of step {step}"):
+        start = checkpoints.restore(state) or (state, {"steps": []})
+    if step is not None:
+        print(f"resumed at step {step}")
     of_steps = start[1]["steps"]
     last = of_steps[-1].get("learning_rate") if of_steps else None
     for line in longer_run(before, len(of_steps), last, inputs.steps, inputs.rate, inputs.data.num_in_epoch):
