@@ -78,6 +78,7 @@ def in_python(text: str, arguments: Mapping[str, "Spelling"]) -> str:
             return f"{said.name}={'|'.join(map(repr, value.split('|')))}"
         return f"{said.name}{sign}{value}"
 
+    text = text.replace("liger-jax data --loss sigmoid shows", "data.read with format='pairs' reads")
     text = _OTHER_CALL.sub(r"trainers.\1 with \2='\3'", text)
     text = re.sub(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9]|--[a-z])(?:(=| )(\S*?)(?=[.,:;)]*(?:\s|$)))?", spelled, text)
     text = re.sub(r"\bliger-jax (finetune|dpo|grpo|distill)\b", r"trainers.\1", text)

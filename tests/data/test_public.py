@@ -101,6 +101,9 @@ def test_answers_with_labels_keep_them_and_kinds_are_not_mixed(source):
         ([], {}, ValueError, "data has no text."),
         ([{"text": "a"}], {"format": "csv"}, ValueError, "format='csv' must be one of messages, sharegpt, alpaca, "
          "prompt-completion, text, pairs, unpaired."),
+        (PAIRS[:1], {}, ValueError, "data, row 1: there are no messages, and no text in 'text', among ['chosen', "
+         "'prompt', 'rejected']. It is a pair of answers: trainers.dpo trains on such rows, and data.read "
+         "with format='pairs' reads them. To train on one answer alone, name it: column chosen."),
         (["one two"], {}, ValueError, "data: no file is named 'one two'. If it is a text to train on, pass dicts, such "
          "as [{'text': each} for each in texts]."),
         ([{"prompt": "a", "completion": "b", "label": True}], {}, ValueError, "data, row 1: label says whether the "
