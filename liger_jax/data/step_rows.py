@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from liger_jax.data.laid_rows import LaidRows, RowBatches
-from liger_jax.data.stream import Stream
+from liger_jax.data.laid_rows import LaidRows
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import packing, row_sizes
 from liger_jax.training.row_sizes import Size
-from liger_jax.training.rows import Rows, batched
+from liger_jax.training.rows import Rows
 
 _SHARED = 1.02  # the cost of a place in a row of several documents, relative to one in a row of a single document
 _SAMPLED = 2**12  # the most steps that are looked at to choose the number of rows
@@ -199,87 +198,15 @@ class StepRows:
 
     def _own_sizes(self, chosen: list[np.ndarray]) -> tuple[list[Size], np.ndarray, Size]:
         """Sizes for bundles that each step lays by itself."""
-        laying, laid, length = self._laying, self._laid, self._laid.length
-        at_once, count = laying.at_once, laying.micro_batches
-        none = np.zeros(len(chosen), np.int64)
+        laying, laid = self._laying, self._laid
         if laying.padded:
-            size = Size(length, at_once, count)
-            return [size], none, dataclasses.replace(size, micro_batches=1)
+            size = Size(laid.length, laying.at_once, laying.micro_batches)
+            return [size], np.zeros(len(chosen), np.int64), dataclasses.replace(size, micro_batches=1)
         sizes = np.zeros((len(chosen), laying.batch), np.int64)
         for of_step, some in zip(sizes, chosen, strict=True):
             of_step[: len(some)] = laid.sizes[some]
-        shares = sizes.reshape(len(chosen), at_once, count).swapaxes(1, 2)  # bundle i is of micro-batch i mod N
-        held = np.zeros((0, at_once), np.int64)
-        if self._held_out is not None:
-            held = self._held_out.sizes
-            held = np.pad(held, (0, -len(held) % at_once)).reshape(-1, at_once)
-        granule = min(row_sizes.GRANULE, length)
-
-        def needs(rows: int, steps: slice = slice(None)) -> tuple[np.ndarray, int]:
-            """The lengths that steps and scored batches need, in granules."""
-            some = shares[steps]
-            loads = row_sizes.balanced(some.reshape(-1, at_once), rows)[1].reshape(len(some), -1).max(axis=1)
-            of_scores = row_sizes.balanced(held, rows)[1].max(initial=1)
-            return -(-loads // granule), int(-(-of_scores // granule))
-
-        def costs(rows: int, most: int) -> np.ndarray:
-            lengths = np.minimum(np.arange(most + 1) * granule, length if rows == at_once else at_once * length)
-            shared = 1.0 if rows == at_once and not laid.in_segments else _SHARED
-            return shared * count * rows * lengths * (1 + laying.growth * lengths)
-
-        def fits(rows: int, need: np.ndarray, of_scores: int) -> bool:
-            """Whether no row is too long, and no micro-batch has more places than one of padded rows."""
-            most = min(max(int(need.max()), of_scores) * granule, at_once * length)
-            return rows == at_once or rows * most <= at_once * length and most <= max(laying.longest, length)
-
-        def total(rows: int) -> float:
-            need, of_scores = needs(rows, slice(0, None, -(-len(chosen) // _SAMPLED)))
-            if not fits(rows, need, of_scores):
-                return np.inf
-            each = costs(rows, max(int(need.max()), of_scores))
-            return row_sizes.cost(need, each, laying.program, row_sizes.levels(need, each, laying.program))
-
-        shards, most = laying.shards, at_once // laying.shards
-        numbers = {at_once} if laying.alone else {shards * round(most ** (i / _TRIED)) for i in range(_TRIED + 1)}
-        best = next(rows for rows in sorted(sorted(numbers), key=total) if fits(rows, *needs(rows)))
-        need, of_scores = needs(best)
-        levels = row_sizes.levels(need, costs(best, int(need.max())), laying.program)
-        cap = length if best == at_once else at_once * length
-        made = lambda level, count: Size(min(level * granule, cap), best, count)
-        scored = made(max(levels[-1], of_scores), 1)
-        return [made(level, count) for level in levels], np.searchsorted(levels, need), scored
-
-
-class StreamRows:
-    """The rows of a stream's steps, as in `StepRows`, all of one size, since its documents are not known in advance."""
-
-    def __init__(self, stream: Stream, held_out: LaidRows, laying: Laying):
-        self._stream, self._size = stream, Size(held_out.length, laying.at_once, laying.micro_batches)
-        self._scored, self.sizes, self.num_segments = RowBatches(held_out, laying.at_once), [self._size], 1
-
-    def size_of(self, step: int) -> Size:
-        """The size of all rows."""
-        return self._size
-
-    def rows_of(self, step: int, own: np.ndarray | None = None) -> Rows:
-        """The rows of a step, which each process reads by itself."""
-        return next(batched(self._stream.rows_of(step), self._size.num_rows))
-
-    def numbers_of(self, step: int) -> np.ndarray:
-        """(rows, length), the number of each token's piece."""
-        return self._stream.pieces_of(step)
-
-    def some_of(self, step: int) -> Rows:
-        """The first rows of a step."""
-        return next(batched(self._stream.rows_of(step), self._size.rows))
-
-    def scored(self) -> RowBatches:
-        """The rows that are held out."""
-        return self._scored
-
-    def empty(self, size: Size) -> Rows:
-        """Rows of the size, those of the first step."""
-        return self.rows_of(0)
+        held = np.zeros(0, np.int64) if self._held_out is None else self._held_out.sizes
+        return cheapest(laying, laid.length, laid.in_segments, sizes, held)
 
 
 class _Scored(Sequence[Rows]):
@@ -312,3 +239,51 @@ def _packed(laid: LaidRows, names: Sequence[str], chosen: np.ndarray, size: Size
 def _turns(chosen: np.ndarray) -> np.ndarray:
     """How often each value occurred earlier in the step."""
     return np.array([np.count_nonzero(chosen[:i] == each) for i, each in enumerate(chosen)], np.int64)
+
+
+def cheapest(
+    laying: Laying, length: int, in_segments: bool, sizes: np.ndarray, held: np.ndarray
+) -> tuple[list[Size], np.ndarray, Size]:
+    """The sizes of rows that cost the least.
+
+    `sizes` (steps, batch) are the tokens of each step's bundles, 0 for none, and `held` (bundles,) of those that are
+    scored. Returns the sizes, which of them each step has, and that of scored batches.
+    """
+    at_once, count, number = laying.at_once, laying.micro_batches, len(sizes)
+    shares = sizes.reshape(number, at_once, count).swapaxes(1, 2)  # bundle i is of micro-batch i mod N
+    held = np.pad(held, (0, -len(held) % at_once)).reshape(-1, at_once)
+    granule = min(row_sizes.GRANULE, length)
+
+    def needs(rows: int, steps: slice = slice(None)) -> tuple[np.ndarray, int]:
+        """The lengths that steps and scored batches need, in granules."""
+        some = shares[steps]
+        loads = row_sizes.balanced(some.reshape(-1, at_once), rows)[1].reshape(len(some), -1).max(axis=1)
+        of_scores = row_sizes.balanced(held, rows)[1].max(initial=1)
+        return -(-loads // granule), int(-(-of_scores // granule))
+
+    def costs(rows: int, most: int) -> np.ndarray:
+        lengths = np.minimum(np.arange(most + 1) * granule, length if rows == at_once else at_once * length)
+        shared = 1.0 if rows == at_once and not in_segments else _SHARED
+        return shared * count * rows * lengths * (1 + laying.growth * lengths)
+
+    def fits(rows: int, need: np.ndarray, of_scores: int) -> bool:
+        """Whether no row is too long, and no micro-batch has more places than one of padded rows."""
+        most = min(max(int(need.max()), of_scores) * granule, at_once * length)
+        return rows == at_once or rows * most <= at_once * length and most <= max(laying.longest, length)
+
+    def total(rows: int) -> float:
+        need, of_scores = needs(rows, slice(0, None, -(-number // _SAMPLED)))
+        if not fits(rows, need, of_scores):
+            return np.inf
+        each = costs(rows, max(int(need.max()), of_scores))
+        return row_sizes.cost(need, each, laying.program, row_sizes.levels(need, each, laying.program))
+
+    shards, most = laying.shards, at_once // laying.shards
+    numbers = {at_once} if laying.alone else {shards * round(most ** (i / _TRIED)) for i in range(_TRIED + 1)}
+    best = next(rows for rows in sorted(sorted(numbers), key=total) if fits(rows, *needs(rows)))
+    need, of_scores = needs(best)
+    levels = row_sizes.levels(need, costs(best, int(need.max())), laying.program)
+    cap = length if best == at_once else at_once * length
+    made = lambda level, count: Size(min(level * granule, cap), best, count)
+    scored = made(max(levels[-1], of_scores), 1)
+    return [made(level, count) for level in levels], np.searchsorted(levels, need), scored

@@ -44,45 +44,52 @@ class Stream:
         noted = np.fromfile(self._path, np.int64) if is_noted else np.zeros(0, np.int64)
         self._is_read = False
         self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
-        self._done: dict[int, tuple[Rows, np.ndarray]] = {}
+        self._done: dict[int, list[Piece]] = {}
         self._pieces: Iterator[tuple[Place, Piece]] = iter(())
         self._printed: set[str] = set()  # the notices that were printed, which each batch of documents would repeat
         self._next = -1  # the next step of `_pieces`
 
+    @property
+    def packed(self) -> bool:
+        """Whether pieces fill the rows of a step together."""
+        return self._options.pack
+
     def rows_of(self, step: int) -> Rows:
-        """The rows of a step."""
-        return self._of_step(step)[0]
+        """The rows of a step, packed or padded."""
+        chosen = self.pieces_of(step)
+        return self._lay([each.tokens for each in chosen], [each.labels for each in chosen])
 
-    def pieces_of(self, step: int) -> np.ndarray:
-        """Which piece each token of a step belongs to."""
-        return self._of_step(step)[1]
+    def numbers_of(self, step: int) -> np.ndarray:
+        """Which piece each token of `rows_of` belongs to."""
+        return self._lay([np.full(len(each.tokens), i, np.int32) for i, each in enumerate(self.pieces_of(step))])[
+            "input_ids"
+        ]
 
-    def _of_step(self, step: int) -> tuple[Rows, np.ndarray]:
-        """A step's rows, and the pieces of their tokens."""
+    def _lay(self, tokens: list[Any], labels: list[Any] | None = None) -> Rows:
+        return (pack if self._options.pack else pad)(tokens, self._options.length, labels=labels)
+
+    def pieces_of(self, step: int) -> list[Piece]:
+        """The pieces of a step, in their order."""
         while step not in self._done:
             begun = min(step, len(self._places) - 1)  # the last step before it whose begin is stored
             if self._next != begun:
                 self._pieces, self._next = self._from(self._places[begun]), begun
-            batch, place = self._batch()
+            chosen, place = self._batch()
             self._note(begun + 1, place)
-            self._done[begun], self._next = batch, begun + 1
+            self._done[begun], self._next = chosen, begun + 1
             for old in sorted(self._done, key=lambda each: abs(each - step))[_KEPT:]:
                 del self._done[old]
         return self._done[step]
 
-    def _batch(self) -> tuple[tuple[Rows, np.ndarray], Place]:
-        """The next rows with the pieces of their tokens, and the place after them."""
-        length, count, packed = self._options.length, self._rows_in_step, self._options.pack
+    def _batch(self) -> tuple[list[Piece], Place]:
+        """The next pieces, as many as have room in a step's rows, and the place after them."""
         chosen: list[Piece] = []
-        row_of = FirstFit(length, packed)
+        row_of = FirstFit(self._options.length, self._options.pack)
         for place, piece in self._pieces:
             row, _ = row_of(len(piece.tokens))
-            if row == count:
+            if row == self._rows_in_step:
                 self._pieces = itertools.chain([(place, piece)], self._pieces)
-                lay = pack if packed else pad
-                rows = lay([each.tokens for each in chosen], length, labels=[each.labels for each in chosen])
-                numbers = [np.full(len(each.tokens), i, np.int32) for i, each in enumerate(chosen)]
-                return (rows, lay(numbers, length)["input_ids"]), place
+                return chosen, place
             chosen.append(piece)
         raise nothing_to_train_on()
 

@@ -16,8 +16,9 @@ from liger_jax.data.options import RowOptions
 from liger_jax.data.pieces import NO_TOKEN, Piece, nothing_to_train_on
 from liger_jax.data.sources import DataSource, data_sources, in_both
 from liger_jax.data.sources import weight as weight_of
-from liger_jax.data.step_rows import Laying, StepRows, StreamRows
+from liger_jax.data.step_rows import Laying, StepRows
 from liger_jax.data.stream import Stream
+from liger_jax.data.stream_rows import StreamRows
 from liger_jax.data.token_cache import Tokens
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
@@ -81,7 +82,7 @@ class TrainingRows:
         in_steps: StepRows | StreamRows
         if self.stream is not None:
             assert self.held_out_rows is not None
-            in_steps = StreamRows(self.stream, self.held_out_rows, laying)
+            in_steps = StreamRows(self.stream, self.held_out_rows, steps, laying)
         else:
             assert self.rows is not None
             chosen_of = rows.drawn(self.rows.num_rows, batch, seed, epochs, self.mixture)

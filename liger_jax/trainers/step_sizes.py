@@ -72,9 +72,8 @@ def laying_of(
 
 def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) -> Iterator[str]:
     """Lines that a run prints about its steps."""
-    in_steps = data.in_steps
-    if not isinstance(in_steps, StepRows):
-        return
+    in_steps, recipe = data.in_steps, settings.recipe
+    assert in_steps is not None
     if _began_padded(settings) and not settings.rows.pack:
         yield (
             f"rows: each document has its own row of {settings.rows.length:,} places, as when the run began; with "
@@ -85,9 +84,13 @@ def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) ->
             "rows: documents share rows now, where the earlier run in this folder had a padded row for each; the loss "
             "is the same"
         )
+    if not isinstance(in_steps, StepRows):
+        of = counted(recipe.batch, "row" if settings.rows.pack else "piece")
+        yield f"steps: {steps:,} of {of}, in rows × places of {' or '.join(map(str, in_steps.sizes))}"
+        return
     each = [f"{size} ({counted(in_steps.steps_of(size), 'step')})" for size in in_steps.sizes]
     tokens, padding = in_steps.tokens / steps, 1 - in_steps.tokens / in_steps.places
-    what, recipe = "row" if settings.rows.pack else data.laid[0].tokens.kind, settings.recipe
+    what = "row" if settings.rows.pack else data.laid[0].tokens.kind
     epochs = recipe.epochs_to_train or steps / math.ceil(data.num_in_epoch / recipe.batch)
     yield (
         f"steps: {steps:,} of {counted(recipe.batch, what)}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}; "
@@ -120,5 +123,4 @@ def _has_padded(settings: Settings) -> bool:
 
 def identity(data: Any, laying: Laying | None) -> dict[str, str]:
     """The value in checkpoints that says how rows are laid."""
-    is_laid = isinstance(data, TrainingRows) and data.stream is None
-    return LAYOUT if is_laid and laying is not None and not laying.padded else {}
+    return LAYOUT if isinstance(data, TrainingRows) and laying is not None and not laying.padded else {}

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from liger_jax.data import token_cache, training_rows
-from liger_jax.data.laid_rows import RowBatches
 from liger_jax.data.prompt_rows import PromptRows
 from liger_jax.trainers import adapters, step_sizes
 from liger_jax.trainers.decided_run import Run
@@ -16,7 +15,6 @@ from liger_jax.training import processes, rows
 from liger_jax.training.row_sizes import Size
 
 Example = tuple[Any, int]  # a batch, and in how many micro-batches it is
-Batches = Sequence[rows.Rows] | RowBatches
 RunRows = training_rows.TrainingRows | PromptRows
 
 
@@ -32,7 +30,7 @@ class TrainingInputs:
     batch_of: Callable[[int], Any]  # the rows of a step on the devices
     examples: Sequence[Example]  # one of each size that they may have
     some_of: Callable[[int], rows.Rows]  # rows of a step as they are scored, all of one size
-    scored: Batches  # the rows that are held out, in batches of that size
+    scored: Sequence[rows.Rows]  # the rows that are held out, in batches of that size
     layout: Mapping[str, str]  # how rows are laid, for checkpoints
 
 
@@ -64,7 +62,7 @@ def training_inputs(run: Run) -> TrainingInputs:
     return TrainingInputs(tokenizer, data, steps, rate, optimizer, *_rows(run, data), step_sizes.identity(data, laid))
 
 
-def _rows(run: Run, data: RunRows) -> tuple[Any, Sequence[Example], Any, Batches]:
+def _rows(run: Run, data: RunRows) -> tuple[Any, Sequence[Example], Any, Sequence[rows.Rows]]:
     """The batches of the run: by their step, one of each size, rows of a step that are scored, and those held out."""
     recipe, devices = run.settings.recipe, run.devices
     if isinstance(data, PromptRows):

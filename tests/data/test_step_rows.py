@@ -1,13 +1,17 @@
 """The rows of a run's steps: no piece is lost, few places are empty, and sizes are few."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from liger_jax.data import token_cache
 from liger_jax.data.laid_rows import LaidRows
+from liger_jax.data.pieces import Piece
 from liger_jax.data.step_rows import Laying, StepRows
+from liger_jax.data.stream import Stream
+from liger_jax.data.stream_rows import StreamRows
 from liger_jax.training import pack, pad, row_sizes, rows
 
 
@@ -94,7 +98,6 @@ def test_a_document_in_a_row_has_no_segments_and_padded_rows_are_those_of_pad(rn
         assert own.rows_of(1).keys() == expected.keys()
         for name, values in own.rows_of(1).items():
             np.testing.assert_array_equal(values, expected[name])
-    assert own.sizes[0].length < 32 or tokens.sizes().max() > 16
 
 
 def test_packed_rows_that_a_step_lacks_are_not_computed(rng):
@@ -164,3 +167,35 @@ def test_lengths_of_texts_leave_few_places_empty(rng):
     sizes = np.minimum(2048, rng.lognormal(np.log(172) - 0.18, 0.6, 8000)).astype(int) + 1
     in_steps, _, _ = steps_of(Tokens(sizes), 2048, 1000, Laying(batch=8, program=1e5))
     assert in_steps.tokens / in_steps.places > 0.8 and all(size.rows == 1 for size in in_steps.sizes)
+
+
+@pytest.mark.parametrize(["growth", "micro_batches", "shards"], [(0.0, 1, 1), (1e-2, 2, 2)])
+def test_a_stream_has_its_documents_in_few_places_however_long_they_become(growth, micro_batches, shards, rng):
+    """Steps of what is held out are like the first ones; then come others, with three long documents beside short."""
+    held_out = LaidRows(Tokens(rng.integers(2, 30, 21)), [np.arange(21)], 256, False)
+    sizes = [
+        *rng.integers(2, 30, (4, 8)),
+        [256, 256, 256, 2, 3, 4, 5, 6],
+        [256, 170, 170, 170, 170, 2, 2, 2],
+        [256] * 8,
+    ]
+    tokens = Tokens(np.concatenate(sizes))
+    piece = lambda i: mock.Mock(Piece, **dict(zip(("tokens", "labels"), tokens.arrays(i), strict=True)))
+    stream = mock.Mock(Stream, packed=False, pieces_of=lambda step: [piece(8 * step + i) for i in range(8)])
+    laying = Laying(batch=8, micro_batches=micro_batches, shards=shards, growth=growth, program=100.0)
+    in_steps = StreamRows(stream, held_out, 1000, laying)
+    assert 2 <= len(in_steps.sizes) <= 4 and in_steps.sizes[-1].places == 8 * 256
+    for step in range(7):
+        batch, numbers, size = in_steps.rows_of(step), in_steps.numbers_of(step), in_steps.size_of(step)
+        assert batch["input_ids"].shape == (size.num_rows, size.length) and size in in_steps.sizes
+        assert size.rows % shards == 0 and (step >= 4 or size.places <= 8 * 64)
+        for first in range(micro_batches):
+            expected = [tuple(x.tolist() for x in tokens.arrays(8 * step + i)) for i in range(first, 8, micro_batches)]
+            assert sorted(documents({name: x[first::micro_batches] for name, x in batch.items()})) == sorted(expected)
+        mask, begins = batch.get("segment_ids", batch.get("token_mask")) > 0, np.cumsum(tokens.sizes()) - tokens.sizes()
+        assert (begins[8 * step + numbers[mask]] < batch["input_ids"][mask]).all()
+    scored, of_held = [*in_steps.scored()], [tuple(x.tolist() for x in held_out.tokens.arrays(i)) for i in range(21)]
+    assert sorted(each for batch in scored for each in documents(batch)) == sorted(of_held)
+    some = [in_steps.some_of(step) for step in range(7)]
+    assert {batch["labels"].shape for batch in (*scored, *some)} == {scored[0]["labels"].shape}
+    assert len(documents(some[0])) == 8 // micro_batches and all(map(documents, some))

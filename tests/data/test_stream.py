@@ -70,7 +70,7 @@ def test_steps_have_all_tokens_of_the_stream_in_their_order(source, dataset, tmp
         batch = one.rows_of(step)
         assert batch["input_ids"].shape == (3, 16)
         found = [piece for row in range(3) for piece in _pieces({name: x[row] for name, x in batch.items()})]
-        own, numbers = list(itertools.islice(expected, len(found))), one.pieces_of(step)
+        own, numbers = list(itertools.islice(expected, len(found))), one.numbers_of(step)
         assert sorted(found) == sorted(own)
         is_token = batch["segment_ids"] > 0 if packed else batch["labels"] >= 0
         assert [batch["input_ids"][is_token & (numbers == i)].tolist() for i in range(len(own))] == own

@@ -14,7 +14,7 @@ from liger_jax.data.laid_rows import LaidRows
 from liger_jax.data.step_rows import Laying
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops import DynamicRope, LongRope
-from liger_jax.trainers import reference_log_probs, step_sizes
+from liger_jax.trainers import LoRA, finetune, reference_log_probs, step_sizes
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.dpo_options import PairOptions
@@ -79,6 +79,20 @@ def test_documents_that_share_rows_teach_what_padded_rows_teach(command, source,
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - set(speed):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.full
+def test_a_stream_in_shared_rows_teaches_what_padded_rows_teach(source, tmp_path, capsys, monkeypatch):
+    rows = [{"text": _tiny.text(3 + 7 * i % 50, i)} for i in range(60)]
+    options = dict(stream=True, eval_data=rows[:9], adapters=LoRA(4, dropout=0.3), length=128, batch=8, steps=5)
+    train = lambda out: finetune(str(source), rows[9:], out=out, micro_batches=2, learning_rate=0.02, **options)
+    found = train(tmp_path / "laid").metrics
+    assert "steps: 5 of 8 pieces, in rows × places of 2 · " in capsys.readouterr().out
+    monkeypatch.setattr(step_sizes, "_began_padded", lambda settings: True)
+    expected = train(tmp_path / "padded").metrics
+    assert "steps: 5 of 8 pieces, in rows × places of 2 · 4 × 128" in capsys.readouterr().out
+    for name in ("loss", "eval_loss", "grad_norm", "token_accuracy"):
+        np.testing.assert_allclose(found.get(name, 0), expected.get(name, 0), rtol=2e-4, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("scaling", [DynamicRope(2.0, 64), LongRope((1.0,) * 8, (2.0,) * 8, 2.0, 64)])
