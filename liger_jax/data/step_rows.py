@@ -185,7 +185,8 @@ class StepRows:
         costs = np.maximum.accumulate([float(shape.places) for shape in shapes])
         levels = row_sizes.levels(numbers, costs, laying.program)
         held_out = 0 if self._held_out is None else self._held_out.num_rows
-        scored = dataclasses.replace(self._shape_of(max(1, min(laying.at_once, held_out))), micro_batches=1)
+        batches = max(1, -(-held_out // laying.at_once))  # of equal numbers of rows, so that the last lacks few
+        scored = dataclasses.replace(self._shape_of(max(1, -(-held_out // batches))), micro_batches=1)
         return [shapes[level] for level in levels], np.searchsorted(levels, numbers), scored
 
     def _shape_of(self, number: int) -> Size:

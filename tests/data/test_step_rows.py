@@ -113,6 +113,8 @@ def test_packed_rows_that_a_step_lacks_are_not_computed(rng):
         and on_mesh.rows_of(0)["labels"].max(axis=1).tolist()[1:] == [-100] * 3
     )
     many, _, chosen_of = steps_of(Tokens(np.full(22, 256)), 256, 6, Laying(batch=8, micro_batches=2), packed=True)
+    nine, _, _ = steps_of(Tokens(np.full(22, 256)), 256, 6, Laying(batch=8), packed=True, held_out=9)
+    assert nine.scored_size.rows == 5 and [len(documents(batch)) for batch in nine.scored()] == [5, 4]
     assert [len(chosen_of(step)) for step in range(3)] == [8, 8, 6] and many.sizes == [row_sizes.Size(256, 4, 2)]
 
 
