@@ -3,6 +3,7 @@
 import itertools
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from liger_jax.data.pieces import Piece
 from liger_jax.data.step_rows import Laying, StepRows
 from liger_jax.data.stream import Stream
 from liger_jax.data.stream_rows import StreamRows
+from liger_jax.ops import LongRope, rope_table
 from liger_jax.training import pack, pad, row_sizes, rows
 
 
@@ -201,3 +203,15 @@ def test_a_stream_has_its_documents_in_few_places_however_long_they_become(growt
     some = [in_steps.some_of(step) for step in range(7)]
     assert {batch["labels"].shape for batch in (*scored, *some)} == {scored[0]["labels"].shape}
     assert len(documents(some[0])) == 8 // micro_batches and all(map(documents, some))
+
+
+@pytest.mark.parametrize("longest", [60, 100])
+def test_longrope_takes_the_longest_document_of_a_step_for_its_length(longest, rng):
+    """As transformers, which asks whether the largest position of a call is beyond the length in training, 64."""
+    tokens, length = Tokens([longest, *rng.integers(2, 60, 7)]), 128
+    in_steps, _, _ = steps_of(tokens, length, 1, Laying(batch=8, in_segments=True))
+    factors = short, long = (1.0, 2.0), (3.0, 5.0)
+    positions = in_steps.rows_of(0)["positions"]
+    cos, _ = rope_table(jnp.asarray(positions), 4, theta=100.0, scaling=LongRope(*factors, 2.0, 64, 1.0))
+    angles = positions[..., None] * 100.0 ** -np.array([0.0, 0.5]) / np.array(long if longest > 64 else short)
+    np.testing.assert_allclose(cos[..., :2], np.cos(angles), atol=1e-5)
