@@ -56,6 +56,7 @@ def run(source, out, command, *options):
     [
         FINETUNE,
         pytest.param(f"{FINETUNE} --mesh data=2", marks=pytest.mark.full),
+        pytest.param(f"{FINETUNE} --mesh fsdp=2", marks=pytest.mark.full),
         pytest.param(f"{FINETUNE} --mesh sequence=2", marks=pytest.mark.full),
         pytest.param(DPO, marks=pytest.mark.full),
         pytest.param("dpo --length 128 --batch 4 --micro-batches 2 --steps 3 --eval-share 0.2", marks=pytest.mark.full),
