@@ -1,5 +1,7 @@
 """Runs whose documents share rows learn what those with a padded row for each document learn."""
 
+import json
+import shutil
 import types
 from unittest import mock
 
@@ -13,6 +15,7 @@ from liger_jax.commands import main
 from liger_jax.data.laid_rows import LaidRows
 from liger_jax.data.step_rows import Laying
 from liger_jax.data.training_rows import TrainingRows
+from liger_jax.models import OlmoeConfig, OlmoeForCausalLM
 from liger_jax.ops import DynamicRope, LongRope
 from liger_jax.trainers import LoRA, finetune, reference_log_probs, step_sizes
 from liger_jax.trainers.decided_run import Run
@@ -80,6 +83,28 @@ def test_documents_that_share_rows_teach_what_padded_rows_teach(command, source,
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - set(speed):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [(), ("--mesh=expert=2",)])
+def test_routers_losses_are_those_of_padded_rows_in_one_micro_batch(mesh, source, tmp_path, monkeypatch):
+    mixture = tmp_path / "data" / "mixture"
+    shutil.copytree(source.parent, mixture.parent)
+    shutil.copytree(source, mixture)
+    config = OlmoeConfig(
+        vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5, output_router_logits=True,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    eos = json.loads((source / "config.json").read_text())["eos_token_id"]
+    (mixture / "model.safetensors").unlink()
+    OlmoeForCausalLM(config, rngs=nnx.Rngs(0)).save_pretrained(mixture, config_fields={"eos_token_id": eos})
+    command = "finetune --length 128 --batch 8 --micro-batches 1 --steps 3"
+    found = run(mixture, tmp_path / "laid", command, *mesh)
+    monkeypatch.setattr(step_sizes, "_began_padded", lambda settings: True)
+    assert found[0]["loss"] > np.log(320) + 0.3  # the routers' is in it
+    for ours, theirs in zip(found, run(mixture, tmp_path / "padded", command, *mesh), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
 
 
 @pytest.mark.full
