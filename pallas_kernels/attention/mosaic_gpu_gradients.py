@@ -63,7 +63,7 @@ def gradients(
     scheduler = TileScheduler.over(bounds.of_keys, batch, kv_heads, rows=ROWS, columns=columns, one_each=True)
     scheduler = dataclasses.replace(scheduler, entries=_few_rows_at_a_time(scheduler.entries, kv_heads))
     num_blocks = cdiv(q_length, columns)
-    ranks, is_seen = _ranks(scheduler.entries, batch, num_blocks)
+    ranks, is_seen = map(jnp.asarray, _ranks(scheduler.entries, batch, num_blocks))
     # Without a barrier XLA would fuse delta, a sum, into the concatenation, which takes six times as long.
     numbers = jnp.stack([lse, jax.lax.optimization_barrier(delta)], axis=2)
 
@@ -92,7 +92,8 @@ def gradients(
     )  # fmt: skip
     is_seen = jnp.repeat(is_seen, columns, axis=1)[:, :, None, None]
     dq = jnp.where(is_seen, sums * scores.scale, 0.0).astype(q.dtype)
-    return dq[:, :q_length], dk, dv
+    # What follows would read the float32 sums in its own order, often a concatenation, where it takes as long again.
+    return jax.lax.optimization_barrier(dq[:, :q_length]), dk, dv
 
 
 def _few_rows_at_a_time(entries: Any, kv_heads: int) -> Any:
@@ -102,16 +103,16 @@ def _few_rows_at_a_time(entries: Any, kv_heads: int) -> Any:
     return entries[xp.argsort(entries[:, 0] // rows_at_once, stable=True)]
 
 
-def _ranks(entries: Any, batch: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
+def _ranks(entries: Any, batch: int, num_blocks: int) -> tuple[Any, Any]:
     """How many earlier entries of a row see a block of queries, (entries, blocks); whether any does, (B, blocks)."""
-    entries = jax.lax.optimization_barrier(jnp.asarray(entries))  # XLA would take long to fold constants
-    order = jnp.argsort(entries[:, 0], stable=True)
+    xp: Any = np if isinstance(entries, np.ndarray) else jnp
+    order = xp.argsort(entries[:, 0], stable=True)
     own = entries[order]
     begin, end = own[:, 2:3], own[:, 2:3] + own[:, 5:6]
-    block = jnp.arange(num_blocks, dtype=jnp.int32)[None]
-    sees = ((block >= begin) & (block < end)).astype(jnp.int32).reshape(batch, -1, num_blocks)
-    total = jnp.cumsum(sees, axis=1)
-    ranks = (total - sees).reshape(-1, num_blocks)[jnp.argsort(order)]
+    block = xp.arange(num_blocks, dtype=xp.int32)[None]
+    sees = ((block >= begin) & (block < end)).astype(xp.int32).reshape(batch, -1, num_blocks)
+    total = xp.cumsum(sees, axis=1, dtype=xp.int32)
+    ranks = (total - sees).reshape(-1, num_blocks)[xp.argsort(order)]
     return ranks, total[:, -1] > 0
 
 
