@@ -120,6 +120,15 @@ def launch(
     return jax.lax.optimization_barrier(pl.run_state(lambda refs: kernel(*operands, *refs) and None)(arrays))
 
 
+def kept(results: Any) -> Any:
+    """A call's results that a derivative keeps and other ops read, too.
+
+    In a loop over layers, whose results are written to whole arrays, XLA (jaxlib 0.11.2) would run the call twice:
+    fused with the writing, and alone for the other ops. A barrier prevents that.
+    """
+    return jax.lax.optimization_barrier(results)
+
+
 def opaque_zero() -> jax.Array | int:
     """0, as a number that ptxas does not know to be constant.
 

@@ -59,7 +59,7 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, bounds: Intervals, scores:
         ],
         name="causal_attention_forward",
     )  # fmt: skip
-    return out, log_sums
+    return hopper.kept((out, log_sums))
 
 
 def _compute(scheduler: TileScheduler, scores: Scores, group: int, scheduler_refs, refs) -> None:

@@ -92,8 +92,7 @@ def gradients(
     )  # fmt: skip
     is_seen = jnp.repeat(is_seen, columns, axis=1)[:, :, None, None]
     dq = jnp.where(is_seen, sums * scores.scale, 0.0).astype(q.dtype)
-    # What follows would read the float32 sums in its own order, often a concatenation, where it takes as long again.
-    return jax.lax.optimization_barrier(dq[:, :q_length]), dk, dv
+    return dq[:, :q_length], dk, dv
 
 
 def _few_rows_at_a_time(entries: Any, kv_heads: int) -> Any:

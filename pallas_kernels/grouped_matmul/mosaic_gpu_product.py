@@ -102,7 +102,7 @@ def product(
         scratch=scratch,
         name="grouped_matmul_product",
     )  # fmt: skip
-    return y[:m]
+    return hopper.kept(y)[:m]
 
 
 def _fill(first_free: Any, value: Any, m: int, column_tiles: int, columns: int, blocks: int, store: Any) -> None:

@@ -60,4 +60,4 @@ def spread(x: jax.Array, token: jax.Array, row: jax.Array) -> jax.Array:
         scratch=[plgpu.SMEM((workers * stages, *shape), x.dtype), plgpu.Barrier(num_barriers=workers * stages)],
         name="moe_mlp_spread",
     )  # fmt: skip
-    return rows.reshape(n * k, d)
+    return hopper.kept(rows).reshape(n * k, d)

@@ -142,3 +142,36 @@ assert len(kernels) == 3 and all("bf16[3,16,511,2,64]" in line for line in kerne
 print("done")
 """
     assert "done" in run("-c", script)
+
+
+def test_a_loop_over_layers_runs_each_kernel_of_its_forward_once():
+    """XLA (jaxlib 0.11.2, not 0.10) would run a call that it fuses with the writing of results again for their readers."""
+    need_compiler("gpu")
+    script = r"""
+import re
+import jax, jax.numpy as jnp
+from liger_jax import causal_attention, grouped_matmul
+from liger_jax.planner.compilers import compile_for, gpu_devices
+device = gpu_devices("h200")[0]
+
+def attend(x, w, ids):
+    q = (x @ w).reshape(2, 512, 4, 64)
+    return causal_attention(q, q, q, segment_ids=ids, implementation="mosaic_gpu").reshape(x.shape)
+
+def multiply(x, w, ids):
+    y = grouped_matmul(x.reshape(1024, 256), w[None] * jnp.ones((2, 1, 1), w.dtype), ids, implementation="mosaic_gpu")
+    return jax.nn.gelu(y).reshape(x.shape)
+
+ids, sizes = ((2, 512), jnp.int32), ((2,), jnp.int32)
+for layer, integers, name in (attend, ids, "causal_attention_forward"), (multiply, sizes, "grouped_matmul_product"):
+    def gradients(x, w, integers):
+        loss = lambda w: jax.lax.scan(lambda x, w: (layer(x, w, integers) @ w, None), x, w)[0].astype(jnp.float32).sum()
+        return jax.grad(loss)(w)
+
+    types = ((2, 512, 256), jnp.bfloat16), ((4, 256, 256), jnp.bfloat16), integers
+    text = compile_for(gradients, types, device, "gpu").as_text()
+    forward = re.findall(rf'custom_call_target="mosaic_gpu.*?/jvp\(.*?{name}', text)
+    assert len(forward) == 1, (name, len(forward))
+print("done")
+"""
+    assert "done" in run("-c", script)
