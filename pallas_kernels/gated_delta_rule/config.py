@@ -31,8 +31,7 @@ class Launch:
 PREPARE = Launch(4)
 OUTPUT = Launch(4)
 GRADIENTS = Launch(4)
-OUTPUT_COLUMNS = 64  # of the state at a time
-GRADIENT_COLUMNS = 32
+COLUMNS = 64  # of the state at a time
 
 TPU_MOST_HEADS = 4  # of values, in a program
 

@@ -136,7 +136,7 @@ def forward(
     states, writes, last = p.scan_states(w, u, kept, end)
     inputs = [p.q, p.k, p.gate, p.document, states, writes, kept]
     out_type = out_like(p.v, p.v.shape, v.dtype)
-    options = dict(scale=scale, columns=min(config.OUTPUT_COLUMNS, p.v.shape[3]))
+    options = dict(scale=scale, columns=min(config.COLUMNS, p.v.shape[3]))
     (out,) = p.launch(triton_kernels.output, "output", config.OUTPUT, inputs, [out_type], **options)
     return out[:, : p.length, :, : p.width], last[..., : p.depth, : p.width]
 
@@ -166,7 +166,7 @@ def backward(
     dstates, dwrites, dstate = p.launch(
         triton_kernels.scan_gradients, "scan_gradients", p.scan, inputs, out_types, of_states=True, scale=scale
     )
-    options = dict(columns=min(config.GRADIENT_COLUMNS, p.v.shape[3]))
+    options = dict(columns=min(config.COLUMNS, p.v.shape[3]))
     of_head = out_like(p.v, (*p.v.shape[:3], p.q.shape[3]), q.dtype if p.heads == p.key_heads else jnp.float32)
     of_number = out_like(p.v, p.gate.shape, jnp.float32)
     inputs = [p.q, p.k, p.gate, p.document, do, states, writes, dstates, kept, end]

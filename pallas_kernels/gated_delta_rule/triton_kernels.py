@@ -259,37 +259,48 @@ def output_gradients(
     q_ref, k_ref, gate_ref, document_ref, do_ref, states_ref, writes_ref, dstates_ref, kept_ref, end_ref, dq_ref,
     dk_ref, dgate_ref, *, group, heads, chunks, columns, arithmetic, scale
 ):  # fmt: skip
-    """dq, and dk and dgate as far as a chunk's output and the state after it go, from `columns` of E at a time."""
+    """dq, and dk and dgate as far as a chunk's output and the state after it go, from `columns` of E at a time.
+
+    In one loop the sums of dq and dk, and what they need, are too much for the registers of a thread.
+    """
     chunk = _Chunk.of_program(heads, chunks, group)
     product = arithmetic.product
+    steps = do_ref.shape[3] // columns
     kept, end = chunk.own(kept_ref), chunk.own(end_ref)
 
-    def step(i, sums):
-        dseen, dq, dk, dend, last = sums
-        writes, state, dstate = (chunk.columns(ref, i, columns) for ref in (writes_ref, states_ref, dstates_ref))
+    def of_output(i, sums):
+        dseen, dq = sums
         do = chunk.columns(do_ref, i, columns, is_own=False)
-        dseen += product(do, writes, (1, 1))
-        dq += product(do, state, (1, 1))
+        dseen += product(do, chunk.columns(writes_ref, i, columns), (1, 1))
+        return dseen, dq + product(do, chunk.columns(states_ref, i, columns), (1, 1))
+
+    square, of_keys, numbers = _zeros(k_ref)
+    dseen, dq = jax.lax.fori_loop(0, steps, of_output, (square, of_keys))
+    q, k = chunk.of_key(q_ref), chunk.of_key(k_ref)
+    dq = (scale * kept)[:, None] * dq
+    dkept = jnp.sum(q.astype(jnp.float32) * dq, axis=1)
+    # A = scale decay (q kᵀ).
+    dseen = scale * _decay(chunk.of_value(gate_ref), chunk.documents(document_ref)[0]) * dseen
+    chunk.store(dq_ref, dq + product(dseen, k, (1, 0)))
+    dgate = _gate_gradient(dseen * product(q, k, (1, 1)), dkept)
+
+    def of_state(i, sums):
+        dk, dend, last = sums
+        writes, state, dstate = (chunk.columns(ref, i, columns) for ref in (writes_ref, states_ref, dstates_ref))
         left = end[:, None] * writes.astype(jnp.float32)
         dk += product(left, dstate, (1, 1))
         dend += jnp.sum(left * product(chunk.of_key(k_ref), dstate, (1, 0)), axis=1)
         last += jnp.sum(jnp.sum(dstate.astype(jnp.float32) * state.astype(jnp.float32), axis=1), axis=0)
-        return dseen, dq, dk, dend, last
+        return dk, dend, last
 
-    square, of_keys, numbers = _zeros(k_ref)
-    start = square, of_keys, of_keys, numbers, jnp.float32(0)
-    dseen, dq, dk, dend, last = jax.lax.fori_loop(0, do_ref.shape[3] // columns, step, start)
-    rows, _ = _rows_and_columns()
-    q, k = chunk.of_key(q_ref), chunk.of_key(k_ref)
-    dq = (scale * kept)[:, None] * dq
-    dkept = jnp.sum(q.astype(jnp.float32) * dq, axis=1)
-    dkept += jnp.where(jax.lax.iota(jnp.int32, CHUNK) == CHUNK - 1, kept * last, 0.0)
-    # A = scale decay (q kᵀ).
-    dseen = scale * _decay(chunk.of_value(gate_ref), chunk.documents(document_ref)[0]) * dseen
-    chunk.store(dq_ref, dq + product(dseen, k, (1, 0)))
-    chunk.store(dk_ref, dk + product(dseen, q, (0, 0)))
-    dsums = dseen * product(q, k, (1, 1)) + jnp.where(rows == CHUNK - 1, dend[None, :], 0.0)
-    chunk.store(dgate_ref, _gate_gradient(dsums, dkept))
+    start = product(dseen, q, (0, 0)), numbers, jnp.float32(0)
+    dk, dend, last = jax.lax.fori_loop(0, steps, of_state, start)
+    chunk.store(dk_ref, dk)
+    # What is left of a step's writing by the end of the chunk decays by the gates after it, and the state by all gates.
+    rows, others = _rows_and_columns()
+    dgate += jnp.sum(jnp.where(others < rows, dend[None, :], 0.0), axis=1)
+    dgate += jnp.sum(jnp.where(jax.lax.iota(jnp.int32, CHUNK) == CHUNK - 1, kept, 0.0)) * last
+    chunk.store(dgate_ref, dgate)
 
 
 def system_gradients(
