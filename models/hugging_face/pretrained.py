@@ -137,12 +137,12 @@ class Pretrained(nnx.Module):
             partition_specs = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state, mesh))
         shardings = weights.shardings_of(mesh, partition_specs, state)
 
-        is_quantized = lambda info: quantize is not None and info.kind in ("kernel", "experts")
+        is_quantized = lambda info: info.kind in ("kernel", "experts")
 
         def kept_as(info, array):
             return quantized.quantized(array, quantize) if is_quantized(info) else array
 
-        how: dict[str, Any] = dict(kept_as=kept_as, by_layers=is_quantized)
+        how: dict[str, Any] = {} if quantize is None else dict(kept_as=kept_as, by_layers=is_quantized)
         model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, **how)
         model.kept = kept
         model = quantized.frozen(model)

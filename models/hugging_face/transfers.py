@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,6 +94,27 @@ def copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(band, range(0, rows, size)))
+
+
+def in_turn(read: Callable[..., Any], each: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The results of calls one after another, of which the last two may be on their way to a device."""
+    results: list[Any] = []
+    for arguments in each:
+        jax.block_until_ready(results[-2:-1])  # the host holds what is on its way to a device
+        results.append(read(*arguments))
+    return jax.block_until_ready(results)
+
+
+def at_once(read: Callable[..., Any], each: Iterable[tuple[Any, ...]], count: int) -> list[Any]:
+    """The results of calls of which a few run at the same time, each until its result is on the device."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+
+    def waited(arguments: tuple[Any, ...]) -> Any:
+        with jax.default_device(device):  # a setting of each thread
+            return jax.block_until_ready(read(*arguments))
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(waited, each))
 
 
 def made_on_device(

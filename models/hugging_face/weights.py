@@ -72,13 +72,13 @@ def read(
     *,
     shardings: Any = None,
     ignored: tuple[str, ...] = (),
-    kept_as: Callable[[ParameterInfo, jax.Array], Any] = lambda info, array: array,
+    kept_as: Callable[[ParameterInfo, jax.Array], Any] | None = None,
     by_layers: Callable[[ParameterInfo], bool] = lambda info: False,
 ) -> Any:
-    """Reads a model's parameters, one after another.
+    """Reads a model's parameters, to a CPU one after another, and to other devices a few at a time.
 
     `kept_as`: a function that gets what a parameter is, and the parameter that was read. What it returns takes the
-    parameter's place before the next one is read. Parameters whose codes are kept do not come to it. `by_layers`:
+    parameter's place before another one is read. Parameters whose codes are kept do not come to it. `by_layers`:
     whether a stacked parameter comes to `kept_as` layer after layer, each with an axis of one layer.
     """
     leaves, tree = jax.tree.flatten(state)
@@ -89,17 +89,24 @@ def read(
             tensors[EMBEDDING] = tensors[_HEAD]
         _check(folder, tensors, wanted, ignored)
         _say_what_becomes_dense(folder, tensors, wanted)
-        parameters = []
-        for (info, leaf), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True):
-            jax.block_until_ready(parameters[-2:-1])  # the host holds what is on its way to a device
+
+        def one(info, leaf, sharding):
             like = nf4.quantized_shapes(info, tensors)
-            if like is None:
-                layers = range(leaf.shape[0]) if info.stacked and by_layers(info) else (None,)
-                read = [kept_as(info, _read(info, leaf, sharding, tensors, layer)) for layer in layers]
-                parameters.append(read[0] if len(read) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *read))
-            else:
-                parameters.append(nf4.read(info, like, tensors, sharding))
-        jax.block_until_ready(parameters)  # the files may change from here on
+            if like is not None:
+                return nf4.read(info, like, tensors, sharding)
+            if kept_as is None:
+                return _read(info, leaf, sharding, tensors)
+            layers = range(leaf.shape[0]) if info.stacked and by_layers(info) else (None,)
+            read = [kept_as(info, _read(info, leaf, sharding, tensors, layer)) for layer in layers]
+            return read[0] if len(read) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *read)
+
+        each = [(*pair, sharding) for pair, sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)]
+        # Programs over several devices begin in one order on all of them, and 64 bits are a setting of this thread.
+        is_wide = any(leaf.dtype.itemsize > 4 for leaf in leaves)
+        if _is_for_host(shardings) or is_wide or (shardings and kept_as):
+            parameters = transfers.in_turn(one, each)
+        else:
+            parameters = transfers.at_once(one, each, count=2 if kept_as else 4)
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
 
 
@@ -240,8 +247,7 @@ def _read(
 
     everything = (slice(None),) * len(leaf.shape)
     if sharding is None:
-        of_cpu = transfers.is_cpu(jnp.zeros(()).devices())
-        return jax.device_put(on_host(everything)) if of_cpu else on_device(everything, None)
+        return jax.device_put(on_host(everything)) if _is_for_host(None) else on_device(everything, None)
     make = on_host if transfers.is_cpu(sharding.device_set) else None
     shards: dict[str, Any] = {}
     arrays = []
@@ -252,6 +258,11 @@ def _read(
             known = shards[str(index)] = on_device(index, device) if make is None else make(index)
         arrays.append(jax.device_put(known, device))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _is_for_host(shardings: list[Any] | None) -> bool:
+    """Whether what is read stays in the host's memory."""
+    return transfers.is_cpu(shardings[0].device_set if shardings else jnp.zeros(()).devices())
 
 
 def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[tuple[Any, ...], list[slice]] | None:
