@@ -59,7 +59,7 @@ def placed(batch: Any, mesh: Mesh, rows: Names, positions: str | None, length: i
 
     def spec_for(x):
         is_split = length is not None and jnp.shape(x)[1:2] == (length,)
-        return partition(rows if rows_of(x) == number else None, positions if is_split else None)
+        return partition(rows if jnp.ndim(x) and rows_of(x) == number else None, positions if is_split else None)
 
     return jax.tree.map(lambda x: put(x, NamedSharding(mesh, spec_for(x))), batch)
 
