@@ -358,3 +358,8 @@ def test_a_model_runs_where_all_axes_are_manual(devices, rng):
         axes = P(("data", "fsdp"))
         mapped = jax.shard_map(call, in_specs=(P(), axes), out_specs=axes, check_vma=False)
         assert jax.eval_shape(mapped, params, random_tokens(rng, batch=8)).shape == (len(devices),)
+
+
+def test_a_batch_of_numbers_alone_is_copied_to_all_devices(devices):
+    placed = Layout(fsdp="fsdp").place(dict(temperature=jnp.float32(0.5)), mesh_of(devices, ("data", "fsdp")))
+    assert placed["temperature"].sharding.is_fully_replicated
