@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.models import KernelOptions
-from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.remat import Mode
 from liger_jax.user_errors import UserError
 
-REMATS = get_args(Remat)
+REMATS = get_args(Mode)
 OPTIMIZERS = ("adamw", "adamw8bit")
 DTYPES = ("float32", "bfloat16")
 SWITCHES = ("rope", "rms_norm", "glu")

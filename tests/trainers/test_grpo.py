@@ -136,7 +136,8 @@ def test_adapters_stay_near_the_reference_that_they_are_off_for(source, tmp_path
 
 def test_a_run_ends_with_its_first_and_its_last_rewards(tmp_path, capsys, unchecked_types):
     log = {"steps": [{"loss": 0.0, "reward": reward} for reward in (0.125, 0.5, 0.75)]}
-    run: Any = types.SimpleNamespace(task=TASK, out=tmp_path)
+    settings = types.SimpleNamespace(folder=types.SimpleNamespace(is_kept=True))
+    run: Any = types.SimpleNamespace(task=TASK, out=tmp_path, settings=settings)
     finish.print_result(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
     printed = capsys.readouterr().out
     assert printed.startswith("3 steps; reward 0.125 → 0.750, of the first and the last step; model in ")
