@@ -16,7 +16,7 @@ def lines(
     `stops`: whether some token ends a text.
 
     >>> from liger_jax.trainers.finetune_options import FinetuneOptions
-    >>> settings = Settings.of(FinetuneOptions, model="m", data="d", eval_share=0)
+    >>> settings = Settings.of(FinetuneOptions, model="m", data="d", eval_share=0.0)
     >>> print(*lines(settings, 1, Path("out/model")), sep="\\n")
     rate: 1.0e-05 at its peak, schedule cosine; nothing is held out, so nothing is scored
     result: out/model
