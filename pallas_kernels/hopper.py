@@ -123,7 +123,7 @@ def launch(
 def kept(results: Any) -> Any:
     """A call's results that a derivative keeps and other ops read, too.
 
-    In a loop over layers, whose results are written to whole arrays, XLA (jaxlib 0.11.2) would run the call twice:
+    In a loop over layers, whose results are written to whole arrays, XLA of jaxlib 0.11 would run the call twice:
     fused with the writing, and alone for the other ops. A barrier prevents that.
     """
     return jax.lax.optimization_barrier(results)

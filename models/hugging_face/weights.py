@@ -106,7 +106,9 @@ def read(
         if _is_for_host(shardings) or is_wide or (shardings and kept_as):
             parameters = transfers.in_turn(one, each)
         else:
-            parameters = transfers.at_once(one, each, count=2 if kept_as else 4)
+            # What is made of a tensor on its way to codes, or of codes by the host, takes memory beside it.
+            has_codes = kept_as or any(isinstance(tensor, nf4.Nf4Tensor) for tensor in tensors.values())
+            parameters = transfers.at_once(one, each, count=2 if has_codes else 4)
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
 
 

@@ -143,7 +143,7 @@ print("done")
 
 
 def test_a_loop_over_layers_runs_each_kernel_of_its_forward_once():
-    """XLA (jaxlib 0.11.2) would run a call that it fuses with the writing of its results again for their readers."""
+    """XLA of jaxlib 0.11, not of 0.10 and 0.12, would fuse a call with the writing of its results, and run it again."""
     need_compiler("gpu")
     script = r"""
 import re
