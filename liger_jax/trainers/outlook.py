@@ -1,19 +1,26 @@
 """What a run prints of its plan before it waits, beside its memory, what is trained, its data and their rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from liger_jax.trainers.options import Settings
+from liger_jax.training.row_sizes import Size
 from liger_jax.user_errors import counted
 
 FEW = 10  # updates, of which fewer hardly change a model
 
 
 def lines(
-    settings: Settings, steps: int, target: Path | None = None, *, updates: int = 0, stops: bool = True
+    settings: Settings,
+    steps: int,
+    target: Path | None = None,
+    *,
+    updates: int = 0,
+    sizes: Sequence[Size] = (),
+    stops: bool = True,
 ) -> Iterator[str]:
     """Lines about a run's steps. `target`: where its result goes. `updates`: of a step that samples its batch, else 0.
-    `stops`: whether some token ends a text.
+    `sizes`: those that its rows may have. `stops`: whether some token ends a text.
 
     >>> from liger_jax.trainers.finetune_options import FinetuneOptions
     >>> settings = Settings.of(FinetuneOptions, model="m", data="d", eval_share=0.0)
@@ -26,7 +33,8 @@ def lines(
     number = steps * max(1, updates)
     scored = f"held-out data is scored before step 1, after every {every} steps and at the end"
     if updates:
-        yield f"steps: {steps:,}, each with {counted(updates, 'update')}"
+        of_rows = f", in rows × places of {' or '.join(map(str, sizes))}" if sizes else ""
+        yield f"steps: {steps:,}, each with {counted(updates, 'update')}{of_rows}"
         scored = "nothing is held out: rewards are of the completions of each step"
     elif not settings.rows.are_scored:
         scored = "nothing is held out, so nothing is scored"

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from liger_jax import losses
 from liger_jax.data import prompt_rows
@@ -17,14 +18,15 @@ from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.rollouts import OLD, SAMPLED, Rollouts, num_segments
 from liger_jax.trainers.task import Task
-from liger_jax.training import score_sums
+from liger_jax.training import row_sizes, score_sums
+from liger_jax.training.row_sizes import Size
 from liger_jax.training.rows import ARGUMENTS
 
 DIFFERENCE = "sampling/sampling_logp_difference/mean"  # TRL's name
 
 
 def policy_loss(settings: Settings[GrpoOptions], data: Any) -> Callable[..., Any]:
-    """The loss function of a run: of a model, a batch as `Rollouts.example`, and its denominator and number of tokens.
+    """The loss function of a run: of a model, a batch of `Rollouts`, and its denominator and number of tokens.
 
     It returns the loss and figures that add up over micro-batches. Where a rollout has one update, the policy which
     sampled is the one that is trained, without gradient. Nothing is computed for rows without tokens.
@@ -93,9 +95,22 @@ class GroupSampling:
         """A step may have several updates on the same completions."""
         return settings.method.updates
 
-    def begin(self, settings: Settings[GrpoOptions], data: PromptRows, tokenizer: Tokenizer, place: Any) -> Rollouts:
+    def sizes(self, settings: Settings[GrpoOptions], steps: int, shards: int) -> list[Size]:
+        """With one micro-batch, a few numbers of rows, so that few of those that packing leaves empty are computed."""
+        recipe, length = settings.recipe, settings.rows.length
+        if recipe.num_micro_batches > 1:  # the loss passes over those that are empty
+            return [Size(length, recipe.rows_at_once, recipe.num_micro_batches)]
+        # How many rows completions fill is not known in advance: each number is taken to be as likely.
+        needs = -(-np.arange(1, recipe.batch + 1) // shards) * shards
+        program = row_sizes.of_a_program() * recipe.batch / (steps * settings.method.updates)
+        places = np.arange(recipe.batch + 1) * float(length)
+        return [Size(length, rows) for rows in row_sizes.levels(needs, places, program)]
+
+    def begin(
+        self, settings: Settings[GrpoOptions], data: PromptRows, tokenizer: Tokenizer, place: Any, sizes: Sequence[Size]
+    ) -> Rollouts:
         """The object that samples, rewards and packs."""
-        return Rollouts(settings, data, tokenizer, place)
+        return Rollouts(settings, data, tokenizer, place, sizes)
 
 
 class Policy(Task):

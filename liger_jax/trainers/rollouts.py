@@ -23,6 +23,7 @@ from liger_jax.trainers.options import Settings
 from liger_jax.trainers.rewards import Rewards, Scores, tell
 from liger_jax.training import pack_completions
 from liger_jax.training.errors import NotFiniteAtStartError, NotFiniteError
+from liger_jax.training.row_sizes import Size
 from liger_jax.training.rows import ARGUMENTS, INPUTS, Rows
 from liger_jax.training.waiting import telling
 
@@ -50,9 +51,12 @@ class Rollouts:
         data: PromptRows,
         tokenizer: Tokenizer,
         place: Callable[[Any], Any] = lambda batch: batch,
+        sizes: Sequence[Size] = (),
     ):
         self._data, self._tokenizer, self._place = data, tokenizer, place
         self._method, self._recipe, self._length = settings.method, settings.recipe, settings.rows.length
+        whole = Size(self._length, self._recipe.rows_at_once, self._recipe.num_micro_batches)
+        self._sizes = list(sizes) or [whole]  # of a step's rows; the last has a row for each completion
         self._drops, self._noted = bool(settings.adapters.lora_dropout), settings.folder.samples
         method = self._method
         self._rewards = Rewards(method.reward, data.lines, method.reward_timeout, method.functions)
@@ -83,17 +87,17 @@ class Rollouts:
         log["reward_code"] = now
 
     @property
-    def example(self) -> dict[str, Any]:
-        """A batch without tokens, on the run's devices. It has a row for each completion; packing fills some of them.
+    def examples(self) -> list[tuple[Any, int]]:
+        """For each size of a step's rows a batch without tokens, on the run's devices, and its micro-batches.
 
         `denominator` is the loss's, and `num_tokens` the number of tokens that count. A batch of several updates has
         the log-probabilities by the policy that has sampled, and one that is corrected for the sampler has the
         sampler's own.
         """
-        return self._place(self._empty())
+        return [(self._place(self._empty(size)), size.micro_batches) for size in self._sizes]
 
-    def _empty(self) -> dict[str, Any]:
-        shape = self._recipe.batch, self._length
+    def _empty(self, size: Size) -> dict[str, Any]:
+        shape = size.num_rows, size.length
         batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INPUTS}
         batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
         batch |= {OLD: np.zeros(shape, np.float32)} if self._method.updates > 1 else {}
@@ -146,6 +150,9 @@ class Rollouts:
     def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
         """Log-probabilities (batch, length) by the sampling policy, in as many micro-batches as the update has."""
         micro_batches, temperature = self._recipe.num_micro_batches, self._method.temperature
+        of_micro_batches = lambda batch: {
+            name: batch[name].reshape(micro_batches, -1, self._length) for name in ARGUMENTS
+        }
         if self._score is None:
 
             def score(params, frozen, rows):
@@ -153,8 +160,10 @@ class Rollouts:
                 return jax.lax.map(lambda batch: of_batch(batch).log_probs, rows)
 
             self._score = jax.jit(score)
-        rows = {name: batch[name].reshape(micro_batches, -1, self._length) for name in ARGUMENTS}
-        return self._score(params, frozen, rows).reshape(-1, self._length)
+            others = [size for size in self._sizes if size.num_rows != len(batch["input_ids"])]
+            for size in others:  # so that all are compiled in the first step
+                self._score(params, frozen, of_micro_batches(self._empty(size)))
+        return self._score(params, frozen, of_micro_batches(batch)).reshape(-1, self._length)
 
     def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
         """A group of completions for each prompt, one prompt after the other."""
@@ -269,10 +278,11 @@ class Rollouts:
         packed, places = pack_completions(
             [[each] for each in sequences], self._length, labels=[[each] for each in labels]
         )
-        batch, own = self._empty(), dict(packed) | self._numbers(packed, places, completions, advantages)
+        size = next(size for size in self._sizes if size.num_rows >= len(packed["input_ids"]))
+        batch, own = self._empty(size), dict(packed) | self._numbers(packed, places, completions, advantages)
         # The update takes row i for micro-batch i mod `micro_batches`, and passes over micro-batches without tokens.
-        rows, size = np.arange(len(packed["input_ids"])), recipe.rows_at_once
-        to = rows % size * recipe.num_micro_batches + rows // size
+        rows = np.arange(len(packed["input_ids"]))
+        to = rows % size.rows * size.micro_batches + rows // size.rows
         for name, values in own.items():
             batch[name][to] = values
         if num_tokens := sum(int(np.count_nonzero(each != IGNORE_INDEX)) for each in labels):

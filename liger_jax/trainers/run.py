@@ -32,7 +32,7 @@ from liger_jax.trainers.log import Log
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.task import Task
-from liger_jax.training import Checkpoints, lock, processes
+from liger_jax.training import Checkpoints, lock, meshes, processes
 from liger_jax.training.errors import NotFiniteAtStartError, memory_errors
 from liger_jax.training.waiting import beside, telling
 from liger_jax.user_errors import UserError, need, user_errors
@@ -96,15 +96,19 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     with user_errors():
         processes.by_first(lambda: result.write_settings(run.asked))
     sampling = task.sampling
-    updates = 0 if sampling is None else sampling.updates(settings)
     stops = bool(inputs.tokenizer.stops)
-    for line in outlook.lines(settings, steps, result.folder(settings), updates=updates, stops=stops):
+    rollouts, updates, sizes = None, 0, []
+    if sampling is not None:
+        updates = sampling.updates(settings)
+        sizes = sampling.sizes(settings, steps, meshes.shards_of_batch(devices.sizes))
+    for line in outlook.lines(settings, steps, result.folder(settings), updates=updates, sizes=sizes, stops=stops):
         print(line)
-    rollouts = None if sampling is None else sampling.begin(settings, data, inputs.tokenizer, devices.place)
+    if sampling is not None:
+        rollouts = sampling.begin(settings, data, inputs.tokenizer, devices.place, sizes)
+        inputs = dataclasses.replace(inputs, examples=rollouts.examples)
     reading = beside(initial_state.read_model, run)
     with user_errors(), telling("tracing"):
-        examples = inputs.examples if rollouts is None else [(rollouts.example, settings.recipe.num_micro_batches)]
-        programs, shapes = run_loop.programs(run, inputs, like, examples)
+        programs, shapes = run_loop.programs(run, inputs, like)
     checkpoints.check_space(shapes, result.most_bytes(settings, run.source, shapes[0]))
     graph, state, frozen, keeps = initial_state.initial_state(run, inputs, reading, made_of)
     del reading  # it holds the weights that were read

@@ -12,17 +12,17 @@ from flax import nnx
 from liger_jax.trainers import adapters, run_model
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.samples import Samples
-from liger_jax.trainers.training_inputs import Example, TrainingInputs
+from liger_jax.trainers.training_inputs import TrainingInputs
 from liger_jax.training import Checkpoints, Loop, make_step, processes, scoring
 from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 
 
-def programs(run: Run, inputs: TrainingInputs, like: Any, examples: Sequence[Example]) -> tuple[list[Future[Any]], Any]:
+def programs(run: Run, inputs: TrainingInputs, like: Any) -> tuple[list[Future[Any]], Any]:
     """Begins to compile the step and the scoring while the weights are read, since both depend on shapes alone.
 
-    Returns the programs, each to be waited for: a step for each of the `examples`, and the scoring; and the shapes
-    of the state.
+    Returns the programs, each to be waited for: a step for each size of rows, and the scoring; and the shapes of the
+    state.
     """
     settings, task, devices, data, optimizer = run.settings, run.task, run.devices, inputs.data, inputs.optimizer
     graph, params, frozen = nnx.split(like, run_model.trained(settings.adapters), ...)
@@ -31,7 +31,7 @@ def programs(run: Run, inputs: TrainingInputs, like: Any, examples: Sequence[Exa
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
     compiling, scored = Compiling(), devices.place(inputs.some_of(0))
     started = []
-    for batch, micro_batches in examples:
+    for batch, micro_batches in inputs.examples:
         step = make_step(graph, optimizer, loss, micro_batches=micro_batches, **options)
         started.append(compiling.start(devices.jitted(step, state, optimizer), state, batch, frozen))
     return [*started, compiling.start(task.sums(graph, settings, data), state[0], frozen, scored)], state
@@ -49,7 +49,8 @@ def loop(
     """Makes the loop over a run's steps, with what is done between them."""
     settings, task, devices, data = run.settings, run.task, run.devices, inputs.data
     (*steps, sums), (graph, frozen, shown) = compiled, models
-    step_of_shape = {_shape(batch): step for (batch, _), step in zip(inputs.examples, steps, strict=False)}
+    step_of_shape = {_shape(batch): step for (batch, _), step in zip(inputs.examples, steps, strict=True)}
+    update = lambda state, batch, frozen: step_of_shape[_shape(batch)](state, batch, frozen)
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
     # After a step its own rows are scored; before the first step, the rows of that step.
     its_rows = lambda step: [inputs.some_of(max(0, step - 1))]
@@ -60,9 +61,7 @@ def loop(
     batch_of = inputs.batch_of
     return Loop(
         step=lambda state, batch: (
-            step_of_shape[_shape(batch)](state, batch, frozen)
-            if rollouts is None
-            else rollouts.step(graph, steps[0], state, batch, frozen)
+            update(state, batch, frozen) if rollouts is None else rollouts.step(graph, update, state, batch, frozen)
         ),
         batch_of=batch_of if rollouts is None else lambda step: {**batch_of(step), "number": np.int32(step)},
         steps=inputs.steps,

@@ -13,7 +13,7 @@ from liger_jax.ops import DynamicRope, LongRope
 from liger_jax.trainers import outlook, result
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.options import Settings
-from liger_jax.training import Checkpoints, meshes
+from liger_jax.training import Checkpoints, meshes, row_sizes
 from liger_jax.user_errors import counted
 
 LAYOUT = {"rows_of_a_step": "without padding"}  # the value in checkpoints of runs whose steps are laid in this way
@@ -65,8 +65,7 @@ def laying_of(
         longest=longest,
         in_segments=in_segments and not padded,
         growth=1 / (6 * width) if whole else 0.0,
-        # A GPU could compute more in the time of a compilation, but compiled programs are cached for later starts.
-        program=2.0**13 if jax.default_backend() == "cpu" else 2.0**15,
+        program=row_sizes.of_a_program(),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models import KernelOptions, Layout
 from liger_jax.training import meshes
+from liger_jax.training.row_sizes import Size
 
 TEACHER = "teacher"  # the attribute of a student's model with the teacher, also in the paths of the teacher's variables
 
@@ -60,7 +61,13 @@ class Sampling(Protocol):
         """How many updates a step has, which share its learning rate."""
         ...
 
-    def begin(self, settings: Any, data: Any, tokenizer: Tokenizer, place: Callable[[Any], Any]) -> Any:
+    def sizes(self, settings: Any, steps: int, shards: int) -> list[Size]:
+        """The sizes that the rows of a step may have, for a number of devices that split its rows."""
+        ...
+
+    def begin(
+        self, settings: Any, data: Any, tokenizer: Tokenizer, place: Callable[[Any], Any], sizes: Sequence[Size]
+    ) -> Any:
         """The object that makes the steps, `rollouts.Rollouts`. `place`: puts a batch on the run's devices."""
         ...
 

@@ -6,6 +6,7 @@ Each size is a program. The sizes are those with the least cost of the run, the 
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 GRANULE = 128  # lengths are multiples of it
@@ -37,6 +38,14 @@ class Size:
         ('1 × 1,408', '4 · 2 × 2,048')
         """
         return f"{'' if self.micro_batches == 1 else f'{self.micro_batches} · '}{self.rows} × {self.length:,}"
+
+
+def of_a_program() -> float:
+    """How many places one more size must save a run, for its compilation.
+
+    A GPU could compute more in the time of a compilation, but compiled programs are cached for later starts.
+    """
+    return 2.0**13 if jax.default_backend() == "cpu" else 2.0**15
 
 
 def balanced(sizes: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.policy import DIFFERENCE, TASK
 from liger_jax.trainers.rollouts import OLD, Completion, Rollouts
-from liger_jax.training import Checkpoints, make_step
+from liger_jax.training import Checkpoints, make_step, row_sizes
 from liger_jax.user_errors import UserError
 from tests import _tiny
 from tests.trainers._runs import figures_of
@@ -268,6 +268,41 @@ def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_pat
         np.testing.assert_allclose(figures[DIFFERENCE], np.abs(policy.log_probs - sampled)[mask].mean(), rtol=1e-5)
 
 
+def test_completions_fill_the_fewest_rows_of_a_size_that_have_room(rng):
+    settings = Settings.of(GrpoOptions,
+        model="m", data="d", reward=f"{__name__}:ones", group=2, batch=8, micro_batches=1, prompt_length=4,
+        completion_length=5, lora=2, lora_dropout=0.1,
+    )  # fmt: skip
+    of = lambda steps, shards=1: [size.num_rows for size in TASK.sampling.sizes(settings, steps, shards)]
+    assert of(1) == [8] and of(10**9) == [2, 4, 6, 8] and of(10**9, shards=4) == [4, 8]
+    lines = [prompt_rows.Line("", np.array([3, 4], np.int32), {}) for _ in range(4)]
+    data = prompt_rows.PromptRows(lines, 8, 2, 0, [("d", 1.0, 4)])
+    whole = Rollouts(settings, data, NoTokenizer())
+    few = Rollouts(settings, data, NoTokenizer(), sizes=TASK.sampling.sizes(settings, 10**9, 1))
+    assert [batch["input_ids"].shape for batch, _ in few.examples] == [(rows, 9) for rows in (2, 4, 6, 8)]
+    advantages = rng.normal(size=8).astype(np.float32)
+    for length, rows in ((1, 4), (2, 4), (3, 8)):  # three, two and one in a row
+        drawn = [Completion(rng.integers(2, 31, length).astype(np.int32), "", False) for _ in range(8)]
+        ours, theirs = (each._packed(lines, drawn, advantages) for each in (few, whole))
+        assert len(ours["input_ids"]) == rows and ours.keys() == theirs.keys()
+        for name, column in theirs.items():
+            np.testing.assert_array_equal(ours[name], column[:rows] if np.ndim(column) else column, err_msg=name)
+        assert not theirs["segment_ids"][rows:].any() and (theirs["labels"][rows:] == -100).all()
+
+
+@pytest.mark.full
+def test_a_run_in_rows_of_few_sizes_learns_what_one_in_all_rows_learns(source, tmp_path, capsys, monkeypatch):
+    options = "--micro-batches=1 --steps=4 --updates=2 --learning-rate=0.03 --schedule=constant".split()
+    assert grpo(source, tmp_path / "whole", *options) == 0
+    assert "with 2 updates, in rows × places of 16 × 24\n" in capsys.readouterr().out
+    monkeypatch.setattr(row_sizes, "of_a_program", lambda: 1e-9)
+    assert grpo(source, tmp_path / "few", *options) == 0
+    assert "with 2 updates, in rows × places of 4 × 24 or 8 × 24 or 12 × 24 or 16 × 24\n" in capsys.readouterr().out
+    for ours, theirs in zip(figures_of(tmp_path / "few"), figures_of(tmp_path / "whole"), strict=True):
+        for name in ours.keys() - {"tokens_per_second", "memory_gib"}:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_sampler_s_log_probabilities_are_those_of_the_policy_that_it_is(updates, source, tmp_path):
@@ -301,7 +336,7 @@ def test_each_update_of_a_step_has_the_log_probabilities_of_the_policy_that_samp
     state, (loss, figures) = rollouts.step(graph, update, (params, None), rows, nnx.State({}))
     assert len(seen) == 3 and loss == 2.0 and figures["clip_ratio/low_mean"] == 4.0
     np.testing.assert_allclose(jax.tree.leaves(state[0])[0] * 8, jax.tree.leaves(params)[0], rtol=1e-6)
-    assert set(seen[0]) == set(rollouts.example)
+    assert set(seen[0]) == set(rollouts.examples[0][0])
     assert len({int(batch[STEP]) for batch in seen}) == 3  # each update drops others
     for number, each in enumerate(sampled):
         at = (seen[0][PIECES] == number) & (seen[0]["segment_ids"] > 0)

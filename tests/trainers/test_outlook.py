@@ -15,6 +15,7 @@ from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Preference
 from liger_jax.trainers.scored_answers import ScoredAnswers
 from liger_jax.trainers.teacher import Teacher
+from liger_jax.training.row_sizes import Size
 
 FEW = "update{} in all: pass more --epochs, or a smaller --batch"
 MARGINS = {"eval_rewards/margins": 0.0, "eval_rewards/accuracies": 0.5}
@@ -37,6 +38,8 @@ def test_updates_of_a_step_count_and_no_reward_is_held_out():
     settings = Settings.of(GrpoOptions, model="m", data="d", reward="a:b", lora=8)
     steps, rate = outlook.lines(settings, 5, updates=2)
     assert steps == "steps: 5, each with 2 updates" and "rate: 1.0e-05" in rate and "nothing is held out: " in rate
+    steps, *_ = outlook.lines(settings, 5, updates=1, sizes=[Size(24, 4), Size(24, 8)])
+    assert steps == "steps: 5, each with 1 update, in rows × places of 4 × 24 or 8 × 24"
     assert list(outlook.lines(settings, 4, updates=2))[-1] == "8 " + FEW.format("s")
 
 
