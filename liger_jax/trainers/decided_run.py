@@ -9,11 +9,13 @@ from typing import Any
 import jax
 from flax import nnx
 
+from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner.architectures import Architecture, architecture_of
-from liger_jax.trainers import adapters, long_rows, memory, result, run_model, weights
+from liger_jax.trainers import adapters, long_rows, memory, result, run_data, run_model, step_sizes, weights
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.placement import Placement
+from liger_jax.trainers.run_data import RunRows
 from liger_jax.trainers.task import Task
 from liger_jax.training import meshes
 from liger_jax.user_errors import UserError
@@ -33,6 +35,7 @@ class Run:
     precision: dict[str, str]  # names of the dtypes of the computation and of the weights
     devices: meshes.Devices  # where it runs
     out: Path
+    data: Callable[[], tuple[Tokenizer, RunRows]]  # its tokenizer and rows, which are made once
 
 
 def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, Any]:
@@ -53,13 +56,14 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
         raise UserError("--distributed: this command trains in one process. Leave it out.")
     shape = lambda layout: nnx.eval_shape(lambda: run_model.new(settings, task, source, architecture, dtypes, layout))
     devices = _devices(settings, task, shape)
+    data = functools.cache(lambda: run_data.prepared(settings, task, source, architecture.config.vocab_size, out))
     # The estimate of memory is printed before weights are looked for, so that it can be seen without them.
-    settings = _fitted(settings, task, architecture, dtypes, source.dtype, devices)
+    settings = _fitted(settings, task, architecture, dtypes, source.dtype, devices, lambda: data()[1])
     weights.check("--model", source)
     model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     of_rows = devices.layout_of_rows
     shown = model if not settings.folder.samples or of_rows == devices.layout else shape(of_rows)
-    return Run(asked, settings, task, source, architecture, dtypes, devices, out), model, shown
+    return Run(asked, settings, task, source, architecture, dtypes, devices, out, data), model, shown
 
 
 def _as_stored(placement: Placement, lora: int | None, source: Source) -> Placement:
@@ -99,6 +103,7 @@ def _fitted(
     precision: dict[str, str],
     stored: str,
     devices: meshes.Devices,
+    data: Callable[[], RunRows],
 ) -> Settings:
     """The settings, those that were left open decided by what fits into memory; prints the estimate of the memory."""
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
@@ -106,4 +111,7 @@ def _fitted(
         tokens = settings.recipe.batch * settings.rows.length // meshes.shards_of_batch(devices.sizes)
         its_bytes = functools.cache(lambda cuts: teacher.num_bytes(precision["dtype"], devices, tokens // cuts))
         options |= dict(teacher=its_bytes, teacher_stays=teacher.stays)
+    if task.sampling is None and not settings.rows.pack and not settings.rows.stream:
+        laying = lambda settings: step_sizes.laying(settings, architecture.config, task.teacher, devices)
+        options |= dict(largest=lambda settings: run_data.largest_size(data(), settings, laying(settings)))
     return memory.fitted(settings, architecture, **precision, **options)

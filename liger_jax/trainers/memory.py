@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from liger_jax.planner import advice, defaults, devices
 from liger_jax.planner.architectures import Architecture
@@ -16,6 +17,7 @@ from liger_jax.trainers import adapters
 from liger_jax.trainers.long_rows import in_words, places, ways_to_offload
 from liger_jax.trainers.options import Settings
 from liger_jax.training import processes
+from liger_jax.training.row_sizes import Size
 from liger_jax.user_errors import UserError
 
 
@@ -28,11 +30,13 @@ def fitted(
     mesh: Mapping[str, int],
     teacher: Callable[[int], int] = lambda micro_batches: 0,
     teacher_stays: bool = True,
+    largest: Callable[[Settings], Size] | None = None,
 ) -> Settings:
     """Prints the memory that the run needs, and decides what was left open: as few micro-batches as fit, and layers'
     inputs in the host's memory only if they do not fit on the device. `teacher` returns the bytes of a second model on
     each device for a number of micro-batches; `teacher_stays` says whether it is there in each step, or only before
-    the first one.
+    the first one. `largest` returns the largest size of rows by such decisions, for which data is read: it is asked
+    where rows of the whole length do not fit; `None` if all rows have it.
     """
     device = devices.here()
     rows, adapted, recipe, placement = settings.rows, settings.adapters, settings.recipe, settings.placement
@@ -55,11 +59,29 @@ def fitted(
         before = of_teacher and not teacher_stays and of_teacher + estimated.bytes_of["parameters"]
         return estimated.total + (of_teacher if teacher_stays else 0), of_teacher, before
 
-    run = _decided(settings, run, lambda run: max(needs(run)) <= capacity)
-    needed, of_teacher, before = needs(run)
+    fits = lambda run: max(needs(run)) <= capacity
+    # All processes read the data if one of them has to.
+    knows = largest is not None and processes.most(int(not fits(run))) > 0
+    sized: dict[Any, Run] = {}
+
+    def by_size(run: Run) -> Run:
+        """The run with the rows that its steps have, as far as they are known."""
+        if not knows or largest is None:
+            return run
+        choice = run.remat, run.micro_batches
+        if choice not in sized:
+            sized[choice] = _in_rows_of(run, largest(_chosen(settings, run)))
+        return sized[choice]
+
+    run = _decided(settings, run, fits, by_size)
+    of_step = by_size(run)
+    needed, of_teacher, before = needs(of_step)
     beside = of_teacher if teacher_stays else 0
     each = "" if device.count == 1 else " on each device"
     its = f", {gib(beside)} of them for the teacher," if beside else ""
+    if of_step != run:
+        count = of_step.micro_batches
+        its += f" in rows × places of {Size(of_step.seq, of_step.batch // count, count)}"
     text = f"{gib(needed)}{each}{its} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
     if max(of_teacher, before) > capacity:
         raise UserError(
@@ -72,7 +94,7 @@ def fitted(
         if not placement.risk_memory:
             raise UserError(f"The run needs {text}. {cure}{_near(needed, capacity)}")
         print("memory: the estimate is more than the device has; the run starts nevertheless, by --risk-memory")
-    host = estimate(run).host * device.count_on_host
+    host = estimate(of_step).host * device.count_on_host
     if not has_host_memory(run, host):
         assert run.host_memory is not None
         less = "--remat offload, " if run.remat == "offload_attention" else ""
@@ -80,14 +102,28 @@ def fitted(
             f"Layers' {in_words(run.layer.remat)} need {gib(host)} of the host's memory, which has "
             f"{gib(run.host_memory)}. Pass {less}a smaller --length, or more --micro-batches of fewer rows."
         )
-    print(f"memory: the run needs {text}")
-    for line in places(run):
+    most = "" if largest is None or knows else "at most "  # texts may be shorter than the rows that are counted
+    print(f"memory: the run needs {most}{text}")
+    for line in places(of_step):
         print(line)
+    return _chosen(settings, run)
+
+
+def _chosen(settings: Settings, run: Run) -> Settings:
+    """The settings with the run's decisions."""
     return settings.changed(remat=run.remat, micro_batches=run.micro_batches)
 
 
-def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
-    """The run with the first choice that fits the devices and the host of every process; unchanged if none fits."""
+def _in_rows_of(run: Run, size: Size) -> Run:
+    """The run with rows of this size."""
+    packed = run.packed or size.num_rows < run.batch
+    return dataclasses.replace(run, batch=size.num_rows, seq=size.length, packed=packed)
+
+
+def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool], by_size: Callable[[Run], Run]) -> Run:
+    """The run with the first choice that fits the devices and the host of every process; unchanged if none fits.
+    `by_size`: returns a choice with the rows that its steps have.
+    """
     counts, remats = [run.micro_batches], [run.remat]
     if settings.recipe.micro_batches is None and not settings.method.takes_whole_batches:
         counts = run.micro_batch_choices
@@ -100,13 +136,14 @@ def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
     ]
 
     def fits_all(choice: Run) -> bool:
+        choice = by_size(choice)
         return fits(choice) and has_host_memory(choice, estimate(choice).host * choice.target.count_on_host)
 
     # Hosts differ in memory, and all processes have to compile one program.
     first = processes.most(next((i for i, choice in enumerate(choices) if fits_all(choice)), len(choices)))
     if first < len(choices):
         return choices[first]
-    return min(choices, key=lambda choice: estimate(choice).total) if settings.placement.risk_memory else run
+    return min(choices, key=lambda choice: estimate(by_size(choice)).total) if settings.placement.risk_memory else run
 
 
 def gib(size: int) -> str:

@@ -11,7 +11,6 @@ from liger_jax.data.step_rows import Laying, StepRows
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.ops import DynamicRope, LongRope
 from liger_jax.trainers import outlook, result
-from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.options import Settings
 from liger_jax.training import Checkpoints, meshes, row_sizes
 from liger_jax.user_errors import counted
@@ -20,17 +19,16 @@ LAYOUT = {"rows_of_a_step": "without padding"}  # the value in checkpoints of ru
 _FEW = 4096  # tokens of a step on each device, below which kernels do not fill a GPU
 
 
-def laying(run: Run) -> Laying:
-    """The settings by which the rows of a run are laid."""
-    settings, teacher = run.settings, run.task.teacher
-    configs = [run.architecture.config, *([] if teacher is None else [teacher.config])]
+def laying(settings: Settings, config: Any, teacher: Any, devices: meshes.Devices) -> Laying:
+    """The settings by which the rows of a run are laid; its model has this config, and it may have a teacher."""
+    configs = [config, *([] if teacher is None else [teacher.config])]
     return laying_of(
         settings,
         configs[0].hidden_size,
         whole=jax.default_backend() == "cpu" or any(config.num_recurrent_layers > 0 for config in configs),
         longest=min(Laying.longest, *(config.longest_sequence for config in configs)),
         in_segments=any(reads_largest_position(config, settings.rows.length) for config in configs),
-        shards=meshes.shards_of_batch(run.devices.sizes),
+        shards=meshes.shards_of_batch(devices.sizes),
     )
 
 

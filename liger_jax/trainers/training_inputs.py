@@ -4,18 +4,17 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from liger_jax.data import token_cache, training_rows
+from liger_jax.data import training_rows
 from liger_jax.data.prompt_rows import PromptRows
 from liger_jax.trainers import adapters, step_sizes
 from liger_jax.trainers.decided_run import Run
-from liger_jax.training import processes, rows
+from liger_jax.trainers.run_data import RunRows
+from liger_jax.training import rows
 from liger_jax.training.row_sizes import Size
 
 Example = tuple[Any, int]  # a batch, and in how many micro-batches it is
-RunRows = training_rows.TrainingRows | PromptRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,21 +36,11 @@ class TrainingInputs:
 def training_inputs(run: Run) -> TrainingInputs:
     """Makes a run's rows, prints a summary of them, and decides the number of steps and the learning rate."""
     settings, task, recipe, laid = run.settings, run.task, run.settings.recipe, None
-    sampling = task.sampling
-    sources = training_rows.sources_of(settings.rows)
-    tokenizer = training_rows.tokenizer(run.source, run.architecture.config.vocab_size, task.tokenizer)
-    with processes.first_before_others():
-        if sampling is None:
-            rows_of = settings.rows, recipe.batch, recipe.seed
-            data: RunRows = training_rows.prepared(*rows_of, tokenizer, run.out / token_cache.FOLDER, sources)
-        else:
-            data = sampling.prepared(settings, tokenizer, sources)
-        if jax.process_count() > 1 and processes.is_first():
-            data.keep()  # the other processes read these
+    sampling, (tokenizer, data) = task.sampling, run.data()
     print(data.summary)
     steps = recipe.num_steps(data.num_in_epoch)
     if isinstance(data, training_rows.TrainingRows):
-        laid = step_sizes.laying(run)
+        laid = step_sizes.laying(settings, run.architecture.config, task.teacher, run.devices)
         data = data.laid_in_steps(*recipe.order, steps, laid)
         for line in step_sizes.lines(settings, data, steps, laid):
             print(line)

@@ -315,7 +315,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_makes_it_fit(source, tmp_pat
     (folder / "config.json").write_text(json.dumps(config | large))
     (folder / "model.safetensors").touch()  # nothing comes as far as to read it
     arguments = ["--data=a.txt", "--length=4096", "--batch=8", "--dtype=float32", f"--out={tmp_path / 'out'}"]
-    arguments += ["--micro-batches=1", "--remat=full"]  # else the run would choose by itself
+    arguments += ["--micro-batches=1", "--remat=full", "--pack"]  # else the run would choose by itself
     error = failure(capsys, folder, *arguments)
     assert "by the planner's estimate, and A card has" in error and message in error
     if "It fits with" in error:
@@ -326,7 +326,14 @@ def test_a_run_that_cannot_fit_is_refused_with_what_makes_it_fit(source, tmp_pat
 
 @pytest.mark.parametrize("share, is_near", [(1.05, True), (1.2, False)])
 def test_a_refusal_by_a_little_says_how_to_begin_nevertheless(source, tmp_path, monkeypatch, capsys, share, is_near):
-    arguments = ["--data=a.txt", "--length=512", "--micro-batches=1", "--remat=full", f"--out={tmp_path / 'out'}"]
+    arguments = [
+        "--data=a.txt",
+        "--length=512",
+        "--micro-batches=1",
+        "--remat=full",
+        "--pack",
+        f"--out={tmp_path / 'out'}",
+    ]
     monkeypatch.setattr(devices, "here", lambda: _device(1e-6))
     needed = []
     monkeypatch.setattr(memory, "estimate", lambda run: needed.append(estimate(run)) or needed[-1])

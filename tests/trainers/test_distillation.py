@@ -389,9 +389,9 @@ def test_a_device_s_part_of_the_teacher_s_tokens_is_counted(source, monkeypatch)
     teacher = types.SimpleNamespace(num_bytes=lambda dtype, devices, tokens: seen.append(tokens), stays=True)
     monkeypatch.setattr(memory, "fitted", lambda settings, found, teacher, **others: teacher(2))
     settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", length=64, batch=32)
-    task, devices = types.SimpleNamespace(teacher=teacher), types.SimpleNamespace(sizes=sizes)
+    task, devices = types.SimpleNamespace(teacher=teacher, sampling=None), types.SimpleNamespace(sizes=sizes)
     inspect.unwrap(decided_run._fitted)(
-        settings, task, architecture_of(find(source)), dict(dtype="float32"), "float32", devices
+        settings, task, architecture_of(find(source)), dict(dtype="float32"), "float32", devices, lambda: None
     )
     assert seen == [32 * 64 // (2 * 4) // 2]
 

@@ -325,7 +325,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_options_that_make_it_fit(sour
     small = dataclasses.replace(devices.target("l4"), name="small", memory_bytes=size, capacity_bytes=size)
     monkeypatch.setattr(devices, "here", lambda: small)
     command = ["finetune", f"--model={source}", f"--data={tmp_path / 'none.jsonl'}", f"--out={tmp_path}"]
-    command += "--length 512 --batch 8 --remat none --dtype float32".split()  # whatever device is here
+    command += "--length 512 --batch 8 --pack --remat none --dtype float32".split()  # whatever device is here
     assert main(command) == 2
     printed, error = capsys.readouterr()
     advised = re.search(r"The run needs .* It fits with (--.+): [\d.]+ GiB\.\n$", error)

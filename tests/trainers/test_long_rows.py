@@ -22,6 +22,7 @@ from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import Outcome
 from liger_jax.training import processes
+from liger_jax.training.row_sizes import Size
 from liger_jax.user_errors import UserError
 from tests import _tiny
 
@@ -32,13 +33,32 @@ QLORA = dict(model="m", data="d", lora=32, quantize="nf4")
 ONE = dict(data=1, fsdp=1, tensor=1, sequence=1)
 
 
-def fitted(monkeypatch, settings, gib, host_gib=1000, model=MODEL):
+def fitted(monkeypatch, settings, gib, host_gib=1000, model=MODEL, **options):
     size = int(gib * GIB)
     device = devices.Target("gpu", "gpu", "A card", 1, size, "", size, size)
     monkeypatch.setattr(devices, "here", lambda: device)
     monkeypatch.setattr(devices, "machine_memory", lambda: int(host_gib * GIB))
     model = dataclasses.replace(model, config=long_rows.stretched(model.config, settings.rows.length, "llama3"))
-    return memory.fitted(settings, model, "bfloat16", "bfloat16", "bfloat16", ONE)
+    return memory.fitted(settings, model, "bfloat16", "bfloat16", "bfloat16", ONE, **options)
+
+
+def test_rows_are_counted_as_the_largest_of_a_step_where_whole_rows_do_not_fit(monkeypatch, capsys):
+    settings, asked = Settings.of(FinetuneOptions, **QLORA, length=8192), []
+
+    def largest(chosen):
+        asked.append(chosen.recipe.num_micro_batches)
+        return Size(1024, 1, asked[-1])
+
+    whole = fitted(monkeypatch, settings, 16)
+    assert whole.recipe.micro_batches > 1
+    found = fitted(monkeypatch, settings, 16, largest=largest)
+    assert (found.recipe.micro_batches, found.placement.remat, asked) == (1, "full", [1])
+    assert " GiB in rows × places of 1 × 1,024 by the planner's estimate, and " in capsys.readouterr().out
+    assert fitted(monkeypatch, settings, 1000, largest=largest).recipe.micro_batches == 1
+    assert "memory: the run needs at most " in capsys.readouterr().out and asked == [1]  # no data was read
+    with pytest.raises(UserError, match=r"The run needs \d\.\d GiB in rows × places of 8 · 1 × 1,024 by the planner's"):
+        one = settings.changed(micro_batches=8, remat="full")
+        fitted(monkeypatch, one, 3, largest=largest)
 
 
 def test_a_long_row_takes_all_that_it_needs_without_options(monkeypatch, capsys):

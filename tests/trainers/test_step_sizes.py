@@ -1,9 +1,10 @@
 """Runs whose documents share rows learn what those with a padded row for each document learn."""
 
+import dataclasses
 import json
+import re
 import shutil
 import types
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +18,9 @@ from liger_jax.data.step_rows import Laying
 from liger_jax.data.training_rows import TrainingRows
 from liger_jax.models import OlmoeConfig, OlmoeForCausalLM
 from liger_jax.ops import DynamicRope, LongRope
-from liger_jax.trainers import LoRA, finetune, reference_log_probs, step_sizes
-from liger_jax.trainers.decided_run import Run
+from liger_jax.planner import devices
+from liger_jax.planner.estimate import estimate as memory_estimate
+from liger_jax.trainers import LoRA, finetune, memory, reference_log_probs, run_data, step_sizes
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
@@ -134,12 +136,11 @@ def test_rows_fit_the_teacher_too_and_those_of_before_stay(tmp_path, monkeypatch
     )
     settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", length=80, out=str(tmp_path))
     teacher = types.SimpleNamespace(config=of(96, DynamicRope(2.0, 64)))
-    run = mock.Mock(Run, settings=settings, devices=meshes.Devices())
-    run.task, run.architecture = types.SimpleNamespace(teacher=teacher), types.SimpleNamespace(config=of(4096))
-    found = step_sizes.laying(run)
+    laying = lambda: step_sizes.laying(settings, of(4096), teacher, meshes.Devices())
+    found = laying()
     assert (found.longest, found.in_segments, found.padded) == (96, True, False)
     monkeypatch.setattr(step_sizes, "_began_padded", lambda settings: True)
-    assert not step_sizes.laying(run).in_segments
+    assert not laying().in_segments
 
 
 class Summing(nnx.Module):
@@ -177,6 +178,33 @@ def test_a_folder_of_before_keeps_its_rows_and_a_new_run_says_what_changed(sourc
     run(source, tmp_path, FINETUNE, "--fresh")
     printed = capsys.readouterr().out
     assert "rows: documents share rows now" in printed and "resumed" not in printed
+
+
+def test_the_largest_size_of_a_run_is_that_of_its_step_with_most_tokens():
+    tokens = Tokens([*[60] * 8, *[100, 120] * 2, *[5] * 8])
+    laid = LaidRows(tokens, [np.arange(20)], 128, False)
+    settings = Settings.of(FinetuneOptions, model="m", data="d", length=128, batch=4, steps=20, eval_share=0)
+    laying = Laying(batch=4, program=0.0)
+    size = run_data.largest_size(TrainingRows(laid, None, None, ""), settings, laying)
+    in_steps = TrainingRows(laid, None, None, "").laid_in_steps(*settings.recipe.order, 20, laying).in_steps
+    assert size == max(map(in_steps.size_of, range(20)), key=lambda size: size.places)
+
+
+@pytest.mark.full
+def test_a_batch_is_judged_by_the_largest_rows_of_its_steps(source, tmp_path, capsys, monkeypatch):
+    needed = []
+    of = lambda size: dataclasses.replace(devices.target("l4"), memory_bytes=size, capacity_bytes=size)
+    monkeypatch.setattr(devices, "here", lambda: of(2**34))
+    monkeypatch.setattr(memory, "estimate", lambda run: needed.append(memory_estimate(run)) or needed[-1])
+    options = "finetune --length 128 --batch 8 --micro-batches 1 --remat full --steps 2".split()
+    run(source, tmp_path / "fits", " ".join(options))
+    assert "memory: the run needs at most " in capsys.readouterr().out
+    size = needed[0].total - 1  # rows of the whole length do not fit
+    monkeypatch.setattr(devices, "here", lambda: of(size))
+    run(source, tmp_path / "judged", " ".join(options))
+    printed = capsys.readouterr().out
+    counted = re.search(r"memory: the run needs [\d.]+ GiB in rows × places of (\d+ × [\d,]+) by", printed)[1]
+    assert f"in rows × places of {counted} (" in printed or f" and {counted} (" in printed
 
 
 @pytest.mark.full
