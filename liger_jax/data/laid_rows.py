@@ -8,7 +8,6 @@ import numpy as np
 
 from liger_jax.data.token_cache import Tokens
 from liger_jax.training import packing
-from liger_jax.training.rows import batched
 
 
 class Column:
@@ -88,16 +87,3 @@ class LaidRows(Mapping[str, Any]):
         `name`: a model's argument, or "pieces" for the index in `pieces` of the piece at each place, -1 for none.
         """
         return self._rows.column(name, rows, lambda place: self.tokens.arrays(int(self.pieces[place])))
-
-
-class RowBatches:
-    """Rows in equal batches, as by `training.rows.batched`, each made when it is read."""
-
-    def __init__(self, rows: LaidRows | None, size: int):
-        self._rows, self._size = rows, size
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(()) if self._rows is None else batched(self._rows, self._size)
-
-    def __len__(self) -> int:
-        return 0 if self._rows is None else -(-self._rows.num_rows // self._size)

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 
 from liger_jax import losses
 from liger_jax.commands import main
-from liger_jax.data.laid_rows import RowBatches
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.data.training_rows import prepared
 from liger_jax.models import AutoModelForCausalLM, KernelOptions
@@ -28,7 +27,7 @@ from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.task import TEACHER
 from liger_jax.trainers.teacher import found as find_teacher
-from liger_jax.training.rows import INPUTS
+from liger_jax.training.rows import INPUTS, batched
 from tests import _tiny
 from tests.trainers._runs import figures_of
 
@@ -187,7 +186,7 @@ def test_columns_have_at_each_scored_place_what_was_written_for_it(packed, sourc
 
     def contents(some, *_):
         for stored in some:
-            for number, part in enumerate(RowBatches(stored.laid, 4)):
+            for number, part in enumerate(batched(stored.laid, 4)):
                 numbers = np.arange(number * 4, min(number * 4 + 4, stored.laid.num_rows))
                 scored = stored_top_k.scored_places(stored.laid, numbers)
                 yield stored_top_k._entries(2, said(part), [(i, np.flatnonzero(each)) for i, each in enumerate(scored)])
