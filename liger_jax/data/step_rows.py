@@ -32,6 +32,7 @@ class Laying:
     shards: int = 1  # devices that split the rows of a micro-batch
     padded: bool = False  # each bundle has a row of the whole length
     alone: bool = False  # each bundle has its own row
+    whole_batches: bool = False  # scores depend on which bundles are in a batch, which has as many as it may
     longest: int = 2**14  # the most places in a row of several bundles, or the length of all rows if that is more
     in_segments: bool = False  # rows have segment ids, even if each has a single document
     # By how much the cost of a place grows with each place of its row, where attention computes whole rows; 0 where it
@@ -44,6 +45,12 @@ class Laying:
         """The bundles of a micro-batch."""
         return self.batch // self.micro_batches
 
+    def each_of(self, number: int) -> int:
+        """The bundles of a batch if so many are in as few batches as hold them, all of about equal numbers."""
+        batches = max(1, -(-number // self.at_once))
+        most = min(number, self.at_once) if self.whole_batches else -(-number // batches)
+        return max(1, -(-most // self.shards)) * self.shards
+
 
 class Laid(NamedTuple):
     """Rows, and the bundles in them."""
@@ -52,6 +59,15 @@ class Laid(NamedTuple):
     numbers: np.ndarray | None  # (rows, length) uint32, the number of each token's piece; `None` if not known yet
     # For each bundle or packed row its number, its row here, and the segment and the place at which it begins there.
     places: Sequence[tuple[int, int, int, int]]
+
+
+class Sizes(NamedTuple):
+    """The sizes of the rows of a run."""
+
+    sizes: list[Size]
+    of_steps: np.ndarray  # (steps,), which of them each step has
+    scored: Size  # of scored batches
+    rows: int  # in a micro-batch that lacks no bundle
 
 
 class StepRows:
@@ -74,7 +90,8 @@ class StepRows:
         chosen = [chosen_of(step) for step in range(steps)]
         self.tokens = int(sum(laid.sizes[some].sum() for some in chosen))  # in all steps
         find = self._packed_sizes if self._packed else self._own_sizes
-        self.sizes, self._size_of, self.scored_size = find(chosen)
+        self.sizes, self._size_of, self.scored_size, self._rows = find(chosen)
+        self.in_segments = laid.in_segments or laying.in_segments or self._rows < laying.at_once
         self.places = int(sum(self.sizes[i].places * n for i, n in enumerate(np.bincount(self._size_of))))  # of all
         self._made = functools.lru_cache(2)(self._laid_of)
 
@@ -91,7 +108,7 @@ class StepRows:
         """The largest number of pieces that a row may have."""
         if self._packed:
             return max(each.most_in_a_row for each in (self._laid, self._held_out) if each is not None)
-        most = self._laying.at_once - self.scored_size.rows + 1  # each row has at least one bundle, if there are enough
+        most = self._laying.at_once - self._rows + 1  # each row has at least one bundle, if there are enough
         return max(1, most) * self._laid.tokens.together
 
     def rows_of(self, step: int, own: np.ndarray | None = None) -> Rows:
@@ -112,13 +129,15 @@ class StepRows:
 
     def some_of(self, step: int) -> Rows:
         """Some rows of a step, in the size of a scored batch."""
-        chosen, laying = self._chosen_of(step), self._laying
-        some = chosen[: self.scored_size.rows] if self._packed else chosen[:: laying.micro_batches]
+        chosen, rows = self._chosen_of(step), self.scored_size.rows
+        some = chosen if self._packed else chosen[:: self._laying.micro_batches]
+        if self._packed or rows < self._rows:
+            some = some[:rows]
         return self._laid_in(self._laid, some, self.scored_size, None).rows
 
     def in_order(self, laid: LaidRows) -> Iterator[Laid]:
         """All bundles of some rows, in their order and a micro-batch at a time, without the columns beside them."""
-        laying = dataclasses.replace(self._laying, batch=self._laying.at_once, micro_batches=1)
+        laying = dataclasses.replace(self._laying, batch=self._laying.each_of(laid.num_rows), micro_batches=1)
         chosen_of = lambda i: np.arange(laid.num_rows)[i * laying.batch : (i + 1) * laying.batch]
         steps = StepRows(laid, None, chosen_of, -(-laid.num_rows // laying.batch), laying)
         for i in range(len(steps._size_of)):
@@ -147,9 +166,8 @@ class StepRows:
             places = [(row, i, 0, 0) for i, row in enumerate(chosen.tolist())]
             return Laid(_packed(laid, names, chosen, size, mine), None, places)
         tokens, together, count = laid.tokens, laid.tokens.together, size.micro_batches
-        shape, in_segments = (size.num_rows, size.length), laid.in_segments or self._laying.in_segments
-        in_segments |= size.rows < self._laying.at_once
-        arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in packing.columns(in_segments)}
+        shape, names = (size.num_rows, size.length), packing.columns(laid.in_segments or self.in_segments)
+        arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
         arrays["labels"][:] = IGNORE_INDEX
         for name, column in beside.items():  # values of segments (rows, S), or of tokens (rows, length, …)
             of_row = (self.num_segments,) if column.ndim == 2 else (size.length, *column.shape[2:])
@@ -170,7 +188,7 @@ class StepRows:
                 end, number = ends[row] + len(of_piece), segments[row] + 1
                 values: dict[str, Any] = dict(input_ids=of_piece, labels=labels, segment_ids=number, token_mask=1)
                 values |= dict(positions=np.arange(len(of_piece)))
-                for name in packing.columns(in_segments):
+                for name in names:
                     arrays[name][row, ends[row] : end] = values[name]
                 numbers[row, ends[row] : end] = piece + len(tokens) * turn
                 segments[row], ends[row] = number, end
@@ -178,16 +196,15 @@ class StepRows:
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def _packed_sizes(self, chosen: list[np.ndarray]) -> tuple[list[Size], np.ndarray, Size]:
+    def _packed_sizes(self, chosen: list[np.ndarray]) -> Sizes:
         """Sizes for rows that are packed over all data: fewer rows for steps that have fewer."""
         laying, numbers = self._laying, np.array([len(some) for some in chosen])
         shapes = [self._shape_of(number) for number in range(laying.batch + 1)]
         costs = np.maximum.accumulate([float(shape.places) for shape in shapes])
         levels = row_sizes.levels(numbers, costs, laying.program)
         held_out = 0 if self._held_out is None else self._held_out.num_rows
-        batches = max(1, -(-held_out // laying.at_once))  # of equal numbers of rows, so that the last lacks few
-        scored = dataclasses.replace(self._shape_of(max(1, -(-held_out // batches))), micro_batches=1)
-        return [shapes[level] for level in levels], np.searchsorted(levels, numbers), scored
+        scored = dataclasses.replace(self._shape_of(laying.each_of(held_out)), micro_batches=1)
+        return Sizes([shapes[level] for level in levels], np.searchsorted(levels, numbers), scored, laying.at_once)
 
     def _shape_of(self, number: int) -> Size:
         """The smallest size for a number of packed rows, in no more micro-batches than they need."""
@@ -197,12 +214,13 @@ class StepRows:
         each = max(1, -(-number // (count * laying.shards))) * laying.shards
         return Size(self._laid.length, each, count)
 
-    def _own_sizes(self, chosen: list[np.ndarray]) -> tuple[list[Size], np.ndarray, Size]:
+    def _own_sizes(self, chosen: list[np.ndarray]) -> Sizes:
         """Sizes for bundles that each step lays by itself."""
         laying, laid = self._laying, self._laid
         if laying.padded:
             size = Size(laid.length, laying.at_once, laying.micro_batches)
-            return [size], np.zeros(len(chosen), np.int64), dataclasses.replace(size, micro_batches=1)
+            scored = Size(laid.length, laying.each_of(0 if self._held_out is None else self._held_out.num_rows))
+            return Sizes([size], np.zeros(len(chosen), np.int64), scored, size.rows)
         sizes = np.zeros((len(chosen), laying.batch), np.int64)
         for of_step, some in zip(sizes, chosen, strict=True):
             of_step[: len(some)] = laid.sizes[some]
@@ -215,7 +233,7 @@ class _Scored(Sequence[Rows]):
 
     def __init__(self, steps: StepRows, laid: LaidRows | None):
         self._steps, self._laid = steps, laid
-        self._each = steps.scored_size.rows if steps._packed else steps._laying.at_once
+        self._each = steps._laying.each_of(0 if laid is None else laid.num_rows)
 
     def __len__(self) -> int:
         return 0 if self._laid is None else -(-self._laid.num_rows // self._each)
@@ -242,17 +260,16 @@ def _turns(chosen: np.ndarray) -> np.ndarray:
     return np.array([np.count_nonzero(chosen[:i] == each) for i, each in enumerate(chosen)], np.int64)
 
 
-def cheapest(
-    laying: Laying, length: int, in_segments: bool, sizes: np.ndarray, held: np.ndarray
-) -> tuple[list[Size], np.ndarray, Size]:
+def cheapest(laying: Laying, length: int, in_segments: bool, sizes: np.ndarray, held: np.ndarray) -> Sizes:
     """The sizes of rows that cost the least.
 
     `sizes` (steps, batch) are the tokens of each step's bundles, 0 for none, and `held` (bundles,) of those that are
-    scored. Returns the sizes, which of them each step has, and that of scored batches.
+    scored.
     """
     at_once, count, number = laying.at_once, laying.micro_batches, len(sizes)
     shares = sizes.reshape(number, at_once, count).swapaxes(1, 2)  # bundle i is of micro-batch i mod N
-    held = np.pad(held, (0, -len(held) % at_once)).reshape(-1, at_once)
+    each_scored = laying.each_of(len(held))
+    held = np.pad(held, (0, -len(held) % each_scored)).reshape(-1, each_scored)
     granule = min(row_sizes.GRANULE, length)
 
     def needs(rows: int, steps: slice = slice(None)) -> tuple[np.ndarray, int]:
@@ -285,6 +302,19 @@ def cheapest(
     need, of_scores = needs(best)
     levels = row_sizes.levels(need, costs(best, int(need.max())), laying.program)
     cap = length if best == at_once else at_once * length
-    made = lambda level, count: Size(min(level * granule, cap), best, count)
-    scored = made(max(levels[-1], of_scores), 1)
-    return [made(level, count) for level in levels], np.searchsorted(levels, need), scored
+    length_of = lambda level: min(int(level) * granule, cap)
+    scored = Size(length_of(max(levels[-1], of_scores)), min(best, each_scored))
+    found, size_of = [Size(length_of(level), best, count) for level in levels], np.searchsorted(levels, need)
+    bundles = np.count_nonzero(sizes, axis=1)
+    short = (bundles > 0) & (bundles < laying.batch)
+    if best == at_once and short.any():  # the last steps of epochs, which lack rows
+        most_bundles = int(bundles[short].max())
+        fewer = min(count, most_bundles)
+        rows = -(-most_bundles // (fewer * shards)) * shards
+        size = Size(length_of(need[short].max()), rows, fewer)
+        saved = sum(found[i].places - size.places for i in size_of[short].tolist())
+        if size.num_rows < laying.batch and saved > laying.program:
+            size_of[short] = len(found)
+            used, size_of = np.unique(size_of, return_inverse=True)
+            found = [[*found, size][i] for i in used.tolist()]
+    return Sizes(found, size_of, scored, best)

@@ -35,11 +35,12 @@ class StreamRows:
         chosen_of = lambda i: np.arange(held_out.num_rows)[i * at_once.batch : (i + 1) * at_once.batch]
         in_order = StepRows(held_out, held_out, chosen_of, -(-held_out.num_rows // at_once.batch), at_once)
         self._scored, self._scored_size = in_order.scored(), in_order.scored_size
+        self._scored_in_segments = in_order.in_segments
         if not self._kept:
             drawn = np.random.default_rng(0).choice(held_out.sizes, (_DRAWN, laying.batch))
             sizes = np.concatenate([drawn, np.full((1, laying.batch), length)])
             as_often = dataclasses.replace(laying, program=laying.program * _DRAWN / steps)
-            self.sizes = cheapest(as_often, length, held_out.in_segments, sizes, np.zeros(0, np.int64))[0]
+            self.sizes = cheapest(as_often, length, held_out.in_segments, sizes, np.zeros(0, np.int64)).sizes
 
     def size_of(self, step: int) -> Size:
         """The size of a step's rows."""
@@ -76,8 +77,11 @@ class StreamRows:
         rows_of, size = self._placed(step)
         return self._laid_in(list(zip(self._stream.pieces_of(step), rows_of.tolist(), strict=True)), size)
 
-    def _laid_in(self, pieces: list[tuple[Piece, int]], size: Size) -> tuple[Rows, np.ndarray]:
-        in_segments = self._laying.in_segments or size.rows < self._laying.at_once
+    def _laid_in(
+        self, pieces: list[tuple[Piece, int]], size: Size, in_segments: bool | None = None
+    ) -> tuple[Rows, np.ndarray]:
+        if in_segments is None:
+            in_segments = self._laying.in_segments or size.rows < self._laying.at_once
         shape, names = (size.num_rows, size.length), packing.columns(in_segments)
         arrays = {name: np.full(shape, IGNORE_INDEX if name == "labels" else 0, np.int32) for name in names}
         numbers, ends, segments = np.zeros(shape, np.uint32), *np.zeros((2, size.num_rows), np.int64)
@@ -97,11 +101,12 @@ class StreamRows:
             return next(batched(self._stream.rows_of(step), self._scored_size.rows))
         size, fitting = self._scored_size, []
         free = np.full(size.rows, size.length)
-        for piece in self._stream.pieces_of(step)[: self._laying.at_once]:
+        most = self._laying.at_once if self._scored_in_segments else size.rows
+        for piece in self._stream.pieces_of(step)[:most]:
             if free[row := int(free.argmax())] >= len(piece.tokens):
                 fitting.append((piece, row))
                 free[row] -= len(piece.tokens)
-        return self._laid_in(fitting, size)[0] if fitting else self._scored[0]
+        return self._laid_in(fitting, size, self._scored_in_segments)[0] if fitting else self._scored[0]
 
     def scored(self) -> Sequence[Rows]:
         """The rows that are held out, in batches of one size, each made when it is read."""

@@ -59,6 +59,7 @@ def laying_of(
         micro_batches=settings.recipe.num_micro_batches,
         shards=shards,
         padded=padded,
+        whole_batches=settings.method.takes_whole_batches,
         alone=settings.placement.remat == "offload_attention",
         longest=longest,
         in_segments=in_segments and not padded,

@@ -120,6 +120,33 @@ def test_packed_rows_that_a_step_lacks_are_not_computed(rng):
     assert [len(chosen_of(step)) for step in range(3)] == [8, 8, 6] and many.sizes == [row_sizes.Size(256, 4, 2)]
 
 
+def test_rows_that_a_last_step_or_a_scored_batch_lacks_are_not_computed(rng):
+    tokens = Tokens(rng.integers(110, 129, 30))
+    laying = Laying(batch=8, micro_batches=2, alone=True, program=0.0)
+    alone, laid, chosen_of = steps_of(tokens, 128, 6, laying, held_out=9)  # 21 to train on, 5 of them in a last step
+    assert alone.sizes == [row_sizes.Size(128, 4, 2), row_sizes.Size(128, 3, 2)]
+    assert [alone.size_of(step).rows for step in range(6)] == [4, 4, 3] * 2
+    last, few = alone.rows_of(2), alone.numbers_of(2)
+    assert "segment_ids" not in last and last["input_ids"].shape == few.shape == (6, 128)
+    for first in range(2):
+        expected = [tokens.arrays(i)[0].tolist() for i in laid.pieces[chosen_of(2)[first::2]]]
+        assert [tokens for tokens, _ in documents({name: x[first::2] for name, x in last.items()})] == expected
+    assert alone.scored_size == row_sizes.Size(128, 3) and [len(documents(x)) for x in alone.scored()] == [3, 3, 3]
+    assert len(documents(alone.some_of(0))) == 3 and "segment_ids" not in alone.some_of(2)
+    rare, _, _ = steps_of(tokens, 128, 6, Laying(batch=8, micro_batches=2, alone=True), held_out=9)
+    assert len(rare.sizes) == 1  # a program would cost more
+    one, _, _ = steps_of(Tokens([128] * 3), 128, 2, Laying(batch=8, alone=True, program=0.0))  # all steps lack rows
+    assert one.sizes == [row_sizes.Size(128, 3)] and not one.in_segments and one.num_segments == 1
+    padded, _, _ = steps_of(tokens, 128, 6, Laying(batch=8, padded=True), held_out=9)
+    assert padded.sizes == [row_sizes.Size(128, 8)] and [len(documents(x)) for x in padded.scored()] == [5, 4]
+    whole, _, _ = steps_of(tokens, 128, 6, Laying(batch=8, alone=True, whole_batches=True), held_out=9)
+    assert [len(documents(x)) for x in whole.scored()] == [8, 1]
+    in_order = [(len(each.places), len(each.rows["labels"])) for each in alone.in_order(laid)]
+    assert in_order == [(4, 4)] * 5 + [(1, 1)]
+    on_mesh, _, _ = steps_of(tokens, 128, 4, Laying(batch=8, alone=True, shards=4, program=0.0), held_out=3)
+    assert {size.rows for size in on_mesh.sizes} == {8, 4} and on_mesh.scored_size.rows == 4
+
+
 def test_columns_stand_with_their_documents_and_processes_read_their_rows(rng):
     tokens = Tokens(rng.integers(2, 60, 24), together=2)
     in_steps, laid, chosen_of = steps_of(tokens, 128, 3, Laying(batch=8, micro_batches=2, shards=2, program=0.0))
