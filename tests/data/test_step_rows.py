@@ -13,7 +13,7 @@ from liger_jax.data.pieces import Piece
 from liger_jax.data.step_rows import Laying, StepRows
 from liger_jax.data.stream import Stream
 from liger_jax.data.stream_rows import StreamRows
-from liger_jax.ops import LongRope, rope_table
+from liger_jax.ops import DynamicRope, LongRope, rope_table
 from liger_jax.training import pack, pad, row_sizes, rows
 
 
@@ -241,4 +241,17 @@ def test_longrope_takes_the_longest_document_of_a_step_for_its_length(longest, r
     positions = in_steps.rows_of(0)["positions"]
     cos, _ = rope_table(jnp.asarray(positions), 4, theta=100.0, scaling=LongRope(*factors, 2.0, 64, 1.0))
     angles = positions[..., None] * 100.0 ** -np.array([0.0, 0.5]) / np.array(long if longest > 64 else short)
+    np.testing.assert_allclose(cos[..., :2], np.cos(angles), atol=1e-5)
+
+
+@pytest.mark.parametrize("longest", [60, 100])
+def test_a_dynamic_base_follows_from_the_longest_document_of_a_step(longest, rng):
+    """Not from the length of rows that documents share: as transformers, for the largest position of a call."""
+    tokens = Tokens([longest, *rng.integers(2, 60, 7)])
+    in_steps, _, _ = steps_of(tokens, 128, 1, Laying(batch=8, in_segments=True))
+    positions = in_steps.rows_of(0)["positions"]
+    assert positions.shape[1] > 128  # a row of several documents
+    cos, _ = rope_table(jnp.asarray(positions), 4, theta=100.0, scaling=DynamicRope(2.0, 64))
+    theta = 100.0 * (2 * max(longest, 64) / 64 - 1) ** (4 / (4 - 2))
+    angles = positions[..., None] * theta ** -np.array([0.0, 0.5])
     np.testing.assert_allclose(cos[..., :2], np.cos(angles), atol=1e-5)

@@ -25,7 +25,7 @@ from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.options import Settings
-from liger_jax.training import meshes
+from liger_jax.training import meshes, row_sizes
 from tests import _tiny
 from tests.data.test_step_rows import Tokens
 from tests.trainers._runs import figures_of
@@ -65,9 +65,15 @@ def run(source, out, command, *options):
         pytest.param(f"{FINETUNE} --mesh sequence=2", marks=pytest.mark.full),
         pytest.param(DPO, marks=pytest.mark.full),
         pytest.param("dpo --length 128 --batch 4 --micro-batches 2 --steps 3 --eval-share 0.2", marks=pytest.mark.full),
+        pytest.param(f"{DPO} --mesh data=2", marks=pytest.mark.full),
+        pytest.param(f"{DPO} --mesh fsdp=2 --micro-batches 2 --lora-dropout 0.3", marks=pytest.mark.full),
         pytest.param(f"{DPO} --loss aot", marks=pytest.mark.full),
+        pytest.param(f"{DPO} --loss aot --mesh data=2", marks=pytest.mark.full),
         pytest.param(f"{DPO} --loss apo_zero", marks=pytest.mark.full),
         pytest.param(KTO, marks=pytest.mark.full),
+        pytest.param(f"{KTO} --mesh data=2", marks=pytest.mark.full),
+        pytest.param("distill --length 128 --batch 8 --steps 3 --mesh fsdp=2", marks=pytest.mark.full),
+        pytest.param("distill --length 128 --batch 8 --steps 3 --top-k 9 --mesh data=2", marks=pytest.mark.full),
         pytest.param("distill --length 128 --batch 8 --steps 3", marks=pytest.mark.full),
         pytest.param("distill --length 128 --batch 8 --steps 3 --top-k 9 --lora 2", marks=pytest.mark.full),
     ],
@@ -121,6 +127,37 @@ def test_a_stream_in_shared_rows_teaches_what_padded_rows_teach(source, tmp_path
     assert "steps: 5 of 8 pieces, in rows × places of 2 · 4 × 128" in capsys.readouterr().out
     for name in ("loss", "eval_loss", "grad_norm", "token_accuracy"):
         np.testing.assert_allclose(found.get(name, 0), expected.get(name, 0), rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.full
+def test_a_stream_of_before_keeps_its_padded_rows(source, tmp_path, capsys, monkeypatch):
+    rows = [{"text": _tiny.text(3 + 7 * i % 50, i)} for i in range(60)]
+    options = dict(stream=True, eval_data=rows[:9], adapters=LoRA(4), length=128, batch=8, micro_batches=2)
+    train = lambda out, steps: finetune(str(source), rows[9:], out=out, steps=steps, learning_rate=0.02, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_sizes, "_began_padded", lambda settings: True)
+        expected = train(tmp_path / "whole", 5).metrics
+        train(tmp_path / "run", 3)
+    capsys.readouterr()
+    found = train(tmp_path / "run", 5).metrics
+    printed = capsys.readouterr().out
+    assert "resumed at step 3" in printed and "rows: each document has its own row of 128 places" in printed
+    assert "steps: 5 of 8 pieces, in rows × places of 2 · 4 × 128" in printed
+    assert found["eval_loss"][-1] == pytest.approx(
+        expected["eval_loss"][-1], rel=1e-2
+    )  # the schedule was that of 3 steps
+
+
+@pytest.mark.full
+def test_last_steps_of_epochs_in_fewer_rows_teach_what_padded_rows_teach(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(row_sizes, "of_a_program", lambda: 1e-9)
+    command = "finetune --lora 4 --lora-dropout 0.3 --length 24 --batch 8 --micro-batches 2 --epochs 2"
+    found = run(source, tmp_path / "laid", command)
+    assert re.search(r" in rows × places of 2 · 4 × 24 .* and [12] · [1-3] × 24 \(2 steps\)", capsys.readouterr().out)
+    monkeypatch.setattr(step_sizes, "_began_padded", lambda settings: True)
+    for ours, theirs in zip(found, run(source, tmp_path / "padded", command), strict=True):
+        for name in ours.keys() - {"tokens_per_second", "memory_gib"}:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("scaling", [DynamicRope(2.0, 64), LongRope((1.0,) * 8, (2.0,) * 8, 2.0, 64)])
@@ -183,7 +220,7 @@ def test_a_folder_of_before_keeps_its_rows_and_a_new_run_says_what_changed(sourc
 def test_the_largest_size_of_a_run_is_that_of_its_step_with_most_tokens():
     tokens = Tokens([*[60] * 8, *[100, 120] * 2, *[5] * 8])
     laid = LaidRows(tokens, [np.arange(20)], 128, False)
-    settings = Settings.of(FinetuneOptions, model="m", data="d", length=128, batch=4, steps=20, eval_share=0)
+    settings = Settings.of(FinetuneOptions, model="m", data="d", length=128, batch=4, steps=20, eval_share=0.0)
     laying = Laying(batch=4, program=0.0)
     size = run_data.largest_size(TrainingRows(laid, None, None, ""), settings, laying)
     in_steps = TrainingRows(laid, None, None, "").laid_in_steps(*settings.recipe.order, 20, laying).in_steps
