@@ -17,7 +17,7 @@ CORES = $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,$(if $(filter gpu,$(PLATFORM)),$(shell expr \( $(CORES) + 1 \) / 2),0))
 
 .DEFAULT_GOAL := help
-.PHONY: help train env test test-full examples parity integrations pairs lint format types docs wheel clean
+.PHONY: help train env test test-full test-targets examples parity integrations pairs lint format types docs wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -39,8 +39,8 @@ ifneq ($(filter-out help clean,$(GOALS)),)
     $(error ENV=$(ENV) must be venv, or system for the packages that $(PYTHON) has)
   endif
   ifeq ($(ENV),system)
-    ifneq ($(filter-out test test-full examples parity,$(GOALS)),)
-      $(error ENV=system is for make test, test-full, examples and parity)
+    ifneq ($(filter-out test test-full test-targets examples parity,$(GOALS)),)
+      $(error ENV=system is for make test, test-full, test-targets, examples and parity)
     endif
     ifneq ($(JAX),)
       $(error ENV=system installs nothing, so JAX=$(JAX) cannot be chosen: leave it out, or ENV=system)
@@ -138,7 +138,8 @@ help:
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
 	@echo '                JOBS=8 workers, PART=1/2 of the cases, ENV=system: in the Python that is there'
 	@echo '                PYTEST_ARGS=--costs: seconds and cases of each file; --cold: nothing compiled before'
-	@echo 'make test-full  all shapes, targets and model families   the same'
+	@echo 'make test-full  all shapes, options and model families, an hour   the same'
+	@echo 'make test-targets  compiles for GPUs and TPUs besides the H200 and the v5e of the others   the same'
 	@echo 'make examples   every example of the pages, of docstrings and in examples/'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
 	@echo 'make integrations  our losses in tunix, MaxText, with Equinox, grain, qwix, which it installs; PEERS=tunix'
@@ -172,7 +173,10 @@ test: $(call installed)
 	@$(PYTEST) -m 'not full and not example and not parity and not integrations' $(PYTEST_ARGS) $(or $(TESTS),tests)
 
 test-full: $(call installed)
-	@$(PYTEST) $(PYTEST_ARGS) $(TESTS)
+	@$(PYTEST) -m 'not targets' $(PYTEST_ARGS) $(TESTS)
+
+test-targets: $(call installed)
+	@$(PYTEST) -m targets $(PYTEST_ARGS) $(or $(TESTS),tests/aot tests/planner)
 
 examples: $(call installed)
 	@$(PYTEST) -m 'example and not full' $(PYTEST_ARGS) $(TESTS)

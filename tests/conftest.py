@@ -129,6 +129,8 @@ def mark(item):
     if isinstance(item, pytest.DoctestItem):
         item.add_marker(pytest.mark.example)
     elif item.path.is_relative_to(folder):
+        if item.get_closest_marker("targets"):
+            item.add_marker(pytest.mark.full)
         file = item.path.relative_to(folder).as_posix()
         if _default_run.is_an_example(file, item.name):
             item.add_marker(pytest.mark.example)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice
 
 from liger_jax import plan_fused_linear_cross_entropy
-from liger_jax.planner.compilers import COMPILERS, missing_compiler
+from liger_jax.planner.compilers import missing_compiler
 from tests.aot.programs import BOTH, BOUND, GPU_ONLY, HOPPER_ONLY, LLAMA_8B_HEAD, TPU_ONLY
 from tests.aot.targets import DEFAULT, ENVIRONMENT, GPUS, TPUS
 
@@ -21,12 +21,12 @@ TARGETS = {"gpu": GPUS, "tpu": TPUS}
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
 
 
-def full_unless(is_default):
-    return [] if is_default else [pytest.mark.full]
+def marks(target, is_full=True):
+    return [pytest.mark.targets] * (target not in DEFAULT) or [pytest.mark.full] * is_full
 
 
 CASES = [
-    pytest.param(kind, target, case.name, marks=full_unless(target in DEFAULT and not case.full))
+    pytest.param(kind, target, case.name, marks=marks(target, case.full))
     for kind, cases in (("gpu", BOTH + GPU_ONLY), ("tpu", BOTH + TPU_ONLY))
     for target in TARGETS[kind]
     for case in cases + (HOPPER_ONLY if target == "h200" else [])
@@ -54,64 +54,76 @@ def run(*command):
 
 @pytest.fixture(scope="session")
 def results(request, tmp_path_factory):
-    """(target, case) → its row; each kind's targets are compiled once, by whichever worker comes first."""
+    """Target → its cases' rows. Each target is compiled once, by whichever worker comes first."""
     extent = "full" if any(item.get_closest_marker("full") for item in request.session.items) else "default"
+    wanted = targets_of(request.session.items)
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # the workers' common one
 
-    def compile_unless_begun(kind):
+    def compile_unless_begun(target):
         try:
-            (folder / f"{kind}.begun").touch(exist_ok=False)
+            (folder / f"{target}.begun").touch(exist_ok=False)
         except FileExistsError:
             return
-        rows = [{"failure": f"the compilation for {kind} targets was interrupted"}]
+        rows = [{"failure": f"the compilation for {target} was interrupted"}]
         try:
-            lines = run("-m", "tests.aot.targets", kind, extent).splitlines()
+            lines = run("-m", "tests.aot.targets", target, extent).splitlines()
             rows = [json.loads(line) for line in lines if line.startswith("{")]
         except BaseException as error:
             rows = [{"failure": f"{error}"}]
             raise
         finally:
-            written = folder / f"{kind}.part"
+            written = folder / f"{target}.part"
             written.write_text(json.dumps(rows))
-            written.rename(folder / f"{kind}.json")
+            written.rename(folder / f"{target}.json")
 
-    def of(kind):
-        need_compiler(kind)
-        done = folder / f"{kind}.json"
-        # Who finds a kind begun by another worker does the other kind rather than wait.
-        for each in (kind, *(other for other in COMPILERS if other != kind)):
-            if not done.exists() and (each == kind or missing_compiler(each) is None):
+    def of(target):
+        need_compiler(kind_of(target))
+        done = folder / f"{target}.json"
+        # Who finds a target begun by another worker does another one rather than wait.
+        for each in (target, *wanted):
+            if not done.exists() and (each == target or missing_compiler(kind_of(each)) is None):
                 compile_unless_begun(each)
         while not done.exists():
             time.sleep(0.5)
         rows = json.loads(done.read_text())
         assert "failure" not in rows[0], rows[0]["failure"]
-        return {(row["target"], row["case"]): row for row in rows}
+        return {row["case"]: row for row in rows}
 
     return of
 
 
+def kind_of(target):
+    return "gpu" if target in GPUS else "tpu"
+
+
+def targets_of(items):
+    """The targets that have results in these cases, each once."""
+    params = [
+        item.callspec.params for item in items if item.path == pathlib.Path(__file__) and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(each["target"] for each in params if "target" in each))
+
+
 @pytest.mark.parametrize("kind, target, case", CASES)
 def test_kernel_compiles(kind, target, case, results):
-    error = results(kind)[target, case]["error"]
+    error = results(target)[case]["error"]
     assert error is None, error
 
 
 def test_fast_loss_of_llama_keeps_to_its_budget_on_hopper(results):
     """Three chunks, the last one shorter: XLA would begin it first, and hold its logits while the others run."""
-    assert results("gpu")["h200", "hopper_bounded"]["extra_bytes"] <= BOUND
+    assert results("h200")["hopper_bounded"]["extra_bytes"] <= BOUND
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("target", [name for name in TPUS if name != "tpu7x"])
+@pytest.mark.parametrize("target", [pytest.param(name, marks=marks(name)) for name in TPUS if name != "tpu7x"])
 def test_lean_loss_of_llama_takes_256_mib_on_a_tpu(target, results):
     """8,192 tokens of width 4,096: their float32 gradient alone takes 128 MiB."""
     limit = 256 if jax.__version_info__ < (0, 12) else 258  # v5e takes 256.9 by JAX 0.12's compiler
-    assert results("tpu")[target, "fused_linear_cross_entropy"]["extra_bytes"] <= limit * 2**20
+    assert results(target)["fused_linear_cross_entropy"]["extra_bytes"] <= limit * 2**20
 
 
-@pytest.mark.full
+@pytest.mark.targets
 def test_lean_loss_takes_as_much_on_tpu7x_in_small_tiles():
     """By default its compiler copies 16-bit arrays that a loop reads, the weight too, into tiles of 16 rows."""
     need_compiler("tpu")
@@ -278,7 +290,7 @@ print("done")
 def test_plan_predicts_the_memory_of_llama_s_loss_on_hopper(case, options, results):
     """Within 10 % of what the compiler allocates."""
     (n, d), (v, _) = (shape for shape, _ in LLAMA_8B_HEAD[:2])
-    extra_bytes = results("gpu")["h200", case]["extra_bytes"]
+    extra_bytes = results("h200")[case]["extra_bytes"]
     plan = plan_fused_linear_cross_entropy(n, d, v, device=H200, implementation="mosaic_gpu", **options)
     assert 0.9 < extra_bytes / plan.extra_bytes < 1.1
 

@@ -189,8 +189,8 @@ def test_estimate_is_within_10_percent_of_what_is_compiled_for_an_h200(model, ba
     [
         ("qwen2-0.5b", 8, 512, "h200", dict(remat="none")),
         ("llama-3.2-1b", 8, 2048, "h200", {}),
-        ("qwen2-0.5b", 8, 2048, "a100-80g", {}),
-        ("qwen2-0.5b", 8, 2048, "t4", dict(dtype="float16")),
+        pytest.param("qwen2-0.5b", 8, 2048, "a100-80g", {}, marks=pytest.mark.targets),
+        pytest.param("qwen2-0.5b", 8, 2048, "t4", dict(dtype="float16"), marks=pytest.mark.targets),
         ("llama-3.2-1b", 2, 8192, "h200:8", dict(mesh=dict(fsdp=2, sequence=4))),
         ("llama-3.2-1b", 2, 8192, "h200:8", dict(mesh=dict(fsdp=2, sequence=2, tensor=2), remat="none")),
     ],
@@ -206,10 +206,15 @@ def test_estimate_of_packed_rows_is_within_10_percent_of_what_is_compiled(model,
     "model, batch, seq, device, options",
     [
         ("qwen2-0.5b", 8, 2048, "v6e", dict(loss="logits")),
-        ("llama-3.2-1b", 4, 2048, "v5p", dict(remat="none")),
-        ("qwen2-1.5b", 8, 4096, "v5p:2x2x1", dict(remat="dots")),
-        ("llama-3.2-3b", 8, 4096, "v6e:2x2", dict(loss="logits")),
-        ("llama-3.2-1b", 1, 32768, "v6e:2x2", dict(mesh=dict(sequence=4))),
+        *(
+            pytest.param(*case, marks=pytest.mark.targets)
+            for case in (
+                ("llama-3.2-1b", 4, 2048, "v5p", dict(remat="none")),
+                ("qwen2-1.5b", 8, 4096, "v5p:2x2x1", dict(remat="dots")),
+                ("llama-3.2-3b", 8, 4096, "v6e:2x2", dict(loss="logits")),
+                ("llama-3.2-1b", 1, 32768, "v6e:2x2", dict(mesh=dict(sequence=4))),
+            )
+        ),
     ],
 )
 def test_estimate_is_within_10_percent_of_what_is_compiled_for_tpus(model, batch, seq, device, options):

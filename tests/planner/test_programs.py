@@ -76,7 +76,7 @@ def test_all_devices_together_multiply_as_one_does(model, tmp_path):
         ("h200:8", "gpu", dict(fsdp=4, tensor=2)),
         ("h200:8", "gpu", dict(fsdp=2, sequence=4)),
         ("h200:16", "gpu", dict(fsdp=2, tensor=8)),
-        ("v5p:4x4x4", "tpu", dict(fsdp=16, tensor=4)),
+        pytest.param("v5p:4x4x4", "tpu", dict(fsdp=16, tensor=4), marks=pytest.mark.targets),
     ],
 )
 def test_a_step_sends_parameters_and_hidden_states_and_no_logits(device, platform, mesh):
