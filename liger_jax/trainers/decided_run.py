@@ -91,8 +91,11 @@ def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> mes
         raise UserError(
             f"--mesh={mesh}: devices that share completions cannot sample them. Give the devices to data or fsdp."
         )
-    if settings.method.is_alone and devices.sizes["sequence"] > 1:
-        raise UserError(f"--mesh={mesh}: this command's rows stay whole. Give the devices to fsdp or tensor.")
+    if settings.method.rows_stay_whole and devices.sizes["sequence"] > 1:
+        raise UserError(
+            f"--mesh={mesh}: the devices along sequence would each have chunks of a row, and the rows of liger-jax "
+            f"{settings.method.command} stay whole. Give the devices to fsdp or tensor."
+        )
     return devices
 
 

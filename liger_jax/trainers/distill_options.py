@@ -39,7 +39,7 @@ class DistillOptions(Method):
 
     command = "distill"
     group_of_options = "the teacher"
-    is_alone = True
+    rows_stay_whole = True
     changes = dict(out=dict(default="runs/distill"), quantize=dict(first=False), length=dict(first=False))
 
     def __post_init__(self):

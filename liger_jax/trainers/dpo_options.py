@@ -17,7 +17,7 @@ class PairOptions(LossOptions, Method):
 
     command = "dpo"
     group_of_options = "the loss"
-    is_alone = True
+    rows_stay_whole = True
     peak_rates = 1e-6, 1e-5
     changes = dict(
         data=dict(help="rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"),

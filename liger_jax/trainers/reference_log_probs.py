@@ -22,6 +22,8 @@ from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import keyed_file
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.training import processes
+from liger_jax.training.meshes import devices_of
 from liger_jax.training.rows import ARGUMENTS
 from liger_jax.training.waiting import telling
 
@@ -57,7 +59,7 @@ def fill(settings: Settings[PairOptions], data: TrainingRows, model: Any, made_o
 
 
 def _computed(settings: Settings[PairOptions], data: TrainingRows, laid: LaidRows, model: Any) -> np.ndarray:
-    graph, state = nnx.split(model)
+    (graph, state), devices = nnx.split(model), devices_of(model)
     ld_alpha, stored = settings.method.ld_alpha, data.num_stored
     num_segments = stored if laid.packed else stored * settings.recipe.rows_at_once  # all may be in one row
     assert isinstance(data.in_steps, StepRows)
@@ -68,7 +70,7 @@ def _computed(settings: Settings[PairOptions], data: TrainingRows, laid: LaidRow
 
     numbers = np.zeros((laid.num_rows, stored), np.float32)
     for rows, _, places in data.in_steps.in_order(laid):
-        scored = np.asarray(log_probs(state, {name: rows[name] for name in ARGUMENTS}))
+        scored = processes.whole(log_probs(state, devices.place({name: rows[name] for name in ARGUMENTS})))
         for bundle, row, segment, _ in places:
             numbers[bundle] = scored[row, segment : segment + stored]
     return numbers

@@ -5,7 +5,7 @@ teacher and rows. An entry is a token's id and its log-probability, 8 bytes.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.task import TEACHER
 from liger_jax.trainers.teacher import Teacher
-from liger_jax.training import disk
+from liger_jax.training import disk, processes
+from liger_jax.training.meshes import Devices, devices_of
 from liger_jax.training.rows import INPUTS
 from liger_jax.training.waiting import beside, telling
 from liger_jax.user_errors import UserError
@@ -134,10 +135,10 @@ def _contents(
     some: list[Stored], teacher: Teacher, settings: Settings[DistillOptions], data: TrainingRows, model: Any, k: int
 ) -> Iterator[bytes]:
     """Reads the teacher. Returns the contents of the file, in the order of the rows, which are computed one by one."""
-    mesh = None if model.kernels.layout is None else jax.sharding.get_mesh()
+    devices = devices_of(model)
     with telling("reading the teacher's weights"):
-        read = beside(teacher.read, str(jnp.dtype(model.model.dtype)), mesh, model.kernels).result()
-    return _taught(some, read, teacher.vocab_size, settings, data, model.kernels.layout, k)
+        read = beside(teacher.read, str(jnp.dtype(model.model.dtype)), devices.mesh, model.kernels).result()
+    return _taught(some, read, teacher.vocab_size, settings, data, devices, k)
 
 
 def _taught(
@@ -146,10 +147,9 @@ def _taught(
     vocab_size: int,
     settings: Settings[DistillOptions],
     data: TrainingRows,
-    layout: Any,
+    devices: Devices,
     k: int,
 ) -> Iterator[bytes]:
-    mesh = None if layout is None else jax.sharding.get_mesh()
     graph, state = nnx.split(teacher)
 
     @jax.jit
@@ -160,7 +160,7 @@ def _taught(
     for stored in some:
         for batch, _, places in data.in_steps.in_order(stored.laid):
             rows = {name: batch[name] for name in INPUTS if name in batch}
-            top = teach(state, rows if layout is None else layout.place(rows, mesh))
+            top = [processes.whole(x) for x in teach(state, devices.place(rows))]
             is_scored = scored_places(stored.laid, np.array([bundle for bundle, *_ in places]))
             at = [
                 (row, begin + np.flatnonzero(each)) for each, (_, row, _, begin) in zip(is_scored, places, strict=True)
@@ -168,7 +168,7 @@ def _taught(
             yield _entries(k, top, at)
 
 
-def _entries(k: int, top: tuple[Any, Any], at: list[tuple[int, np.ndarray]]) -> bytes:
+def _entries(k: int, top: Sequence[Any], at: list[tuple[int, np.ndarray]]) -> bytes:
     """The file's entries of some rows, by the row and the places of each."""
     ids, log_probs = (np.concatenate([own[row, places] for row, places in at]) for own in map(np.asarray, top))
     if np.isnan(log_probs).any():

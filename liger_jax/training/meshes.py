@@ -109,6 +109,12 @@ class Devices:
         return batch if self.mesh is None or self.layout is None else self.layout.place(batch, self.mesh)
 
 
+def devices_of(model: Any) -> Devices:
+    """The devices of a model of `liger_jax.models`, whose mesh is in context."""
+    layout = model.kernels.layout
+    return Devices() if layout is None else Devices(jax.sharding.get_mesh(), layout)
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """The sizes of a mesh's axes."""
     named: dict[str, int] = {}

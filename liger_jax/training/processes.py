@@ -179,6 +179,15 @@ def most(number: int) -> int:
     return int(np.max(multihost_utils.process_allgather(np.int32(number))))
 
 
+def whole(x: jax.Array) -> np.ndarray:
+    """The values of an array whose shards the processes hold, in each of them."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
 def agreed(received: list[int]) -> list[int]:
     """A value that any process has received, such as a signal, for all of them."""
     number = most(received[0] if received else 0)

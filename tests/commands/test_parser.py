@@ -107,11 +107,10 @@ def test_plan_says_that_it_needs_no_loss_of_dpo_s(loss, capsys):
     assert "Did you mean logits?" in said(capsys, "plan", "--model", "x", "--loss", "logit")[0]
 
 
-@pytest.mark.parametrize("command", ["dpo", "grpo", "distill"])
+@pytest.mark.parametrize("command", ["grpo"])
 def test_a_command_of_one_process_does_not_offer_several(command, capsys):
     assert "--distributed" not in said(capsys, command, "--help")[0]
-    needed = {"grpo": ["--reward=a:b"], "distill": ["--teacher=t"]}.get(command, [])
-    assert main([command, "--model=m", "--data=d", "--distributed", *needed]) == 2
+    assert main([command, "--model=m", "--data=d", "--distributed", "--reward=a:b"]) == 2
     assert "--distributed: this command trains in one process. Leave it out." in capsys.readouterr().err
 
 

@@ -390,7 +390,7 @@ def test_a_text_is_no_pair(source, tmp_path, capsys):
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices, which a CPU simulates")
 def test_devices_do_not_share_rows(source, tmp_path, capsys):
     assert run(source, tmp_path, "--mesh=sequence=2") == 2
-    assert "this command's rows stay whole. Give the devices to fsdp or tensor." in capsys.readouterr().err
+    assert "the rows of liger-jax dpo stay whole. Give the devices to fsdp or tensor." in capsys.readouterr().err
 
 
 @pytest.mark.full

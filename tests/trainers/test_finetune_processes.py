@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,16 +26,16 @@ KILLED = "--steps=12", "--every=1", "--keep=2"
 PROGRAM = "import sys; from liger_jax.commands import main; sys.exit(main(sys.argv[1:]))"
 
 
-def started(source, out, *options, number=2, devices=2, folders=None):
-    """The processes of a run, in the order of their indices, each begun in its folder."""
+def started(source, out, *options, number=2, devices=2, folders=None, command=None):
+    """The processes of a run, in the order of their indices, each begun in its folder. `command`: another one."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"
     flags = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
-    path = os.pathsep.join(path for path in (os.getcwd(), *sys.path) if path)
+    path = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), *sys.path) if path)
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     data = f"--data={source.parent / 'chats.jsonl'}"
-    command = ["finetune", f"--model={source}", data, f"--out={out}", *OPTIONS, *options]
+    command = command or ["finetune", f"--model={source}", data, f"--out={out}", *OPTIONS, *options]
     places = [f"--distributed={address},{index}/{number}" for index in range(number)]
     pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     return [

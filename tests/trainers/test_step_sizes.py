@@ -16,7 +16,7 @@ from liger_jax.commands import main
 from liger_jax.data.laid_rows import LaidRows
 from liger_jax.data.step_rows import Laying
 from liger_jax.data.training_rows import TrainingRows
-from liger_jax.models import OlmoeConfig, OlmoeForCausalLM
+from liger_jax.models import KernelOptions, OlmoeConfig, OlmoeForCausalLM
 from liger_jax.ops import DynamicRope, LongRope
 from liger_jax.planner import devices
 from liger_jax.planner.estimate import estimate as memory_estimate
@@ -182,6 +182,8 @@ def test_rows_fit_the_teacher_too_and_those_of_before_stay(tmp_path, monkeypatch
 
 class Summing(nnx.Module):
     """A model whose log-probability of a token is its id."""
+
+    kernels = KernelOptions()  # of one device
 
     def log_probs(self, input_ids, labels, segment_ids, positions):
         labels = losses.shifted_labels(labels, segment_ids)

@@ -1,0 +1,74 @@
+"""Two processes of dpo and distill train what one process trains, and half of their devices go on from them."""
+
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from liger_jax.commands import main
+from tests import _tiny
+from tests.trainers._runs import figures_of
+from tests.trainers.test_finetune_processes import ended, started
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="its processes simulate devices of a CPU"),
+    pytest.mark.usefixtures("each_program_is_compiled_once"),
+]
+COMMON = "--pack --length 128 --batch 4 --steps 6 --every 1 --keep 2 --learning-rate 0.02 --eval-share 0.2".split()
+METHODS = {
+    "dpo": ["dpo"],
+    "kto": ["dpo", "--loss=kto"],
+    "dpo_of_adapters": ["dpo", "--lora=4"],
+    "distill": ["distill"],
+    "distill_stored": ["distill", "--top-k=9"],
+}
+ONCE = {"dpo": "computing the reference of", "distill_stored": "the teacher reads"}  # what is said of what is stored
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint's folder, with a teacher, and rows for each method beside it."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+    _tiny.checkpoint(folder.parent / "teacher", width=32)
+    (folder.parent / "dpo.jsonl").write_text(_tiny.pairs(24))
+    (folder.parent / "kto.jsonl").write_text(_tiny.answers(24))
+    (folder.parent / "distill.jsonl").write_text(_tiny.chats(24))
+    return folder
+
+
+def command_of(source, method, out):
+    """The arguments of a run."""
+    name, *options = METHODS[method]
+    teacher = [f"--teacher={source.parent / 'teacher'}"] if name == "distill" else []
+    data = f"--data={source.parent / ('kto' if method == 'kto' else name)}.jsonl"
+    return [name, f"--model={source}", data, f"--out={out}", *COMMON, *teacher, *options]
+
+
+def assert_alike(ours, others):
+    """Figures of two runs; seconds and memory are their own."""
+    for one, other in zip(figures_of(ours), figures_of(others), strict=True):
+        names = [name for name in other if "loss" in name or "margins" in name or "divergence" in name]
+        numbers = [[row[name] for name in names] for row in (one, other)]
+        np.testing.assert_allclose(*numbers, rtol=5e-3, atol=2e-4, err_msg=f"{names}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_train_what_one_trains_and_half_of_their_devices_go_on(method, source, tmp_path, capsys):
+    command = command_of(source, method, tmp_path / "two")
+    processes = started(source, tmp_path / "two", command=command)
+    begun = time.monotonic()
+    while not (tmp_path / "two" / "checkpoints" / "2").exists() and time.monotonic() - begun < 300:
+        assert processes[1].poll() in (None, 0), ended(processes)
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGKILL)
+    (code, printed, error), _ = ended(processes)
+    assert "devices: fsdp=4 of 4 × cpu" in printed and code in (0, 2), error[-3000:]
+    assert printed.count(ONCE.get(method, "devices:")) == 1
+    assert main([*command, "--mesh=fsdp=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "devices: fsdp=2 of 4 × cpu" in printed and ONCE.get(method, "nothing else") not in printed
+    assert main([*command_of(source, method, tmp_path / "one"), "--mesh=fsdp=1"]) == 0
+    assert_alike(tmp_path / "two", tmp_path / "one")
