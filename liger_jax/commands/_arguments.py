@@ -19,8 +19,7 @@ def add_options(command: Any, method: type[Method], only: Collection[str] | None
     options = options_of(method)
     for name, field in options.items():
         if only is None or name in only:
-            hidden = dict(help=argparse.SUPPRESS) if method.is_alone and name == "distributed" else {}
-            command.add_argument(_options.flag(field), **_options.argument(field, peaks=peaks) | hidden)
+            command.add_argument(_options.flag(field), **_options.argument(field, peaks=peaks))
     if only is None:
         own = {method.group_of_options: f"docs/{method.command}.md#options"} if method.group_of_options else {}
         groups = {name: field.metadata["group"] for name, field in options.items()}

@@ -28,11 +28,11 @@ from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.start import started
+from liger_jax.training.meshes import NO_MESH
 from liger_jax.user_errors import counted, needed_packages, python_words, users_words
 
 Callback = Callable[[int, Mapping[str, float], Any], bool | None]
 _RUNNING = threading.RLock()  # a callback may start a run of its own
-_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +281,7 @@ def _run(
         stack.enter_context(python_words(arguments.spellings(method)))
         stack.enter_context(arguments.copies_removed(Path(folder)))
         if not (is_own := arguments.is_own(model) and method is FinetuneOptions) or "mesh" in values:
-            stack.enter_context(jax.set_mesh(_NO_MESH))  # a program's own, or that of a run whose callback this is
+            stack.enter_context(jax.set_mesh(NO_MESH))  # a program's own, or that of a run whose callback this is
         named = {name: "…" for name in ("model", "teacher") if name == "model" or name in values}
         Settings.of(method, out=folder, **values | named)  # refuses values before a model is written
         if is_own:

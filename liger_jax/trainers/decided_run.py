@@ -52,8 +52,6 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
     architecture = long_rows.stretched_for(settings.rows, architecture_of(source), only_adapters, shorter)
     if callable(task):
         task = task(settings, source, architecture)
-    if settings.method.is_alone and jax.process_count() > 1:
-        raise UserError("--distributed: this command trains in one process. Leave it out.")
     shape = lambda layout: nnx.eval_shape(lambda: run_model.new(settings, task, source, architecture, dtypes, layout))
     devices = _devices(settings, task, shape)
     data = functools.cache(lambda: run_data.prepared(settings, task, source, architecture.config.vocab_size, out))
@@ -81,10 +79,11 @@ def _as_stored(placement: Placement, lora: int | None, source: Source) -> Placem
 
 def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> meshes.Devices:
     """The run's devices and its mesh; `shape` returns the model's abstract arrays for a layout."""
-    # A model that samples its batches gathers sharded weights for each token: it takes several devices only by --mesh.
+    # A model that samples its batches gathers sharded weights for each token: one process takes several devices only by
+    # --mesh.
     mesh = settings.placement.mesh
     sampling = task.sampling
-    there = jax.devices() if sampling is None or mesh else jax.devices()[:1]
+    there = jax.devices() if sampling is None or mesh or jax.process_count() > 1 else jax.devices()[:1]
     rows = settings.recipe.rows_at_once if sampling is None else sampling.rows(settings)
     devices = meshes.chosen(mesh, there, rows, shape)
     if sampling is not None and devices.layout_of_rows != devices.layout:

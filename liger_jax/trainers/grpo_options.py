@@ -74,7 +74,7 @@ class GrpoOptions(Method):
 
     command = "grpo"
     group_of_options = "rewards and completions"
-    is_alone = rows_stay_whole = True
+    rows_stay_whole = True
     peak_rates = 1e-6, 1e-5
     changes = dict(
         data=dict(help="lines with a prompt: files, globs, folders, a dataset's id; FILE=2 takes its lines twice"),

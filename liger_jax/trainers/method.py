@@ -14,7 +14,6 @@ class Method:
 
     command = ""  # the command that trains by it
     group_of_options = ""  # the title of its options in a help text
-    is_alone = False  # whether the command trains in one process
     rows_stay_whole = False  # whether devices of a sequence axis cannot share its rows
     takes_whole_batches: ClassVar[Any] = False  # whether the loss takes a batch in one micro-batch
     peak_rates = 1e-5, 2e-4  # the learning rates without adapters and with them

@@ -81,9 +81,7 @@ class Settings(Generic[M]):
         return cls(**owners, method=own)
 
     def __post_init__(self):
-        method, rows, recipe, placement, folder = self.method, self.rows, self.recipe, self.placement, self.folder
-        if method.is_alone and placement.distributed is not None:
-            raise UserError("--distributed: this command trains in one process. Leave it out.")
+        method, rows, recipe, folder = self.method, self.rows, self.recipe, self.folder
         if recipe.batch * rows.length > MOST:
             raise UserError(
                 f"--batch={recipe.batch} rows of --length={rows.length} are more than the {MOST:,} tokens that a step "

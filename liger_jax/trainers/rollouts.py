@@ -21,8 +21,9 @@ from liger_jax.trainers.completions_file import CompletionsFile
 from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.rewards import Rewards, Scores, tell
-from liger_jax.training import pack_completions
+from liger_jax.training import pack_completions, processes
 from liger_jax.training.errors import NotFiniteAtStartError, NotFiniteError
+from liger_jax.training.meshes import NO_MESH
 from liger_jax.training.row_sizes import Size
 from liger_jax.training.rows import ARGUMENTS, INPUTS, Rows
 from liger_jax.training.waiting import telling
@@ -58,27 +59,34 @@ class Rollouts:
         whole = Size(self._length, self._recipe.rows_at_once, self._recipe.num_micro_batches)
         self._sizes = list(sizes) or [whole]  # of a step's rows; the last has a row for each completion
         self._drops, self._noted = bool(settings.adapters.lora_dropout), settings.folder.samples
-        method = self._method
-        self._rewards = Rewards(method.reward, data.lines, method.reward_timeout, method.functions)
-        self._file = CompletionsFile(Path(settings.folder.out)) if self._noted else None
-        with telling("trying the rewards on two made-up completions"):
-            tried = self._rewards.tried(data.lines)
-        self._metrics = tuple(tried.metrics)
-        if tried.extras and self._file is None:
-            print(f"rewards log columns ({', '.join(tried.extras)}), which --samples writes into a file")
+        self._rewards: Rewards | None = None  # of several processes only the first one has them
+        self._file = CompletionsFile(Path(settings.folder.out)) if self._noted and processes.is_first() else None
+        names, weights, metrics = processes.of_first(self._tried)
+        self._names, self._weights, self._metrics = names, np.array(weights, np.float64), tuple(metrics)
         self._score: Any = None  # compiled with the first step
         self._has_sampled = False
         self._equal_steps = 0  # consecutive steps in which no group's rewards differ
 
+    def _tried(self) -> tuple[list[str], list[float], list[str]]:
+        """Imports and tries the rewards. Returns their names and weights, and the names of what they log."""
+        method, lines = self._method, self._data.lines
+        with jax.set_mesh(NO_MESH):  # a reward may compute with JAX, and other processes do not call it
+            self._rewards = rewards = Rewards(method.reward, lines, method.reward_timeout, method.functions)
+            with telling("trying the rewards on two made-up completions"):
+                tried = rewards.tried(lines)
+        if tried.extras and self._file is None:
+            print(f"rewards log columns ({', '.join(tried.extras)}), which --samples writes into a file")
+        return [each.name for each in rewards.functions], rewards.weights.tolist(), list(tried.metrics)
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of each reward's figures, and of what rewards log."""
-        names = tuple(f"rewards/{each.name}/{name}" for each in self._rewards.functions for name in ("mean", "std"))
+        names = tuple(f"rewards/{each}/{name}" for each in self._names for name in ("mean", "std"))
         return names + self._metrics
 
     def goes_on(self, log: dict[str, Any]) -> None:
         """Says so if the rewards' code has changed since the steps that are done."""
-        before, now = log.get("reward_code", {}), self._rewards.code()
+        before, now = log.get("reward_code", {}), {} if self._rewards is None else self._rewards.code()
         if log["steps"] and (changed := [name for name in now if name in before and before[name] != now[name]]):
             print(
                 f"{' and '.join(changed)} changed since step {len(log['steps'])} was saved: from here on completions "
@@ -147,7 +155,7 @@ class Rollouts:
         yield
         tell(f"sampling took {time.perf_counter() - start:.1f} s")
 
-    def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
+    def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> np.ndarray:
         """Log-probabilities (batch, length) by the sampling policy, in as many micro-batches as the update has."""
         micro_batches, temperature = self._recipe.num_micro_batches, self._method.temperature
         of_micro_batches = lambda batch: {
@@ -163,7 +171,8 @@ class Rollouts:
             others = [size for size in self._sizes if size.num_rows != len(batch["input_ids"])]
             for size in others:  # so that all are compiled in the first step
                 self._score(params, frozen, of_micro_batches(self._empty(size)))
-        return self._score(params, frozen, of_micro_batches(batch)).reshape(-1, self._length)
+        scored = self._score(params, frozen, of_micro_batches(batch))
+        return processes.whole(scored).reshape(-1, self._length)
 
     def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
         """A group of completions for each prompt, one prompt after the other."""
@@ -183,12 +192,12 @@ class Rollouts:
             return_log_probs=method.importance_sampling is not None,
             compact=why_rows_stay(model, prompts, method.completion_length) is None,
         )
-        tokens, log_probs = map(np.asarray, output) if method.importance_sampling else (np.asarray(output), None)
+        tokens, *others = map(processes.whole, output if method.importance_sampling else (output,))
         new = tokens[:, prompts.shape[1] :]
         if (new < 0).any():
             error = NotFiniteError if number else NotFiniteAtStartError
             raise error(f"The model's logits are NaN at step {number + 1}, so that nothing can be sampled.")
-        each_log_probs = [None] * len(new) if log_probs is None else log_probs
+        each_log_probs = others[0] if others else [None] * len(new)
         return [self._completion(row, own, stops) for row, own in zip(new, each_log_probs, strict=True)]
 
     def _completion(self, row: np.ndarray, log_probs: np.ndarray | None, stops: Sequence[int]) -> Completion:
@@ -199,18 +208,27 @@ class Rollouts:
         return Completion(tokens, text, not ends.size, None if log_probs is None else log_probs[: len(tokens)])
 
     def _scores(self, number: int, lines: Sequence[Line], completions: Sequence[Completion]) -> Scores:
-        """The reward functions' scores of a step's completions."""
-        of_each = [line for line in lines for _ in range(self._method.group)]
-        texts, ids = [each.text for each in completions], [each.tokens.tolist() for each in completions]
-        return self._rewards.of(f"in step {number + 1}", of_each, texts, ids)
+        """The reward functions' scores of a step's completions. Columns that they log stay in the first process."""
+        of_each, extras = [line for line in lines for _ in range(self._method.group)], dict[str, list[Any]]()
+
+        def scored() -> Any:
+            assert self._rewards is not None
+            texts, ids = [each.text for each in completions], [each.tokens.tolist() for each in completions]
+            with jax.set_mesh(NO_MESH):
+                scores = self._rewards.of(f"in step {number + 1}", of_each, texts, ids)
+            extras.update(scores.extras)
+            return scores.numbers.tolist(), {name: float(mean) for name, mean in scores.metrics.items()}
+
+        numbers, metrics = processes.of_first(scored)
+        return Scores(np.array(numbers, np.float64), metrics, extras)
 
     def _rewarded(self, scores: Scores) -> tuple[np.ndarray, dict[str, Any]]:
         """Rewards (prompts, group), the weighted sums over the functions, NaN where none applies; and their figures."""
-        names, numbers = [each.name for each in self._rewards.functions], scores.numbers
-        total = np.nansum(self._rewards.weights[:, None] * numbers, axis=0)
+        numbers = scores.numbers
+        total = np.nansum(self._weights[:, None] * numbers, axis=0)
         total[np.isnan(numbers).all(axis=0)] = np.nan
         total, figures = total.reshape(-1, self._method.group), dict[str, Any](scores.metrics)
-        for name, own in zip(names, numbers, strict=True):
+        for name, own in zip(self._names, numbers, strict=True):
             figures |= {f"rewards/{name}/mean": _mean(own), f"rewards/{name}/std": _std(own)}
         spreads = np.array([_std(group) for group in total])
         same = np.mean([_are_equal(group) for group in total])
@@ -219,15 +237,15 @@ class Rollouts:
     def _look_at_equals(self, number: int, numbers: np.ndarray, rewards: np.ndarray) -> None:
         """Says so where nothing can be learned from rewards: in the run's first step, and where they stay equal."""
         if number == 0:
-            for reward, own in zip(self._rewards.functions, numbers, strict=True):
+            for name, own in zip(self._names, numbers, strict=True):
                 if np.isnan(own).all():
                     tell(
-                        f"the reward {reward.name} answers all {len(own)} completions of the first step with None, so "
+                        f"the reward {name} answers all {len(own)} completions of the first step with None, so "
                         "that it says nothing of any. Return a number for each completion that it applies to"
                     )
                 elif _are_equal(own):
                     tell(
-                        f"the reward {reward.name} gives all {len(own)} completions of the first step {_mean(own):g}: "
+                        f"the reward {name} gives all {len(own)} completions of the first step {_mean(own):g}: "
                         "either the task is too hard, or too easy, for the model, or the function compares a text with "
                         "a list. Prompts, completions and the fields of the data are lists with a value for each "
                         "completion: zip(completions, answer)"

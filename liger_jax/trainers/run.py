@@ -64,10 +64,10 @@ def train(settings: Settings, task: Task | TaskOf, after: After | None = None) -
 
 
 def _train(asked: Settings, task: Task | TaskOf, out: Path, after: After | None) -> Outcome:
-    if asked.folder.samples and jax.process_count() > 1:
-        raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
         run, like, shown = decided_run.decided(asked, task, out)
+    if asked.folder.samples and run.task.sampling is None and jax.process_count() > 1:
+        raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
         processes.check_same("settings", run.settings.of_all_processes() | run.precision | _versions())
     trained = run_model.trained_lines(run.settings.adapters, like, run.architecture)

@@ -26,6 +26,7 @@ from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
 from liger_jax.ops.layout import devices_along
 from liger_jax.training.compiling import compiler_options
 
+NO_MESH = Mesh(np.empty((), object), ())  # in context, calls run where they would without a mesh
 BATCH_AXES = Layout.batch  # axes along which each device has its own sequences, and "expert"
 # Neighbouring devices are along the last axis, "tensor", which sends most and must be within one host.
 AXES = (*BATCH_AXES, "expert", "sequence", "tensor")

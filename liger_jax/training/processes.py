@@ -133,6 +133,11 @@ def check_shared(folder: Path) -> None:
             )
 
 
+def of_first(work: Callable[[], Any]) -> Any:
+    """The JSON value that a function returns in the first process, for all of them. The others wait for it."""
+    return work() if jax.process_count() == 1 else _of_all(work() if is_first() else None)[0]
+
+
 def _of_all(value: Any) -> dict[int, Any]:
     """The JSON value that each process has sent, by its index."""
     place = f"liger_jax/said/{next(_barriers)}/"
@@ -140,6 +145,7 @@ def _of_all(value: Any) -> dict[int, Any]:
     wait()
     answers = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in jax_service().key_value_dir_get(place)}
     wait()  # before a process that raises ends the service
+    jax_service().key_value_delete(f"{place}{jax.process_index()}")
     return answers
 
 

@@ -107,13 +107,6 @@ def test_plan_says_that_it_needs_no_loss_of_dpo_s(loss, capsys):
     assert "Did you mean logits?" in said(capsys, "plan", "--model", "x", "--loss", "logit")[0]
 
 
-@pytest.mark.parametrize("command", ["grpo"])
-def test_a_command_of_one_process_does_not_offer_several(command, capsys):
-    assert "--distributed" not in said(capsys, command, "--help")[0]
-    assert main([command, "--model=m", "--data=d", "--distributed", "--reward=a:b"]) == 2
-    assert "--distributed: this command trains in one process. Leave it out." in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "command, own", [("finetune", ""), ("dpo", "--loss"), ("grpo", "--reward"), ("distill", "--teacher")]
 )

@@ -1,5 +1,6 @@
-"""Two processes of dpo and distill train what one process trains, and half of their devices go on from them."""
+"""Two processes of dpo, distill and grpo train what one process trains, and half of their devices go on from them."""
 
+import json
 import signal
 import time
 
@@ -17,13 +18,27 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="its processes simulate devices of a CPU"),
     pytest.mark.usefixtures("each_program_is_compiled_once"),
 ]
-COMMON = "--pack --length 128 --batch 4 --steps 6 --every 1 --keep 2 --learning-rate 0.02 --eval-share 0.2".split()
+COMMON = "--steps 6 --every 1 --keep 2 --learning-rate 0.02".split()
+ROWS = "--pack --length 128 --batch 4 --eval-share 0.2".split()
+SAMPLED = "--group 4 --batch 16 --micro-batches 4 --prompt-length 16 --completion-length 8 --samples 3".split()
+REWARD = """
+import os
+import jax.numpy as jnp
+
+def letters(completions, log_metric):
+    with open("calls.txt", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    values = jnp.array([text.count("e") / max(1, len(text)) for text in completions])
+    log_metric("share", float(values.mean()))
+    return values.tolist()
+"""
 METHODS = {
     "dpo": ["dpo"],
     "kto": ["dpo", "--loss=kto"],
     "dpo_of_adapters": ["dpo", "--lora=4"],
     "distill": ["distill"],
     "distill_stored": ["distill", "--top-k=9"],
+    "grpo": ["grpo", "--updates=2", "--importance-sampling=token_truncate", "--learning-rate=1e-5"],
 }
 ONCE = {"dpo": "computing the reference of", "distill_stored": "the teacher reads"}  # what is said of what is stored
 
@@ -36,21 +51,29 @@ def source(tmp_path_factory):
     (folder.parent / "dpo.jsonl").write_text(_tiny.pairs(24))
     (folder.parent / "kto.jsonl").write_text(_tiny.answers(24))
     (folder.parent / "distill.jsonl").write_text(_tiny.chats(24))
-    return folder
+    lines = [json.dumps({"prompt": _tiny.text(2 + i % 3, i)}) for i in range(10)]
+    (folder.parent / "grpo.jsonl").write_text("\n".join(lines))
+    (folder.parent / "two_rewards.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder.parent)
+        yield folder
 
 
 def command_of(source, method, out):
     """The arguments of a run."""
     name, *options = METHODS[method]
-    teacher = [f"--teacher={source.parent / 'teacher'}"] if name == "distill" else []
+    own = {
+        "distill": [*ROWS, f"--teacher={source.parent / 'teacher'}"],
+        "grpo": [*SAMPLED, "--reward=two_rewards:letters"],
+    }
     data = f"--data={source.parent / ('kto' if method == 'kto' else name)}.jsonl"
-    return [name, f"--model={source}", data, f"--out={out}", *COMMON, *teacher, *options]
+    return [name, f"--model={source}", data, f"--out={out}", *COMMON, *own.get(name, ROWS), *options]
 
 
 def assert_alike(ours, others):
     """Figures of two runs; seconds and memory are their own."""
     for one, other in zip(figures_of(ours), figures_of(others), strict=True):
-        names = [name for name in other if "loss" in name or "margins" in name or "divergence" in name]
+        names = [name for name in other if any(word in name for word in ("loss", "margins", "divergence", "reward"))]
         numbers = [[row[name] for name in names] for row in (one, other)]
         np.testing.assert_allclose(*numbers, rtol=5e-3, atol=2e-4, err_msg=f"{names}")
 
@@ -58,7 +81,7 @@ def assert_alike(ours, others):
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_train_what_one_trains_and_half_of_their_devices_go_on(method, source, tmp_path, capsys):
     command = command_of(source, method, tmp_path / "two")
-    processes = started(source, tmp_path / "two", command=command)
+    processes = started(source, tmp_path / "two", command=command, folders=[source.parent] * 2)
     begun = time.monotonic()
     while not (tmp_path / "two" / "checkpoints" / "2").exists() and time.monotonic() - begun < 300:
         assert processes[1].poll() in (None, 0), ended(processes)
@@ -67,6 +90,8 @@ def test_two_processes_train_what_one_trains_and_half_of_their_devices_go_on(met
     (code, printed, error), _ = ended(processes)
     assert "devices: fsdp=4 of 4 × cpu" in printed and code in (0, 2), error[-3000:]
     assert printed.count(ONCE.get(method, "devices:")) == 1
+    if method == "grpo":  # the first process alone calls the rewards
+        assert {*map(int, (source.parent / "calls.txt").read_text().split())} == {processes[0].pid}
     assert main([*command, "--mesh=fsdp=2"]) == 0
     printed = capsys.readouterr().out
     assert "devices: fsdp=2 of 4 × cpu" in printed and ONCE.get(method, "nothing else") not in printed
