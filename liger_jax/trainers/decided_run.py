@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
     weights.check("--model", source)
     model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     of_rows = devices.layout_of_rows
-    shown = model if not settings.folder.samples or of_rows == devices.layout else shape(of_rows)
+    samples = settings.folder.samples or task.sampling is not None
+    shown = model if not samples or of_rows == devices.layout else shape(of_rows)
     return Run(asked, settings, task, source, architecture, dtypes, devices, out, data), model, shown
 
 
@@ -86,9 +88,11 @@ def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> mes
     there = jax.devices() if sampling is None or mesh or jax.process_count() > 1 else jax.devices()[:1]
     rows = settings.recipe.rows_at_once if sampling is None else sampling.rows(settings)
     devices = meshes.chosen(mesh, there, rows, shape)
-    if sampling is not None and devices.layout_of_rows != devices.layout:
+    if sampling is not None and rows % (number := math.prod(devices.sizes.values())):
         raise UserError(
-            f"--mesh={mesh}: devices that share completions cannot sample them. Give the devices to data or fsdp."
+            f"--mesh={mesh}: each of the {number} devices samples completions of its own prompts, also along tensor "
+            f"and expert, and {number} does not divide {rows}, the greatest common divisor of a step's prompts and of "
+            "a micro-batch's rows. Pass a larger --batch, fewer --micro-batches, or fewer devices."
         )
     if settings.method.rows_stay_whole and devices.sizes["sequence"] > 1:
         raise UserError(

@@ -113,15 +113,17 @@ class Rollouts:
         batch = adapters.numbered(batch, np.zeros(shape), 0) if self._drops else batch
         return batch | {"denominator": np.float32(1), "num_tokens": np.float32(1)}
 
-    def step(self, graph: Any, update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
+    def step(self, graphs: tuple[Any, Any], update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
         """Samples, rewards and updates.
+
+        `graphs`: the structure of the model that is trained, and of the one that samples with its parameters.
 
         Returns the state, and the loss with figures by TRL's names, which are means over the updates.
         """
-        number = int(rows["number"])
+        (graph, sampling), number = graphs, int(rows["number"])
         lines = self._data.lines_of(number)
         with self._announced():
-            completions = self._sampled(nnx.merge(graph, state[0], frozen), rows)
+            completions = self._sampled(nnx.merge(sampling, state[0], frozen), rows)
         scores = self._scores(number, lines, completions)
         rewards, figures = self._rewarded(scores)
         self._look_at_equals(number, scores.numbers, rewards)

@@ -61,7 +61,9 @@ def loop(
     batch_of = inputs.batch_of
     return Loop(
         step=lambda state, batch: (
-            update(state, batch, frozen) if rollouts is None else rollouts.step(graph, update, state, batch, frozen)
+            update(state, batch, frozen)
+            if rollouts is None
+            else rollouts.step((graph, shown), update, state, batch, frozen)
         ),
         batch_of=batch_of if rollouts is None else lambda step: {**batch_of(step), "number": np.int32(step)},
         steps=inputs.steps,

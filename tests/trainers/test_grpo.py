@@ -333,7 +333,7 @@ def test_each_update_of_a_step_has_the_log_probabilities_of_the_policy_that_samp
         return (halved, state[1]), (jnp.float32(len(seen)), {"clip_ratio/low_mean": jnp.float32(2 * len(seen))})
 
     rows = {"number": np.int32(0)}
-    state, (loss, figures) = rollouts.step(graph, update, (params, None), rows, nnx.State({}))
+    state, (loss, figures) = rollouts.step((graph, graph), update, (params, None), rows, nnx.State({}))
     assert len(seen) == 3 and loss == 2.0 and figures["clip_ratio/low_mean"] == 4.0
     np.testing.assert_allclose(jax.tree.leaves(state[0])[0] * 8, jax.tree.leaves(params)[0], rtol=1e-6)
     assert set(seen[0]) == set(rollouts.examples[0][0])
@@ -432,19 +432,19 @@ def test_prompts_of_unknown_roles_are_told(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ["mesh", "message"],
     [
-        ("tensor=2", "--mesh=tensor=2: devices that share completions cannot sample them. Give the devices to data"),
-        ("sequence=2", "Give the devices to "),
-        ("data=3", "splits the batch into 3 shards, which do not divide the 4 rows"),
+        ("fsdp=2,tensor=2", "and 4 does not divide 2, the greatest common divisor of a step's prompts and of a "),
+        ("sequence=2", "the rows of liger-jax grpo stay whole. Give the devices to fsdp or tensor."),
+        ("data=4", "splits the batch into 3 shards, which do not divide the 2 rows"),
     ],
 )
-def test_devices_that_share_completions_are_refused(mesh, message, source, tmp_path, capsys):
-    assert grpo(source, tmp_path, f"--mesh={mesh}") == 2
+def test_devices_that_do_not_divide_prompts_or_share_rows_are_refused(mesh, message, source, tmp_path, capsys):
+    assert grpo(source, tmp_path, f"--mesh={mesh}", "--batch=8", "--micro-batches=2") == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.full
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices, which a CPU simulates")
-@pytest.mark.parametrize("mesh", ["fsdp=2", "data=2"])
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
+@pytest.mark.parametrize("mesh", ["fsdp=2", "data=2", "tensor=2", "fsdp=2,tensor=2"])
 def test_a_mesh_trains_as_one_device_does(mesh, source, tmp_path):
     for name, devices in (("one", "fsdp=1"), ("several", mesh)):
         assert grpo(source, tmp_path / name, "--steps=3", "--updates=2", f"--mesh={devices}") == 0
