@@ -115,6 +115,7 @@ def _fitted(
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
     if (teacher := task.teacher) is not None:
         tokens = settings.recipe.batch * settings.rows.length // meshes.shards_of_batch(devices.sizes)
+        tokens //= devices.sizes["sequence"]
         its_bytes = functools.cache(lambda cuts: teacher.num_bytes(precision["dtype"], devices, tokens // cuts))
         options |= dict(teacher=its_bytes, teacher_stays=teacher.stays)
     if task.sampling is None and not settings.rows.pack and not settings.rows.stream:

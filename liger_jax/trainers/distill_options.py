@@ -39,7 +39,6 @@ class DistillOptions(Method):
 
     command = "distill"
     group_of_options = "the teacher"
-    rows_stay_whole = True
     changes = dict(out=dict(default="runs/distill"), quantize=dict(first=False), length=dict(first=False))
 
     def __post_init__(self):

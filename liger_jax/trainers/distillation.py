@@ -31,7 +31,8 @@ def divergence(
     """The student's divergence from its teacher, summed over scored tokens, over a denominator. The teacher is
     `model.teacher`, unless the batch has `stored_top_k.COLUMNS`.
     """
-    targets = shifted_labels(batch["labels"], batch.get("segment_ids"))
+    shifted = batch.get("shift_labels")  # where devices share rows, and the next label may be on another one
+    targets = shifted_labels(batch["labels"], batch.get("segment_ids")) if shifted is None else shifted
     rows = {name: batch[name] for name in INPUTS if name in batch}
     common: dict[str, Any] = dict(hard_weight=hard_weight, **options)
     of_student = logit_options_of(model.config)
@@ -105,7 +106,7 @@ class Distillation(Task):
         @jax.jit
         def sums(params, frozen, batch):
             model = without_router_loss(nnx.merge(graph, params, frozen))
-            rows = {name: batch[name] for name in ARGUMENTS if name in batch}
+            rows = {name: batch[name] for name in (*ARGUMENTS, "shift_labels") if name in batch}
             out = model(**rows, loss_normalizer=1.0, return_metrics=True)
             tokens, of_teacher = out.metrics.num_tokens, divergence(model, batch, jnp.float32(1), **options)
             return jnp.stack([of_teacher, out.loss, tokens * out.metrics.accuracy, tokens])

@@ -20,6 +20,7 @@ from liger_jax.data.training_rows import TrainingRows
 from liger_jax.models.core.embedding import head_logits, logit_options_of
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.ops.layout import from_chunks
 from liger_jax.trainers import keyed_file
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.options import Settings
@@ -150,11 +151,12 @@ def _taught(
     devices: Devices,
     k: int,
 ) -> Iterator[bytes]:
-    graph, state = nnx.split(teacher)
+    (graph, state), shared = nnx.split(teacher), devices.sizes["sequence"]
 
     @jax.jit
     def teach(state, rows):
-        return top_k(nnx.merge(graph, state), rows, k, settings.method.temperature, vocab_size)
+        top = top_k(nnx.merge(graph, state), rows, k, settings.method.temperature, vocab_size)
+        return top if shared == 1 else tuple(from_chunks(x, 1, shared) for x in top)
 
     assert isinstance(data.in_steps, StepRows)
     for stored in some:

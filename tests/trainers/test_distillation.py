@@ -400,7 +400,7 @@ def test_a_device_s_part_of_the_teacher_s_tokens_is_counted(source, monkeypatch)
 
 @pytest.mark.full
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices, which a CPU simulates")
-@pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2", "sequence=2"])
 @pytest.mark.parametrize("options", [[], ["--top-k=9", "--hard-weight=0.5"]], ids=["live", "stored"])
 def test_a_mesh_trains_as_one_device_does(mesh, options, source, tmp_path):
     for name, devices in (("one", "fsdp=1"), ("several", mesh)):
