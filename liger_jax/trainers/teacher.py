@@ -41,7 +41,9 @@ class Teacher:
 
     def new(self, dtype: str, layout: Layout | None) -> Any:
         """A model of its structure with random weights, of which only the shapes are used."""
-        options: dict[str, Any] = self._dtypes(dtype) | dict(kernels=KernelOptions(layout=layout), rngs=nnx.Rngs(0))
+        options: dict[str, Any] = self._dtypes(dtype) | dict(
+            kernels=self._kernels(KernelOptions(layout=layout)), rngs=nnx.Rngs(0)
+        )
         model = self.architecture.family(self.architecture.config, **options)
         if self.source.is_nf4:
             quantized_as_in(self.source.folder, model)
@@ -52,7 +54,8 @@ class Teacher:
 
     def read(self, dtype: str, mesh: Any, kernels: KernelOptions) -> Any:
         """Reads its weights."""
-        options: dict[str, Any] = self._dtypes(dtype) | dict(mesh=mesh, kernels=kernels, quantize=self.quantize)
+        own = dict(mesh=mesh, kernels=self._kernels(kernels), quantize=self.quantize)
+        options: dict[str, Any] = self._dtypes(dtype) | own
         with quantizing("--teacher-quantize", self.quantize, f"--teacher={self.source.folder}"):
             return AutoModelForCausalLM.from_pretrained(self.source, **options)
 
@@ -69,6 +72,13 @@ class Teacher:
         config = {self.source.path.name: self.source.path.read_bytes()}
         digests = identity.of_files(config) | identity.of_weights(self.source.folder, self.source.weight_files)
         return {f"{TEACHER}'s {name}": digest for name, digest in digests.items()}
+
+    def _kernels(self, kernels: KernelOptions) -> KernelOptions:
+        """The student's options. The student's axis of experts splits a dense teacher's parameters, as fsdp does."""
+        layout = kernels.layout
+        if layout is None or layout.expert is None or self.config.experts is not None:
+            return kernels
+        return dataclasses.replace(kernels, layout=dataclasses.replace(layout, expert=None, fsdp=layout.fsdp_axes))
 
     def _dtypes(self, dtype: str) -> dict[str, Any]:
         """Its weights have the checkpoint's dtype, since they are frozen."""
