@@ -282,8 +282,11 @@ def test_documents_share_rows_of_the_users_own_model_if_it_says_so(source, rows,
          "models.lora.add_lora on your own, and its adapters alone are trained."),
         (dict(mesh="tensor=2"), "mesh=tensor=2: a model of your own is split over data and fsdp alone, since how "
          "tensor would split it is not known. Give the devices to fsdp."),
-        (dict(mesh="fsdp=4"), "mesh='fsdp=4' splits the batch into 4 shards, which do not divide the 2 rows that are "
-         "computed at once. The nearest number that does is 2; or change the batch, or its micro-batches."),
+        pytest.param(
+            dict(mesh="fsdp=4"), "mesh='fsdp=4' splits the batch into 4 shards, which do not divide the 2 rows that "
+            "are computed at once. The nearest number that does is 2; or change the batch, or its micro-batches.",
+            marks=pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates"),
+        ),
         (dict(), "pack=True puts several documents into a row, and the model's hidden_states takes no segment_ids, by "
          "which none would attend to another. Add the parameter, or leave pack=True out."),
     ],
