@@ -6,7 +6,7 @@ import pytest
 from jaxtyping import Array, Float
 
 from liger_jax import rms_norm
-from liger_jax.planner import target
+from liger_jax.planner import plan, target
 from liger_jax.planner.estimate import Estimate
 from tests import _annotations
 
@@ -35,7 +35,7 @@ def row_sums(x: Float[Array, "N D"]) -> Float[Array, "N"]:
 WRONG = {
     "letters": lambda: rms_norm(jnp.ones((2, 3)), jnp.ones(4)),
     "argument": lambda: target(8),
-    "method": lambda: target("h200").fraction_for("all"),
+    "method": lambda: plan("qwen2-0.5b", device="h200").changes_to_fit("all"),
     "field": lambda: Estimate({}, "loss", "many", 0),
     "result": a_name,
     "shape of a result": lambda: row_sums(jnp.ones((2, 3))),

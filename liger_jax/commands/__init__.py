@@ -13,6 +13,7 @@ from liger_jax._install import version
 from liger_jax.commands import _warnings, chat, data, distill, doctor, dpo, finetune, generate, grpo, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._parser import Parser
+from liger_jax.planner import cards
 from liger_jax.training import processes, user_caches, waiting
 from liger_jax.training.listening import OutputError, output_needed
 
@@ -20,6 +21,8 @@ _COMMANDS = {
     "plan": plan, "data": data, "finetune": finetune, "dpo": dpo, "grpo": grpo, "distill": distill,
     "generate": generate, "chat": chat, "doctor": doctor,
 }  # fmt: skip
+
+_WITHOUT_DEVICES = ("plan", "data")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +41,9 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
         with output_needed():
             args = _parsers()[0].parse_args(argv)
             name, args.owns_process = f" {args.command}", owns_process
+            if owns_process and args.command not in _WITHOUT_DEVICES:
+                if held := cards.take(one_each=getattr(args, "distributed", None) == ""):
+                    print(f"liger-jax{name}: {held}", file=sys.stderr)
             with (
                 compiled_programs_kept(args.cache is not False),
                 user_caches.used(args.cache is not False),

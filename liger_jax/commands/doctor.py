@@ -17,9 +17,9 @@ from liger_jax.commands._cache import folder
 from liger_jax.commands._exit_code import exit_code
 from liger_jax.ops.kernels import Chosen
 from liger_jax.pallas_kernels.devices import GIB
+from liger_jax.planner import cards
 
 SUMMARY = "check the installation, and show which kernels run here"
-_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def _devices(machine: _machine.Machine) -> Iterator[str]:
         return
     text = f"memory: a process may take {stats['bytes_limit'] / GIB:.1f} GiB of each device"
     if machine.platform == "gpu":
-        text += f", with {_FRACTION}={os.environ.get(_FRACTION, '0.75, the default')}"
+        text += f", with {cards.FRACTION}={os.environ.get(cards.FRACTION, '0.75, the default')}"
         if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
             text += ", as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE)"
     yield text

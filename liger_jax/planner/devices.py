@@ -17,12 +17,13 @@ from liger_jax.training.errors import PINNED_LIMIT as PINNED_LIMIT
 
 GPUS_PER_HOST, CHIPS_PER_HOST = 8, 4
 
-# XLA_PYTHON_CLIENT_MEM_FRACTION: the share of a GPU's memory that JAX's allocator takes. The first is JAX's default.
-FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)
 # Memory that a process needs outside the allocator. CUDA's context and the code of cuBLAS, cuDNN and the program take
 # 0.61 GiB on an H100 (JAX 0.11.2, CUDA 13, 2026-11-24). Where devices exchange gradients, NCCL has buffers, which are
 # not measured.
 CONTEXT_BYTES, NCCL_BYTES = int(0.7 * GIB), GIB
+# The share of a GPU's memory that is left outside the allocator beside that, for programs that are captured as graphs
+# and for other processes, such as a desktop's, that grow a little.
+MARGIN = 0.01
 # The share of the allocator's memory that is left free, for fragmentation and for what earlier programs left. 29
 # steps ran on an H200: some held 2 % more than their compiler had said, none more (benchmarks/results/planner.md).
 RESERVE = 0.02
@@ -42,29 +43,18 @@ class Target:
     memory_bytes: int  # the whole memory of each device
     topology: str  # as the compiler's plugin names it
     visible_bytes: int  # what CUDA counts of a GPU's memory; all of a TPU's
-    # The memory that a training step may need on each device. On a GPU it is the largest of `FRACTIONS` that leaves the
-    # context and NCCL their memory, less `RESERVE`. On a TPU it is all that libtpu lets a program have.
+    # The memory that a training step may need on each device. On a GPU it is what `allocatable` says of an empty card,
+    # less `RESERVE`. On a TPU it is all that libtpu lets a program have.
     capacity_bytes: int
     given_bytes: int | None = None  # the memory of a GPU where the run says it; `None` where the table does
 
-    def fraction_for(self, needed: int) -> float | None:
-        """The smallest of `FRACTIONS` with which JAX holds a step and `LITTLE` is left, or else the largest.
-
-        Returns the fraction. `None` on a TPU, which has no such setting, and where the step does not fit.
-        """
-        if self.platform == "tpu" or needed > self.capacity_bytes:
+    @property
+    def fraction(self) -> float | None:
+        """The share of a GPU's memory that JAX's allocator can have on an empty card; `None` on a TPU."""
+        if self.platform != "gpu":
             return None
-        limits = {f: _usable(f, self.visible_bytes) for f in FRACTIONS}
-        most = max(self.capacity_bytes, limits[FRACTIONS[0]])  # JAX takes the first fraction of a small card, too
-        holding = [f for f, limit in limits.items() if needed <= limit <= most]
-        roomy = [f for f in holding if needed <= (1 - LITTLE) * limits[f]]
-        return next(iter(roomy or holding[-1:]), None)
-
-    def limit_for(self, needed: int) -> int:
-        """What a process can have at the fraction that `fraction_for` names."""
-        fraction = self.fraction_for(needed)
-        limit = None if fraction is None else _usable(fraction, self.visible_bytes)
-        return self.capacity_bytes if limit is None else min(limit, self.capacity_bytes)
+        most = allocatable(self.visible_bytes, self.visible_bytes, self.count)
+        return math.floor(1000 * most / self.visible_bytes) / 1000
 
     def more(self) -> "Target | None":
         """The next larger number of the same devices."""
@@ -141,6 +131,34 @@ def here() -> Target | None:
     return Target(name, device.platform, device.device_kind, 1, limit, "", limit, int(limit * (1 - RESERVE)))
 
 
+def allocatable(free: int, visible: int, count: int) -> int:
+    """What JAX's allocator may take of a GPU: what is free, less the context, the margin and several GPUs' NCCL.
+
+    Args:
+        free: bytes that no other process has.
+        visible: bytes that CUDA counts of the GPU.
+        count: the GPUs of the run.
+
+    Returns:
+        Bytes.
+    """
+    return max(0, free - CONTEXT_BYTES - int(MARGIN * visible) - (NCCL_BYTES if count > 1 else 0))
+
+
+def visible_bytes(kind: str, memory: int) -> int:
+    """What CUDA counts of a GPU's memory.
+
+    Args:
+        kind: the GPU's own name.
+        memory: its bytes as the driver reports them.
+
+    Returns:
+        Bytes by the table, or else all of them.
+    """
+    known = [gpu for gpu in GPUS.values() if gpu.kind == kind and abs(gpu.memory_bytes - memory) < 0.02 * memory]
+    return int(known[0].visible_gib * GIB) if known else memory
+
+
 def pinned_limit(needed: int) -> int | None:
     """What XLA's pool of pinned memory must be allowed for a run.
 
@@ -176,20 +194,13 @@ def _gpus(kind: str, size: str, given: int | None = None) -> Target:
     memory = given or (gpu.memory_bytes if gpu else 0)
     visible = int(memory - _unseen(memory)) if given or gpu is None else int(gpu.visible_gib * GIB)
     device_kind = gpu.kind if gpu else f"GPU of {memory / GIB:.1f} GiB"
-    outside = CONTEXT_BYTES + (NCCL_BYTES if count > 1 else 0)
-    fractions = [f for f in FRACTIONS if (1 - f) * visible >= outside]
-    capacity = _usable(fractions[-1], visible) if fractions else max(0, int((visible - outside) * (1 - RESERVE)))
+    capacity = int(allocatable(visible, visible, count) * (1 - RESERVE))
     return Target(name, "gpu", device_kind, count, memory, f"1x{hosts}x{count // hosts}", visible, capacity, given)
 
 
 def _unseen(memory_bytes: int) -> float:
     """What the driver reports and CUDA does not count, at most: no row of `GPUS` has more of it."""
     return 0.45 * GIB + 0.007 * memory_bytes
-
-
-def _usable(fraction: float, visible_bytes: int) -> int:
-    """What JAX's allocator holds at a fraction of what CUDA counts, less the reserve."""
-    return int(fraction * visible_bytes * (1 - RESERVE))
 
 
 def _tpus(kind: str, size: str) -> Target:

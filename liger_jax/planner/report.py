@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_jax._install import install_command
 from liger_jax.planner.advice import PRECISIONS, Change, options
-from liger_jax.planner.devices import FRACTIONS, GIB, LITTLE, NEAR, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
+from liger_jax.planner.devices import GIB, LITTLE, NEAR, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.planning import MemoryPlan
 from liger_jax.planner.searching import SEQ_UNIT
@@ -59,9 +59,7 @@ def table(plan: MemoryPlan) -> str:
         lines.append(row("  parameters and state", [c.arguments for c in compiled]))
         lines.append(row("  temporaries", [c.temporaries for c in compiled]))
     capacity = plan.run.target.capacity_bytes
-    less = plan.fits and plan.run.target.limit_for(plan.needed) < capacity
-    why = "  at JAX's largest fraction of a GPU; the first line has the least that holds the step" if less else ""
-    lines.append(row("a process can have", [capacity] * 2) + why)
+    lines.append(row("a process can have", [capacity] * 2))
     free = [capacity - plan.totals[loss] for loss in LOSSES]
     lines.append(f"{'free':<28}" + "".join(number(size) if size >= 0 else f"{'none':>10}" for size in free))
     return "\n".join(lines)
@@ -109,29 +107,21 @@ def verdict(plan: MemoryPlan, cure: str = "") -> str:
 
 
 def is_tight(target: Target, needed: int) -> bool:
-    """Whether a step that fits leaves less than `LITTLE` of what JAX has at the fraction that is named for it."""
-    limit = target.limit_for(needed)
-    return 0 <= limit - needed < LITTLE * limit
+    """Whether a step that fits leaves less than `LITTLE` of what a process can have."""
+    return 0 <= target.capacity_bytes - needed < LITTLE * target.capacity_bytes
 
 
 def _needed_of(target: Target, needed: int) -> str:
-    """Needed memory, what there is at JAX's setting, the number of devices, the setting, and what is left if little."""
+    """Needed memory, what a process can have, the number of devices, and what is left if little."""
     where = f" on each of {target.count}" if target.count > 1 else ""
-    limit = target.limit_for(needed)
-    left = f", with {1 - needed / limit:.1%} to spare" if is_tight(target, needed) else ""
-    return f"{' of '.join(_apart(needed, limit))} GiB{where}{_with_share(target, needed)}{left}"
+    left = f", with {1 - needed / target.capacity_bytes:.1%} to spare" if is_tight(target, needed) else ""
+    return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{left}"
 
 
 def _apart(*sizes: int) -> list[str]:
     """GiB with one digit, or with two where one digit does not distinguish the sizes."""
     texts = [f"{size / GIB:.1f}" for size in sizes]
     return texts if len({*texts}) > 1 else [f"{size / GIB:.2f}" for size in sizes]
-
-
-def _with_share(target: Target, needed: int) -> str:
-    """The setting that a step needs, if JAX's default is not enough."""
-    fraction = target.fraction_for(needed)
-    return "" if fraction in (None, FRACTIONS[0]) else f" with XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"
 
 
 def text(plan: MemoryPlan, largest_batch: int | None = None, *, details: bool = False) -> str:
@@ -151,8 +141,7 @@ def _largest(plan: MemoryPlan, known: int | None) -> str:
         return f"Largest batch: {known:,}."
     if not (batch := plan.largest_batch):
         return f"No batch of {plan.run.seq} tokens fits (estimate)."
-    share = _with_share(plan.run.target, plan.estimated(dataclasses.replace(plan.run, batch=batch)))
-    return f"Largest batch: {batch:,}{share} (estimate)."
+    return f"Largest batch: {batch:,} (estimate)."
 
 
 def _to_fit(plan: MemoryPlan, changes: list[Change]) -> list[str]:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
+from liger_jax.planner import cards
 from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.trainers import adapters, long_rows, memory, result, run_data, run_model, step_sizes, weights
 from liger_jax.trainers.options import Settings
@@ -121,4 +122,8 @@ def _fitted(
     if task.sampling is None and not settings.rows.pack and not settings.rows.stream:
         laying = lambda settings: step_sizes.laying(settings, architecture.config, task.teacher, devices)
         options |= dict(largest=lambda settings: run_data.largest_size(data(), settings, laying(settings)))
+    here = jax.local_devices()[0]
+    limit = (here.memory_stats() or {}).get("bytes_limit") if here.platform == "gpu" else None
+    if limit and (sentence := cards.unclaimed(limit, math.prod(devices.sizes.values()))):
+        print(f"memory: {sentence}")
     return memory.fitted(settings, architecture, **precision, **options)

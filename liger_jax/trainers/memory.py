@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from liger_jax.planner import advice, defaults, devices
+from liger_jax.planner import advice, cards, defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
@@ -154,8 +154,14 @@ def gib(size: int) -> str:
 def _cure(run: Run, needed: int, frozen: str, beside: int, whole: bool) -> str:
     """A sentence that says what makes the run fit; with `whole`, something other than more micro-batches."""
     known = devices.target(run.target.name) if run.target.name in devices.GPUS else None
-    if known is not None and (larger := known.fraction_for(needed)) is not None:
-        return f"Let JAX take more of the device: XLA_PYTHON_CLIENT_MEM_FRACTION={larger}."
+    if known is not None:
+        known = dataclasses.replace(known, count=run.target.count)
+        most = devices.allocatable(known.visible_bytes, known.visible_bytes, known.count)
+        if needed <= (1 - devices.RESERVE) * most:
+            return (
+                f"An empty card holds it: end what else runs there, or let JAX take more of it, with {cards.FRACTION}="
+                f"{known.fraction} in the environment before JAX starts."
+            )
     ladder = list(advice.changes(run, frozen=frozen, whole=whole))
     fitting = advice.cheapest(run, ladder)
     after = advice.changed(run, ladder if fitting is None else fitting)

@@ -81,9 +81,8 @@ def test_a_name_without_its_memory_means_the_smaller_card():
 
 
 def test_what_a_process_may_have_and_the_next_larger_number():
-    assert [target("t4").fraction_for(size * GIB) for size in (12, 8)] == [0.9, 0.75]
-    assert target("rtx4090").limit_for(20 * GIB) / GIB == pytest.approx(20.7, abs=0.05)
-    assert target("v5e").limit_for(GIB) / GIB == pytest.approx(15.75, abs=0.005)
+    assert target("t4").fraction == pytest.approx(0.942, abs=0.002)
+    assert target("v5e").capacity_bytes / GIB == pytest.approx(15.75, abs=0.005)
     assert [target(name).more().name for name in ("h200:8", "v5e:2x2")] == ["h200:16", "v5e:2x4"]
     assert [pinned_limit(size * GIB) for size in (128, 8)] == [141, None]
 
