@@ -134,7 +134,7 @@ ABOUT = """All of ours is compiled for these cards, and nothing of it was run he
 layers' inputs in the host's pinned memory; adapters have rank 32 on all seven projections, beside nf4 or bfloat16
 weights. What a process gets is a card's memory less CUDA's context and the allocator's reserve, as `liger-jax plan`
 takes it. "host" is what the host must hold. A length is a multiple of 1,024 tokens: the next one does not fit,
-or the room that is left is less than a hundredth of what the row takes. Attention is compiled as the kernels of this
+or the room that is left is less than a fiftieth of what a process gets. Attention is compiled as the kernels of this
 project; where cuDNN runs in their place, it takes a workspace of its own.
 
 Unsloth's and Hugging Face's lengths are as Unsloth publishes them: Llama 3.1 8B and Llama 3.3 70B, 4-bit QLoRA of rank
