@@ -1,8 +1,8 @@
 """`liger-jax doctor`: checks the installation, and shows which kernels run here.
 
-It prints versions, devices and their memory, where compiled programs are kept, and for every op the implementation that
-it takes here, with the reason why a faster one does not run. If something is broken, it says the cure, and the exit
-code is 1.
+It prints versions, devices, their memory and links, where compiled programs are kept, and for every op the
+implementation that it takes here, with the reason why a faster one does not run. If something is broken, it says the
+cure, and the exit code is 1.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from liger_jax.commands._cache import folder
 from liger_jax.commands._exit_code import exit_code
 from liger_jax.ops.kernels import Chosen
 from liger_jax.pallas_kernels.devices import GIB
-from liger_jax.planner import cards
+from liger_jax.planner import cards, links
 
 SUMMARY = "check the installation, and show which kernels run here"
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 def _report() -> int:
     machine = _machine.found()
     wrong = _machine.problems(machine)
-    print(*_versions(machine), *_devices(machine), *_cache(), sep="\n")
+    print(*_versions(machine), *_devices(machine), *_links(machine), *_cache(), sep="\n")
     if not machine.error:
         print(*_ops(_ops_here.chosen()), sep="\n")
     for sentence in wrong:
@@ -67,6 +67,19 @@ def _devices(machine: _machine.Machine) -> Iterator[str]:
         if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
             text += ", as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE)"
     yield text
+
+
+def _links(machine: _machine.Machine) -> Iterator[str]:
+    """The line about the links between several devices, which are measured unless they are known."""
+    if machine.error or len(found := jax.devices()) < 2:
+        return
+    try:
+        rates = links.links(found)
+    except RuntimeError as error:
+        yield f"links: the devices cannot send to each other: {' '.join(str(error).split())}"
+        return
+    how = "assumed, since they share one memory" if machine.platform == "cpu" else "of 128 MiB over all of them"
+    yield f"links: each of {len(found)} devices sends: {rates}, {how}"
 
 
 def _cache() -> Iterator[str]:

@@ -27,7 +27,7 @@ from liger_jax.planner.planning import LEVELS, MemoryPlan
 from liger_jax.planner.searching import SEARCHES
 from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES, as_remat
 from liger_jax.trainers import adapters
-from liger_jax.training.meshes import in_words, parse_mesh
+from liger_jax.training.meshes import AUTO, in_words, parse_mesh
 from liger_jax.user_errors import user_errors
 
 SUMMARY = "will a training run fit?"
@@ -53,7 +53,7 @@ def _planned(args: argparse.Namespace) -> int:
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.lora_targets is not None:
         options["lora_targets"] = adapters.targets(args.lora_targets)
-    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    mesh = None if args.mesh in (None, AUTO) else parse_mesh(args.mesh)
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=mesh)
     if args.device is None and args.memory is None:
         raise ValueError("--device is needed, such as --device rtx4090; or a GPU's memory, such as --memory 24GiB.")

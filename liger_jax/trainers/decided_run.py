@@ -14,7 +14,17 @@ from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner import cards
 from liger_jax.planner.architectures import Architecture, architecture_of
-from liger_jax.trainers import adapters, long_rows, memory, result, run_data, run_model, step_sizes, weights
+from liger_jax.trainers import (
+    adapters,
+    long_rows,
+    memory,
+    mesh_choice,
+    result,
+    run_data,
+    run_model,
+    step_sizes,
+    weights,
+)
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.placement import Placement
 from liger_jax.trainers.run_data import RunRows
@@ -55,7 +65,8 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
     if callable(task):
         task = task(settings, source, architecture)
     shape = lambda layout: nnx.eval_shape(lambda: run_model.new(settings, task, source, architecture, dtypes, layout))
-    devices = _devices(settings, task, shape)
+    choose = lambda there: mesh_choice.by_time(settings, architecture, dtypes, there)
+    devices = _devices(settings, task, shape, choose)
     data = functools.cache(lambda: run_data.prepared(settings, task, source, architecture.config.vocab_size, out))
     # The estimate of memory is printed before weights are looked for, so that it can be seen without them.
     settings = _fitted(settings, task, architecture, dtypes, source.dtype, devices, lambda: data()[1])
@@ -80,15 +91,20 @@ def _as_stored(placement: Placement, lora: int | None, source: Source) -> Placem
     return dataclasses.replace(placement, quantize="nf4")
 
 
-def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> meshes.Devices:
-    """The run's devices and its mesh; `shape` returns the model's abstract arrays for a layout."""
+def _devices(
+    settings: Settings, task: Task, shape: Callable[[Any], Any], choose: Callable[[Any], Any]
+) -> meshes.Devices:
+    """The run's devices and its mesh; `shape` returns the model's abstract arrays for a layout, and `choose` what
+    chooses a mesh of these devices.
+    """
     # A model that samples its batches gathers sharded weights for each token: one process takes several devices only by
     # --mesh.
     mesh = settings.placement.mesh
     sampling = task.sampling
     there = jax.devices() if sampling is None or mesh or jax.process_count() > 1 else jax.devices()[:1]
     rows = settings.recipe.rows_at_once if sampling is None else sampling.rows(settings)
-    devices = meshes.chosen(mesh, there, rows, shape)
+    # A teacher's weights are split as the student's, which is not counted here.
+    devices = meshes.chosen(mesh, there, rows, shape, choose(there) if task.teacher is None else None)
     if sampling is not None and rows % (number := math.prod(devices.sizes.values())):
         raise UserError(
             f"--mesh={mesh}: each of the {number} devices samples completions of its own prompts, also along tensor "

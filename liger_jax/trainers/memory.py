@@ -39,19 +39,12 @@ def fitted(
     where rows of the whole length do not fit; `None` if all rows have it.
     """
     device = devices.here()
-    rows, adapted, recipe, placement = settings.rows, settings.adapters, settings.recipe, settings.placement
-    chosen = dict(remat=placement.remat or defaults.REMAT, micro_batches=recipe.num_micro_batches)
-    decided = settings.changed(**chosen)
+    placement = settings.placement
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")
-        return decided
-    sizes = mesh_sizes(mesh, math.prod(mesh.values()))
-    device = dataclasses.replace(device, count=math.prod(sizes.values()))
-    options = chosen | dict(dtype=dtype, param_dtype=param_dtype, host_memory=devices.machine_memory())
-    options |= dict(optimizer=recipe.optimizer, packed=rows.pack, quantize=placement.quantize)
-    options |= dict(lora=adapted.lora, dora=adapted.dora, lora_experts=adapted.lora_experts)
-    options |= dict(lora_targets=adapters.targets(adapted.lora_targets))
-    run, capacity = Run(model, recipe.batch, rows.length, device, sizes, **options), device.capacity_bytes
+        return settings.changed(**_given(settings))
+    run = planned(settings, model, device, mesh, dtype, param_dtype)
+    device, capacity = run.target, device.capacity_bytes
 
     def needs(run: Run) -> tuple[int, int, int]:
         """Bytes of a step, with a teacher that stays; of the teacher; and of both models before the first step."""
@@ -112,6 +105,31 @@ def fitted(
 def _chosen(settings: Settings, run: Run) -> Settings:
     """The settings with the run's decisions."""
     return settings.changed(remat=run.remat, micro_batches=run.micro_batches)
+
+
+def planned(
+    settings: Settings,
+    model: Architecture,
+    device: devices.Target,
+    mesh: Mapping[str, int],
+    dtype: str,
+    param_dtype: str,
+) -> Run:
+    """The planner's run on a mesh of devices like this one, as it is before anything is decided."""
+    rows, adapted, recipe = settings.rows, settings.adapters, settings.recipe
+    number = math.prod(mesh.values())
+    options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, host_memory=devices.machine_memory())
+    options |= dict(optimizer=recipe.optimizer, packed=rows.pack, quantize=settings.placement.quantize)
+    options |= dict(lora=adapted.lora, dora=adapted.dora, lora_experts=adapted.lora_experts)
+    options |= dict(lora_targets=adapters.targets(adapted.lora_targets))
+    device = dataclasses.replace(device, count=number)
+    return Run(model, recipe.batch, rows.length, device, mesh_sizes(mesh, number), **_given(settings), **options)
+
+
+def _given(settings: Settings) -> dict[str, Any]:
+    """What the settings say of layers and micro-batches, or their defaults."""
+    remat = settings.placement.remat or defaults.REMAT
+    return dict(remat=remat, micro_batches=settings.recipe.num_micro_batches)
 
 
 def _in_rows_of(run: Run, size: Size) -> Run:

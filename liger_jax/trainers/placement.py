@@ -8,7 +8,7 @@ from liger_jax._options import option
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.step import REMATS, as_remat
-from liger_jax.training.meshes import parse_mesh
+from liger_jax.training.meshes import AUTO, parse_mesh
 from liger_jax.user_errors import user_errors
 
 DTYPES = ("float32", "bfloat16")
@@ -27,7 +27,7 @@ class Placement:
         None, "quantize the frozen weights of the layers to 4 or 8 bits", choices=KINDS, group="adapters", first=True
     )
     mesh: str | None = option(
-        None, "devices along each mesh axis: fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
+        None, "devices along each mesh axis: fsdp=2,tensor=2 (default: auto, the fastest of data and fsdp)",
         of_run=False, group="several devices"
     )  # fmt: skip
     distributed: str | None = option(
@@ -55,7 +55,7 @@ class Placement:
 
     def __post_init__(self):
         _options.check(self)
-        if self.mesh is not None:
+        if self.mesh not in (None, AUTO):
             with user_errors():
                 parse_mesh(self.mesh)
 

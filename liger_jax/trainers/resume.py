@@ -11,7 +11,7 @@ import jax
 from liger_jax.data.sources import resolved
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.source import Source
-from liger_jax.trainers import adapters, result
+from liger_jax.trainers import adapters, mesh_choice, result
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.grpo_options import REWARD_CALL
 from liger_jax.trainers.options import Settings
@@ -39,10 +39,9 @@ def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
     folder, of_folder = out / result.CHECKPOINTS, settings.folder
     options: dict[str, Any] = dict(fresh=of_folder.fresh, earlier=earlier, keep=of_folder.keep, growing=GROWING)
     values = settings.of_the_run() | dict(made_of)
-    checkpoints = Checkpoints(folder, values, **options)
-    before = checkpoints.latest_settings
-    if spelled := _spelled_before(values, before):
-        checkpoints = Checkpoints(folder, values | spelled, **options)
+    before = Checkpoints(folder, values, **options).latest_settings
+    values |= mesh_choice.to_store(settings, run.devices.sizes, before)
+    checkpoints = Checkpoints(folder, values | _spelled_before(values, before), **options)
     if "reward" in before and REWARD_CALL not in before:
         raise UserError(
             f"{folder} holds a run whose rewards were called once for each prompt, with a field's own value. They are "

@@ -12,6 +12,7 @@ A text is `axis=N` with commas, such as "fsdp=2,tensor=2". The axes are those of
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from liger_jax.ops.layout import devices_along
 from liger_jax.training.compiling import compiler_options
 
 NO_MESH = Mesh(np.empty((), object), ())  # in context, calls run where they would without a mesh
+AUTO = "auto"  # the text of the mesh that is chosen, which is also that of no text
 BATCH_AXES = Layout.batch  # axes along which each device has its own sequences, and "expert"
 # Neighbouring devices are along the last axis, "tensor", which sends most and must be within one host.
 AXES = (*BATCH_AXES, "expert", "sequence", "tensor")
@@ -157,23 +159,39 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=first)
 
 
-def chosen(text: str | None, devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]) -> Devices:
-    """The devices of a run: the requested mesh, or else the most devices along fsdp that divide batch and weights."""
-    if text is not None:
+def chosen(
+    text: str | None,
+    devices: Sequence[Any],
+    rows: int,
+    model: Callable[[Layout], Any],
+    choose: Callable[[list[Mapping[str, int]]], tuple[int, str]] | None = None,
+) -> Devices:
+    """The devices of a run: the requested mesh, or else the most devices along data and fsdp that divide batch and
+    weights.
+
+    `choose` is given the sizes of such meshes of equally many devices, the most split one first, and returns an index
+    and the reason. Without it all devices are along fsdp.
+    """
+    if text not in (None, AUTO):
         return _asked(text, devices, rows, model)
     if len(devices) == 1:
         return Devices()
-    why = ""
+    model, why = functools.cache(model), ""
     for number in range(len(devices), 0, -1):
-        sizes = parse_mesh(f"fsdp={number}")
-        try:
-            of_run = _checked(f"fsdp={number}", sizes, devices, rows, model)
-        except ValueError as error:
-            if jax.process_count() > 1:
-                raise
-            why = why or str(error)
-            continue
-        return dataclasses.replace(of_run, line=_line(sizes, devices, why))
+        divisors = [n for n in range(1, number + 1) if number % n == 0] if choose else [1]
+        found: list[tuple[dict[str, int], Devices]] = []
+        for copies in divisors:
+            named = f"fsdp={number}" if copies == 1 else f"data={copies},fsdp={number // copies}"
+            try:
+                found.append((sizes := parse_mesh(named), _checked(named, sizes, devices, rows, model)))
+            except ValueError as error:
+                why = why or str(error)
+        if not found and jax.process_count() > 1:
+            raise ValueError(why)
+        if found:
+            index, reason = choose([sizes for sizes, _ in found]) if choose and len(found) > 1 else (0, "")
+            sizes, of_run = found[index]
+            return dataclasses.replace(of_run, line=_line(sizes, devices, reason, why))
     raise AssertionError("one device divides everything")
 
 
@@ -187,7 +205,7 @@ def _asked(text: str, devices: Sequence[Any], rows: int, model: Callable[[Layout
             f"mesh={text!r} has {number} devices, and there are {len(devices)}{among}. Let the sizes multiply to "
             f"{most}{len(devices)}, as fsdp={len(devices)} does."
         )
-    return dataclasses.replace(_checked(text, sizes, devices, rows, model), line=_line(sizes, devices, ""))
+    return dataclasses.replace(_checked(text, sizes, devices, rows, model), line=_line(sizes, devices))
 
 
 def _checked(
@@ -208,11 +226,11 @@ def _checked(
     return Devices(mesh, layout)
 
 
-def _line(sizes: Mapping[str, int], devices: Sequence[Any], why: str) -> str:
-    """The devices in words."""
+def _line(sizes: Mapping[str, int], devices: Sequence[Any], reason: str = "", why: str = "") -> str:
+    """The devices in words, the reason for their mesh, and why others are idle."""
     idle = len(devices) - math.prod(sizes.values())
     axes = in_words({name: size for name, size in sizes.items() if size > 1}) or "one"
-    line = f"devices: {axes} of {len(devices)} × {devices[0].device_kind}"
+    line = f"devices: {axes} of {len(devices)} × {devices[0].device_kind}" + (f"; {reason}" if reason else "")
     if not idle:
         return line
     return f"{line}; {idle} {'is' if idle == 1 else 'are'} idle" + (f", since {why}" if why else "")

@@ -30,6 +30,8 @@ def test_it_tells_of_versions_devices_cache_and_every_op(capsys):
     main(["doctor"])  # what is broken depends on who installed it
     printed = capsys.readouterr().out
     assert f"jax {jax.__version__}, jaxlib " in printed and re.search(r"^devices.*: \w+ 0: ", printed, re.MULTILINE)
+    links = re.search(r"^links: each of \d+ devices sends: gather [\d.e+]+, scatter ", printed, re.MULTILINE)
+    assert (links is not None) == (jax.device_count() > 1)
     assert re.search(r"^compiled programs: [\d,]+ files of [\d.]+ GiB in ", printed, re.MULTILINE)
     for op in _ops_here.CASES:
         assert re.search(rf"^  {op} +\w+(, \w+)*$", printed, re.MULTILINE), op

@@ -20,7 +20,7 @@ SMALL = Card("GPU-c", "NVIDIA T4 of another kind", 16 * GIB, 15 * GIB)
 @pytest.fixture
 def found(monkeypatch):
     """A function that makes the driver's answer, and returns what `take` says and sets."""
-    monkeypatch.setattr(cards.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cards, "_PLUGINS", ("json",))
 
     def found(shown, environment=None, **options):
         monkeypatch.setattr(cards, "read", lambda: list(shown))
@@ -74,7 +74,7 @@ def test_only_the_cards_that_cuda_shows_count(found):
 def test_the_driver_is_asked_by_its_library_or_its_command_and_may_not_answer(monkeypatch):
     text = "GPU-a, 81559, 60000, NVIDIA H100 80GB HBM3\n"
     done = lambda out: lambda *args, **options: subprocess.CompletedProcess(args, 0, stdout=out)
-    monkeypatch.setattr(cards.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(subprocess, "run", done(text))
     (card,) = cards.read()
     assert card == Card("GPU-a", *H100, 60000 * 2**20)
@@ -83,6 +83,7 @@ def test_the_driver_is_asked_by_its_library_or_its_command_and_may_not_answer(mo
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: (_ for _ in ()).throw(FileNotFoundError()))
     assert cards.read() == []
     nvml = types.SimpleNamespace(
+        __spec__=object(),
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
@@ -93,7 +94,6 @@ def test_the_driver_is_asked_by_its_library_or_its_command_and_may_not_answer(mo
         nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=H100[1], free=60000 * 2**20),
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(cards.importlib.util, "find_spec", lambda name: object())
     assert cards.read() == [card]
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(RuntimeError("no driver"))
     assert cards.read() == []

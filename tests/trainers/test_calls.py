@@ -331,6 +331,7 @@ def test_loss_and_gradients_of_the_users_own_model_on_a_mesh_are_those_of_one_de
             results.append(jax.jit(jax.value_and_grad(of_params))(params, of_run.place(batch)))
             gradients = jax.tree.leaves(results[-1][1])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), *results)
+    assert own_mesh.chosen("auto", 4).line.startswith("devices: fsdp=4 of ")
     split = [[*x.sharding.spec] for x in jax.tree.leaves(params)]
     assert split == [["fsdp"], ["fsdp"], [None, "fsdp"], ["fsdp"], [], ["fsdp"]]
     assert {x.shape: x.addressable_shards[0].data.shape for x in gradients}[320, 16] == (160, 16)

@@ -37,6 +37,23 @@ def test_the_most_devices_along_fsdp_that_divide_batch_and_weights(rows, width, 
         assert f"; {idle} {'is' if idle == 1 else 'are'} idle, since " in found.line
 
 
+@pytest.mark.parametrize("rows, width, number", [(8, 12, 4), (8, 6, 4), (6, 12, 3), (7, 12, 1)])
+def test_of_the_meshes_of_most_devices_one_is_chosen_with_its_reason(rows, width, number):
+    asked = []
+
+    def choose(found):
+        asked.append([(sizes["data"], sizes["fsdp"]) for sizes in found])
+        return len(found) - 1, "the last one"
+
+    found = meshes.chosen("auto", jax.devices("cpu")[:4], rows, OF(width), choose)
+    splits = {4: [(1, 4), (2, 2), (4, 1)], 3: [(1, 3), (3, 1)]}.get(number)
+    if (rows, width) == (8, 6):
+        splits = splits[1:]  # four devices of fsdp do not divide the matrix
+    assert asked == ([] if splits is None else [splits])
+    assert found.sizes["data"] == number and ("4 × cpu; the last one" in found.line) == (number > 1)
+    assert number == 4 or re.search(r"; \d (is|are) idle, since .*\.$", found.line)
+
+
 def test_one_device_is_no_mesh_and_says_nothing():
     assert meshes.chosen(None, jax.devices("cpu")[:1], 7, OF(3)) == meshes.Devices()
     devices, tree = meshes.Devices(), {"a": 1}

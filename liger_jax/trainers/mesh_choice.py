@@ -1,0 +1,86 @@
+"""The mesh of a run that names none: the weights whole on each device, or split over fsdp, as is fastest and fits."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from liger_jax.planner import devices
+from liger_jax.planner.architectures import Architecture
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.links import link_seconds, links
+from liger_jax.planner.step import Run
+from liger_jax.trainers import memory, result
+from liger_jax.trainers.options import Settings
+from liger_jax.training import Checkpoints, processes
+from liger_jax.training.meshes import AUTO, in_words
+
+NAME = "mesh"  # of the choice among a checkpoint's settings
+Sizes = Mapping[str, int]
+_PAYS = 0.9  # what weights that are less split must take of the time, since they leave less memory for a step
+
+
+def by_time(
+    settings: Settings, model: Architecture, precision: Mapping[str, str], there: Sequence[Any]
+) -> Callable[[list[Sizes]], tuple[int, str]]:
+    """A function that chooses one of several meshes of equally many devices, the most split one first.
+
+    It returns the index and the reason. A run that is resumed keeps the mesh that it began with, if that is among them.
+    """
+
+    def choose(meshes: list[Sizes]) -> tuple[int, str]:
+        words = [_in_words(sizes) for sizes in meshes]
+        if settings.placement.mesh != AUTO and (began := stored(settings)) is not None:
+            begun = began.get(NAME, words[0])  # before choices were stored, all devices were along fsdp
+            if begun in words:
+                return words.index(begun), "as when the run began"
+        device = devices.here()
+        if device is None:
+            return 0, "since JAX does not say how much memory a device has"
+        if device.platform == "cpu":  # its devices share the machine's memory
+            device = dataclasses.replace(device, capacity_bytes=device.capacity_bytes // jax.local_device_count())
+        runs = [memory.planned(settings, model, device, sizes, **precision) for sizes in meshes]
+        between = links(there[: math.prod(meshes[0].values())])
+        ways = [run if estimate(run).total <= run.target.capacity_bytes else None for run in runs]
+        index, reason = fastest(ways, [link_seconds(run, between) for run in runs], words)
+        agreed = -processes.most(-index)  # the most split one that any process's devices need
+        return agreed, reason if agreed == index else "what fits the devices of all processes"
+
+    return choose
+
+
+def fastest(ways: Sequence[Run | None], seconds: Sequence[float], words: Sequence[str]) -> tuple[int, str]:
+    """The index of the fastest way that fits, and the reason; of the first one, which needs least, where none does.
+
+    `ways`: the run on each mesh, and `None` where it does not fit there.
+    """
+    fitting = [i for i, way in enumerate(ways) if way is not None]
+    best = min(fitting, key=lambda i: seconds[i] / (_PAYS if i else 1), default=0)
+    if best == 0 and ways[-1] is None:
+        return 0, "since the weights do not fit whole on each device"
+    other = 0 if best else len(ways) - 1
+    took = f"{1e3 * seconds[best]:.3g} ms of a step to send and update weights"
+    if ways[other] is None:
+        return best, f"{took}, and {words[other]} does not fit"
+    return best, f"{took}, where {words[other]} takes {1e3 * seconds[other]:.3g}"
+
+
+def stored(settings: Settings) -> dict[str, Any] | None:
+    """The settings of the run that is resumed; `None` for a new one."""
+    if settings.folder.fresh:
+        return None
+    return Checkpoints(Path(settings.folder.out) / result.CHECKPOINTS, {}).latest_settings or None
+
+
+def to_store(settings: Settings, sizes: Sizes, before: Mapping[str, Any]) -> dict[str, str]:
+    """The mesh as checkpoints have it: that of the run's begin, whatever it was resumed on."""
+    if before and not settings.folder.fresh:
+        return {name: before[name] for name in (NAME,) if name in before}
+    return {NAME: _in_words(sizes)}
+
+
+def _in_words(sizes: Sizes) -> str:
+    return in_words({name: size for name, size in sizes.items() if size > 1}) or "one"

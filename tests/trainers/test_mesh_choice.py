@@ -1,0 +1,74 @@
+"""The mesh of a run that names none: whole weights where they fit and are faster, and the same when it resumes."""
+
+import dataclasses
+
+import pytest
+
+from liger_jax.planner import devices
+from liger_jax.planner.architectures import architecture
+from liger_jax.planner.devices import GIB
+from liger_jax.planner.links import Links
+from liger_jax.trainers import mesh_choice
+from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.options import Settings
+from liger_jax.training.meshes import parse_mesh
+
+MESHES = [parse_mesh("fsdp=4"), parse_mesh("data=2,fsdp=2"), parse_mesh("data=4")]
+ADAPTERS = dict(lora=16)
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """A function that chooses for four cards of so many GiB."""
+    monkeypatch.setattr(mesh_choice, "links", lambda there: Links(330e9, 330e9, 330e9))
+
+    def choose(gib, before=None, mesh=None, fast=True, **options):
+        size = int(gib * GIB)
+        card = devices.Target("h200", "gpu", "A card", 1, size, "", size, size)
+        monkeypatch.setattr(devices, "here", lambda: card)
+        monkeypatch.setattr(mesh_choice, "stored", lambda settings: before)
+        settings = Settings.of(FinetuneOptions, model="m", data="d", batch=8, length=2048, mesh=mesh, **options)
+        dtypes = settings.placement.precision(options.get("lora"), "bfloat16")
+        model = architecture("llama-3-8b")
+        return mesh_choice.by_time(settings, model, dict(dtypes, dtype="bfloat16"), [None] * 4)(MESHES)
+
+    return choose
+
+
+def test_adapters_have_whole_weights_where_they_fit(choose):
+    index, reason = choose(75, **ADAPTERS)
+    assert index == 2 and reason.startswith("0 ms of a step to send and update weights, where fsdp=4 takes ")
+    index, reason = choose(14, **ADAPTERS)  # half of the weights fit
+    assert index == 1 and "fsdp=4 takes" in reason
+    assert choose(8, **ADAPTERS) == (0, "since the weights do not fit whole on each device")
+    assert choose(1, **ADAPTERS)[0] == 0  # and the estimate of memory refuses it
+
+
+def test_trained_weights_are_split(choose):
+    index, reason = choose(1000)
+    assert index == 0 and "where data=4 takes" in reason
+    assert choose(75) == (0, "since the weights do not fit whole on each device")
+
+
+def test_a_resumed_run_keeps_its_mesh_unless_it_has_other_devices_or_auto_is_asked_for(choose):
+    kept = "as when the run began"
+    assert choose(75, dict(mesh="data=2,fsdp=2"), **ADAPTERS) == (1, kept)
+    assert choose(8, dict(mesh="data=4"), **ADAPTERS) == (2, kept)  # the estimate of memory says what to do
+    assert choose(75, dict(batch=8), **ADAPTERS) == (0, kept)  # it began before choices were stored
+    for before, mesh in (dict(mesh="data=2"), None), (dict(mesh="fsdp=4"), "auto"):
+        assert choose(75, before, mesh, **ADAPTERS)[0] == 2
+
+
+def test_all_processes_take_the_most_split_mesh_that_one_of_them_needs(choose, monkeypatch):
+    monkeypatch.setattr(mesh_choice.processes, "most", lambda number: max(number, -1))
+    assert choose(75, **ADAPTERS) == (1, "what fits the devices of all processes")
+
+
+def test_what_is_stored_is_what_the_run_began_with():
+    settings = Settings.of(FinetuneOptions, model="m", data="d")
+    sizes = parse_mesh("data=2,fsdp=2")
+    assert mesh_choice.to_store(settings, sizes, {}) == {"mesh": "data=2,fsdp=2"}
+    assert mesh_choice.to_store(settings, sizes, {"mesh": "fsdp=8", "batch": 8}) == {"mesh": "fsdp=8"}
+    assert mesh_choice.to_store(settings, sizes, {"batch": 8}) == {}
+    fresh = dataclasses.replace(settings, folder=dataclasses.replace(settings.folder, fresh=True))
+    assert mesh_choice.to_store(fresh, sizes, {"mesh": "fsdp=8"}) == {"mesh": "data=2,fsdp=2"}
