@@ -42,7 +42,8 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
             args = _parsers()[0].parse_args(argv)
             name, args.owns_process = f" {args.command}", owns_process
             if owns_process and args.command not in _WITHOUT_DEVICES:
-                if held := cards.take(one_each=getattr(args, "distributed", None) == ""):
+                place = getattr(args, "distributed", None)
+                if held := cards.take(are_several=place is not None, one_each=place == ""):
                     print(f"liger-jax{name}: {held}", file=sys.stderr)
             with (
                 compiled_programs_kept(args.cache is not False),

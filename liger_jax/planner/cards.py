@@ -3,12 +3,14 @@
 The driver is asked, and not JAX, which reads the share when it starts.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 from liger_jax.planner.devices import GIB, allocatable, visible_bytes
 
@@ -16,7 +18,7 @@ FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # The other settings by which a user decides what JAX takes; the first is the fraction's new name.
 _OTHERS = ("XLA_CLIENT_MEM_FRACTION", "TF_FORCE_UNIFIED_MEMORY")
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-_QUERY = ("uuid", "memory.total", "memory.free", "name")
+_QUERY = ("uuid", "memory.total", "memory.free", "mig.mode.current", "name")
 _SECONDS = 20  # for the driver's answer; without persistence mode it starts first
 _LEAST = 0.01  # of a card, where others hold all of it
 _MUCH = GIB  # what others hold of a card, from which it is said
@@ -30,6 +32,7 @@ class Card:
     name: str
     total: int  # bytes
     free: int
+    is_split: bool = False  # into instances, of which JAX sees one
 
     def fraction(self, count: int = 1) -> float:
         """The share that JAX's allocator may take of what CUDA counts, where `count` cards exchange gradients."""
@@ -65,14 +68,15 @@ def visible(cards: Sequence[Card], environment: Mapping[str, str], local_rank: i
             shown += found
     elif local_rank is not None and not in_order:
         return []
-    return shown if local_rank is None or len(shown) == 1 else shown[local_rank : local_rank + 1]
+    own = shown if local_rank is None or len(shown) == 1 else shown[local_rank : local_rank + 1]
+    return [] if any(card.is_split for card in own) else own
 
 
-def take(environment: MutableMapping[str, str] = os.environ, one_each: bool = False) -> str:
+def take(environment: MutableMapping[str, str] = os.environ, are_several: bool = False, one_each: bool = False) -> str:
     """Lets JAX have what is free on the cards, before it starts.
 
-    Nothing changes where the user has said what JAX takes, and where JAX has no cards. `one_each`: whether JAX gives
-    each process of a machine one card.
+    Nothing changes where the user has said what JAX takes, and where JAX has no cards. `are_several`: whether the run
+    has several processes. `one_each`: whether JAX gives each process of a machine one card.
 
     Returns a line where other programs hold much of a card; else an empty one.
     """
@@ -83,7 +87,7 @@ def take(environment: MutableMapping[str, str] = os.environ, one_each: bool = Fa
     cards = visible(read(), environment, local_rank)
     if not cards:
         return ""
-    count = 2 if one_each else len(cards)
+    count = max(len(cards), 2 if are_several else 1)
     least = min(cards, key=lambda card: card.fraction(count))
     environment[FRACTION] = f"{least.fraction(count):.3f}"
     if (held := visible_bytes(least.name, least.total) - least.free) < _MUCH:
@@ -101,15 +105,18 @@ def is_decided(environment: Mapping[str, str] = os.environ) -> bool:
     return any(environment.get(name) for name in (FRACTION, *_OTHERS))
 
 
-def unclaimed(limit: int, count: int) -> str:
+def unclaimed(device: Any, count: int) -> str:
     """A sentence for a program whose JAX has started with its own share of the cards; empty where it has enough.
 
-    `limit`: what JAX's allocator may take of a card. `count`: the cards.
+    `device`: one of them. `count`: how many the run takes.
     """
-    if is_decided() or not (cards := visible(read(), os.environ)):
+    stats = device.memory_stats() or {} if device.platform == "gpu" else {}
+    limit = stats.get("bytes_limit", 0)
+    if not limit or is_decided() or not (cards := visible(read(), os.environ)):
         return ""
     # Before JAX started, its own memory was free; it has its context already.
-    before = [dataclasses.replace(card, free=card.free + limit) for card in cards]
+    held = stats.get("pool_bytes", limit)
+    before = [dataclasses.replace(card, free=card.free + held) for card in cards]
     least = min(before, key=lambda card: card.fraction(count))
     could = least.fraction(count) * visible_bytes(least.name, least.total)
     if could < 1.03 * limit:
@@ -136,8 +143,10 @@ def _by_library() -> list[Card]:
             text.decode() if isinstance(text, bytes) else text
             for text in (pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle))
         )
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return Card(uuid, name, int(memory.total), int(memory.free))
+        memory, is_split = pynvml.nvmlDeviceGetMemoryInfo(handle), False
+        with contextlib.suppress(pynvml.NVMLError):  # most cards cannot be split
+            is_split = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+        return Card(uuid, name, int(memory.total), int(memory.free), is_split)
 
     try:
         pynvml.nvmlInit()
@@ -154,6 +163,6 @@ def _by_command() -> list[Card]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     cards = []
     for line in done.stdout.splitlines():
-        uuid, total, free, name = (field.strip() for field in line.split(",", 3))
-        cards.append(Card(uuid, name, int(total) * 2**20, int(free) * 2**20))
+        uuid, total, free, split, name = (field.strip() for field in line.split(",", 4))
+        cards.append(Card(uuid, name, int(total) * 2**20, int(free) * 2**20, split == "Enabled"))
     return cards

@@ -138,8 +138,6 @@ def _fitted(
     if task.sampling is None and not settings.rows.pack and not settings.rows.stream:
         laying = lambda settings: step_sizes.laying(settings, architecture.config, task.teacher, devices)
         options |= dict(largest=lambda settings: run_data.largest_size(data(), settings, laying(settings)))
-    here = jax.local_devices()[0]
-    limit = (here.memory_stats() or {}).get("bytes_limit") if here.platform == "gpu" else None
-    if limit and (sentence := cards.unclaimed(limit, math.prod(devices.sizes.values()))):
+    if sentence := cards.unclaimed(jax.local_devices()[0], math.prod(devices.sizes.values())):
         print(f"memory: {sentence}")
     return memory.fitted(settings, architecture, **precision, **options)

@@ -56,7 +56,8 @@ def chosen(text: str | None, rows: int) -> OwnDevices:
     if text is None:
         return OwnDevices()
     with user_errors():
-        if others := [name for name, size in meshes.parse_mesh(text).items() if size > 1 and name not in Layout.batch]:
+        sizes = {} if text == meshes.AUTO else meshes.parse_mesh(text)
+        if others := [name for name, size in sizes.items() if size > 1 and name not in Layout.batch]:
             raise UserError(
                 f"--mesh={text}: a model of your own is split over data and fsdp alone, since how {others[0]} would "
                 "split it is not known. Give the devices to fsdp."

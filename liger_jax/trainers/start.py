@@ -32,7 +32,8 @@ def started(settings: Settings[Any], task: str, *, length_is_given: bool, after:
     if settings.placement.distributed is not None:
         with user_errors():
             processes.begin(settings.placement.distributed)
-            processes.check_same("options", settings.of_all_processes())
+    with user_errors():
+        processes.check_same("options", settings.of_all_processes())
     if processes.is_first():
         print("".join(f"{line}\n" for line in lines), end="")
     module, name = task.split(".")

@@ -1,5 +1,6 @@
 """What JAX is given of a card: what is free on it, unless the user has said something else."""
 
+import dataclasses
 import subprocess
 import sys
 import types
@@ -67,18 +68,24 @@ def test_only_the_cards_that_cuda_shows_count(found):
     assert [only(named) for named in ("", "2", "MIG-1", "GPU-")] == [None] * 4  # nothing, or nobody knows which
     mixed = (SMALL, EMPTY)  # CUDA counts the fastest first, and the driver does not
     assert only("0", mixed) is None and only("0", mixed, CUDA_DEVICE_ORDER="PCI_BUS_ID") == found([SMALL])[1]
-    of_rank = lambda rank: found([EMPTY, BUSY], {"SLURM_LOCALID": rank}, one_each=True)[1]
-    assert of_rank("0") > of_rank("1") == found([EMPTY, BUSY])[1]
+    several = dict(are_several=True)
+    of_rank = lambda rank: found([EMPTY, BUSY], {"SLURM_LOCALID": rank}, **several, one_each=True)[1]
+    assert of_rank("0") > of_rank("1") == found([EMPTY, BUSY])[1] == found([BUSY], **several)[1] < found([BUSY])[1]
+    split = dataclasses.replace(EMPTY, is_split=True)  # its instances have less, and JAX sees one
+    assert found([split]) == found([EMPTY, split]) == ("", None)
+    assert only("0", (EMPTY, split)) == only("0")
 
 
 def test_the_driver_is_asked_by_its_library_or_its_command_and_may_not_answer(monkeypatch):
-    text = "GPU-a, 81559, 60000, NVIDIA H100 80GB HBM3\n"
+    text = "GPU-a, 81559, 60000, Disabled, NVIDIA H100 80GB HBM3\n"
     done = lambda out: lambda *args, **options: subprocess.CompletedProcess(args, 0, stdout=out)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(subprocess, "run", done(text))
     (card,) = cards.read()
     assert card == Card("GPU-a", *H100, 60000 * 2**20)
-    monkeypatch.setattr(subprocess, "run", done("GPU-a, [N/A], [N/A], NVIDIA GB10\n"))
+    monkeypatch.setattr(subprocess, "run", done(text.replace("Disabled", "Enabled")))
+    assert cards.read() == [dataclasses.replace(card, is_split=True)]
+    monkeypatch.setattr(subprocess, "run", done("GPU-a, [N/A], [N/A], [N/A], NVIDIA GB10\n"))
     assert cards.read() == []
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: (_ for _ in ()).throw(FileNotFoundError()))
     assert cards.read() == []
@@ -92,8 +99,11 @@ def test_the_driver_is_asked_by_its_library_or_its_command_and_may_not_answer(mo
         nvmlDeviceGetUUID=lambda handle: b"GPU-a",
         nvmlDeviceGetName=lambda handle: H100[0],
         nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=H100[1], free=60000 * 2**20),
+        nvmlDeviceGetMigMode=lambda handle: [1, 1],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert cards.read() == [dataclasses.replace(card, is_split=True)]
+    nvml.nvmlDeviceGetMigMode = lambda handle: (_ for _ in ()).throw(RuntimeError("Not Supported"))
     assert cards.read() == [card]
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(RuntimeError("no driver"))
     assert cards.read() == []
@@ -103,15 +113,18 @@ def test_a_program_whose_jax_has_started_hears_what_to_set(monkeypatch):
     for name in (FRACTION, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     limit = int(0.75 * 79.1 * GIB)
-    after = lambda others: [Card("GPU-a", *H100, int((79.1 - 0.6 - others) * GIB) - limit)]
-    monkeypatch.setattr(cards, "read", lambda: after(0))
-    assert cards.unclaimed(limit, 1).startswith("JAX has 59.3 GiB of a card and could have 77.")
-    assert f"set {FRACTION}=0.97 in the environment before JAX starts" in cards.unclaimed(limit, 1)
-    monkeypatch.setattr(cards, "read", lambda: after(18))  # 75 % is what there is
-    assert cards.unclaimed(limit, 1) == ""
+
+    def told(others, pool=limit, platform="gpu"):
+        """What is said where other programs hold so many GiB, and JAX's allocator this pool of its limit."""
+        monkeypatch.setattr(cards, "read", lambda: [Card("GPU-a", *H100, int((79.1 - 0.6 - others) * GIB) - pool)])
+        stats = dict(bytes_limit=limit, pool_bytes=pool)
+        return cards.unclaimed(types.SimpleNamespace(platform=platform, memory_stats=lambda: stats), 1)
+
+    assert told(0).startswith("JAX has 59.3 GiB of a card and could have 77.") and told(0) == told(0, pool=0)
+    assert f"set {FRACTION}=0.97 in the environment before JAX starts" in told(0)
+    assert told(18) == told(18, pool=0) == told(0, platform="tpu") == ""  # 75 % is what there is
     monkeypatch.setenv(FRACTION, "0.75")
-    monkeypatch.setattr(cards, "read", lambda: after(0))
-    assert cards.unclaimed(limit, 1) == ""
+    assert told(0) == ""
 
 
 def test_a_command_takes_the_card_only_where_it_owns_its_process_and_uses_devices(monkeypatch, capsys):
@@ -119,7 +132,10 @@ def test_a_command_takes_the_card_only_where_it_owns_its_process_and_uses_device
     monkeypatch.setattr(cards, "take", lambda **options: taken.append(options) or "a card is in use")
     run = lambda *argv: monkeypatch.setattr(sys, "argv", ["liger-jax", *argv]) or main()
     run("generate", "--model", "nowhere")
-    assert taken == [dict(one_each=False)] and "liger-jax generate: a card is in use\n" in capsys.readouterr().err
+    assert (
+        taken == [dict(are_several=False, one_each=False)]
+        and "liger-jax generate: a card is in use\n" in capsys.readouterr().err
+    )
     run("plan", "--model", "qwen2-0.5b", "--device", "t4")
     main(["generate", "--model", "nowhere"])
     assert len(taken) == 1

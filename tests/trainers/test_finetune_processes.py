@@ -59,7 +59,7 @@ def ended(processes, seconds=400):
 def test_two_processes_train_what_one_trains_and_one_goes_on_from_them(source, tmp_path, capsys):
     first, second = ended(started(source, tmp_path / "two", "--lora=4"))
     assert first[0] == second[0] == 0, (first[2][-3000:], second[2][-3000:])
-    assert "devices: fsdp=4 of 4 × cpu; " in first[1] and not second[1]
+    assert "devices: data=4 of 4 × cpu; " in first[1] and not second[1]
     assert train(source, tmp_path / "one", "--lora=4") == 0
     assert_alike(tmp_path / "two", tmp_path / "one", "adapters/adapter_model.safetensors", 2e-3)
     capsys.readouterr()
