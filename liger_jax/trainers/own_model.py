@@ -135,16 +135,11 @@ def _train(
         in_segments=takes_segments,
         shards=meshes.shards_of_batch(devices.sizes),
     )
-    if not (takes_segments or settings.rows.pack):
-        print(
-            f"rows: each document has its own row of {settings.rows.length:,} places; they share rows if the model's "
-            "hidden_states takes segment_ids and positions"
-        )
     data = data.laid_in_steps(*recipe.order, steps, laying)
     in_steps = data.in_steps
     assert in_steps is not None
     for line in (
-        *step_sizes.lines(settings, data, steps, laying),
+        *step_sizes.lines(settings, data, steps, laying, takes_segments),
         *outlook.lines(settings, steps, stops=bool(encoder.stops)),
     ):
         print(line)

@@ -68,14 +68,19 @@ def laying_of(
     )
 
 
-def lines(settings: Settings, data: TrainingRows, steps: int, laying: Laying) -> Iterator[str]:
+def lines(
+    settings: Settings, data: TrainingRows, steps: int, laying: Laying, takes_segments: bool = True
+) -> Iterator[str]:
     """Lines that a run prints about its steps."""
     in_steps, recipe = data.in_steps, settings.recipe
     assert in_steps is not None
-    if _began_padded(settings) and not settings.rows.pack:
+    own_rows = f"rows: each document has its own row of {settings.rows.length:,} places"
+    if not (takes_segments or settings.rows.pack):
+        yield f"{own_rows}; they share rows if the model's hidden_states takes segment_ids and positions"
+    elif _began_padded(settings) and not settings.rows.pack:
         yield (
-            f"rows: each document has its own row of {settings.rows.length:,} places, as when the run began; with "
-            "--fresh, or in another --out, documents share rows, with the same loss in less time"
+            f"{own_rows}, as when the run began; with --fresh, or in another --out, documents share rows, with the "
+            "same loss in less time"
         )
     if not (laying.padded or settings.rows.pack) and _has_padded(settings):
         yield (

@@ -259,6 +259,20 @@ def test_chats_that_fill_one_row_are_computed_alone(source, tmp_path, capsys):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("takes_segments", [True, False])
+def test_a_folder_of_before_says_why_its_documents_share_no_rows(takes_segments, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_sizes, "_has_padded", lambda settings: True)
+    settings = Settings.of(FinetuneOptions, model="m", data="d", length=64, batch=2, out=str(tmp_path))
+    laying = step_sizes.laying_of(settings, 8, whole=True, takes_segments=takes_segments)
+    tokens = Tokens([9] * 8)
+    tokens.meta["kind"] = "piece"
+    data = TrainingRows(LaidRows(tokens, [np.arange(8)], 64, False), None, None, "")
+    data = data.laid_in_steps(2, 0, 1.0, 4, laying)
+    first, *_ = step_sizes.lines(settings, data, 4, laying, takes_segments)
+    assert laying.padded and first.startswith("rows: each document has its own row of 64 places")
+    assert ("--fresh" in first, "takes segment_ids and positions" in first) == (takes_segments, not takes_segments)
+
+
 @pytest.mark.parametrize(["batch", "steps", "advice"], [(2, None, "--batch 16 --learning-rate 2.8e-05 trains"),
     (2, 99, "--batch 16 --learning-rate 2.8e-05 --steps 13 trains"), (2, 3, ""), (128, None, "")])  # fmt: skip
 def test_a_larger_batch_is_named_where_a_step_has_few_tokens(batch, steps, advice, tmp_path):
