@@ -172,8 +172,9 @@ env: $(call installed)
 test: $(call installed)
 	@$(PYTEST) -m 'not full and not example and not parity and not integrations' $(PYTEST_ARGS) $(or $(TESTS),tests)
 
+# Without what `make examples` runs, and `make test-targets`.
 test-full: $(call installed)
-	@$(PYTEST) -m 'not targets' $(PYTEST_ARGS) $(TESTS)
+	@$(PYTEST) -m 'not targets and (full or not example)' $(PYTEST_ARGS) $(TESTS)
 
 test-targets: $(call installed)
 	@$(PYTEST) -m targets $(PYTEST_ARGS) $(or $(TESTS),tests/aot tests/planner)

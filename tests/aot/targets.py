@@ -2,8 +2,8 @@
 
     python -m tests.aot.targets h200 default|full
 
-compiles all cases for a target and prints one line of JSON for each. It runs in its own process: the compilers are
-loaded as plugins, and libtpu takes its settings from the environment.
+compiles all cases for a target and prints one line of JSON for each, in a process of its own: the compilers are
+plugins, which read the environment when they start.
 """
 
 import json
@@ -15,7 +15,12 @@ from tests import _annotations
 # Before JAX 0.12 Hopper's kernels cannot be interpreted: on a CPU, their annotations are then checked only here.
 _annotations.check()
 
-from liger_jax.planner.compilers import TPU_ENVIRONMENT, gpu_devices, lowered_for, tpu_devices  # noqa: E402
+from liger_jax.planner.compilers import (  # noqa: E402
+    TPU_ENVIRONMENT,
+    gpu_devices,
+    lowered_for,
+    tpu_devices,
+)
 
 GPUS = ("h200", "a100-80g", "b200")
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")

@@ -3,8 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import time
 
 import jax
@@ -13,10 +11,10 @@ from jax.sharding import AbstractDevice
 
 from liger_jax import plan_fused_linear_cross_entropy
 from liger_jax.planner.compilers import missing_compiler
+from tests.aot.process import need_compiler, run
 from tests.aot.programs import BOTH, BOUND, GPU_ONLY, HOPPER_ONLY, LLAMA_8B_HEAD, TPU_ONLY
-from tests.aot.targets import DEFAULT, ENVIRONMENT, GPUS, TPUS
+from tests.aot.targets import DEFAULT, GPUS, TPUS
 
-ROOT = pathlib.Path(__file__).parents[2]
 TARGETS = {"gpu": GPUS, "tpu": TPUS}
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
 
@@ -34,24 +32,6 @@ CASES = [
 pytestmark = pytest.mark.aot
 
 
-def need_compiler(kind):
-    """Without the compiler: a visible skip, and a failure where continuous integration runs."""
-    if (message := missing_compiler(kind)) is not None:
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
-
-
-def run(*command):
-    """A fresh process, since a compiler is loaded as a plugin and takes its settings at the start."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2400
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="session")
 def results(request, tmp_path_factory):
     """Target → its cases' rows. Each target is compiled once, by whichever worker comes first."""
@@ -67,7 +47,8 @@ def results(request, tmp_path_factory):
             return
         rows = [{"failure": f"the compilation for {target} was interrupted"}]
         try:
-            lines = run("-m", "tests.aot.targets", target, extent).splitlines()
+            script = "import sys\nfrom tests.aot.targets import main\nmain(*sys.argv[1:])"
+            lines = run(kind_of(target), script, target, extent).splitlines()
             rows = [json.loads(line) for line in lines if line.startswith("{")]
         except BaseException as error:
             rows = [{"failure": f"{error}"}]
@@ -126,7 +107,6 @@ def test_lean_loss_of_llama_takes_256_mib_on_a_tpu(target, results):
 @pytest.mark.targets
 def test_lean_loss_takes_as_much_on_tpu7x_in_small_tiles():
     """By default its compiler copies 16-bit arrays that a loop reads, the weight too, into tiles of 16 rows."""
-    need_compiler("tpu")
     script = """
 from tests.aot.programs import LLAMA_8B_HEAD, head, with_gradient
 from liger_jax.planner.compilers import compile_for, tpu_devices
@@ -134,14 +114,12 @@ step = with_gradient(head(mode="lean"), (0, 1))("mosaic_tpu")
 options = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
 compiled = compile_for(step, LLAMA_8B_HEAD, tpu_devices("tpu7x")[0], "tpu", options)
 assert compiled.memory_analysis().temp_size_in_bytes <= 256 * 2**20
-print("done")
 """
-    assert "done" in run("-c", script)
+    run("tpu", script)
 
 
 def test_old_gpu_gets_xla_and_says_why_not_triton():
     """A T4 (compute capability 7.5) has no Triton: the default op compiles there, the named kernel explains."""
-    need_compiler("gpu")
     script = """
 import jax, jax.numpy as jnp
 from liger_jax import fused_linear_cross_entropy, rms_norm
@@ -157,9 +135,8 @@ except ValueError as error:
     assert "needs compute capability 8.0 (Ampere) or newer, and this is a Tesla T4" in str(error), error
 else:
     raise AssertionError("triton was not refused")
-print("done")
 """
-    assert "done" in run("-c", script)
+    run("gpu", script)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +157,6 @@ def test_plan_predicts_the_memory_of_the_compiled_loss(cases):
 
     Around Triton's kernels JAX 0.12 copies slices while it multiplies, for which it holds 25 % more than 0.10.
     """
-    need_compiler("gpu")
     script = """
 import sys
 import jax, jax.numpy as jnp
@@ -201,9 +177,8 @@ for case in sys.argv[1].split():
     # XLA lays some of its lean buffers over each other, at some sizes: there the plan is an upper bound.
     least = 0.7 if (kernel, mode) == ("xla", "lean") else 0.9
     assert least < extra / plan.extra_bytes < (1.3 if kernel == "triton" else 1.1)
-print("done")
 """
-    assert "done" in run("-c", script, cases)
+    run("gpu", script, cases)
 
 
 @pytest.mark.full
@@ -214,7 +189,6 @@ def test_plan_and_compiled_loss_agree_at_random_sizes_on_hopper(mode):
     A float32 head has layout "vd" here: with "dv", XLA writes one chunk's dW to its place at some sizes only, and the
     plan counts it beside that place at all.
     """
-    need_compiler("gpu")
     script = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
@@ -237,9 +211,8 @@ for wrt in ((0, 1), (0, 1), (0, 1), (0,), (1,), ()):
     case = (n, d, v, weight_dtype, layout, wrt, plan, extra)
     print(f"{extra / plan.extra_bytes:.3f}", *case)
     assert abs(extra - plan.extra_bytes) <= 0.03 * plan.extra_bytes + 32 * 2**20, case
-print("done")
 """
-    assert "done" in run("-c", script, mode)
+    run("gpu", script, mode)
 
 
 @pytest.mark.full
@@ -251,7 +224,6 @@ def test_xla_s_loss_takes_no_more_than_is_planned_at_random_sizes(mode, layout):
     XLA lays buffers over others at some sizes, and in mode "fast" pads the weight at most of those for which the plan
     counts it: with few tiles, and a vocabulary that is no multiple of 16. The last size is one of them.
     """
-    need_compiler("gpu")
     script = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
@@ -273,9 +245,8 @@ for (n, d, v), weight_dtype in zip([*sizes, (2816, 960, 44947)], ("bfloat16", "f
     case = (n, d, v, weight_dtype, plan, extra)
     print(f"{extra / plan.extra_bytes:.3f}", *case)
     assert 0.7 * plan.extra_bytes <= extra <= 1.03 * plan.extra_bytes + 32 * 2**20, case
-print("done")
 """
-    assert "done" in run("-c", script, mode, layout)
+    run("gpu", script, mode, layout)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +278,6 @@ def test_plan_predicts_the_memory_of_llama_s_loss_on_hopper(case, options, resul
 )
 def test_no_call_in_place_is_fused_with_the_slices_of_a_loop(op):
     """XLA would: such a call writes where it reads, and the places of its results in whole arrays stay as they were."""
-    need_compiler("gpu")
     script = r"""
 import re, sys
 import jax, jax.numpy as jnp
@@ -337,9 +307,8 @@ is_in_place = lambda line: "custom-call(" in line and "output_to_operand_aliasin
 in_place = [text.split()[0] for text in computations if any(map(is_in_place, text.splitlines()))]
 fused = re.findall(r" fusion\(.*calls=(%[\w.-]+)", "".join(computations))
 assert in_place and fused and not set(in_place) & set(fused), in_place
-print("done")
 """
-    assert "done" in run("-c", script, op)
+    run("gpu", script, op)
 
 
 @pytest.mark.parametrize("stage", ["lowered", pytest.param("compiled", marks=pytest.mark.full)])
@@ -348,7 +317,6 @@ def test_gpu_kernels_compile_inside_shard_map_with_check_vma(stage):
 
     That the kernels themselves are compiled `test_kernel_compiles` shows.
     """
-    need_compiler("gpu")
     script = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
@@ -378,15 +346,13 @@ for kernel in ("rms_norm_forward", "rms_norm_backward", "glu_forward", "glu_back
                "fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients"):
     assert kernel in text, kernel
 assert "all-gather" not in text and "all_gather" not in text
-print("done")
 """
-    assert "done" in run("-c", script, stage)
+    run("gpu", script, stage)
 
 
 @pytest.mark.full
 def test_hopper_s_loss_compiles_for_shards_of_the_vocabulary_of_any_size():
     """Llama 3's 16,032 of 8 GPUs are no multiple of 64, and a shard of 1,001 is none of 8."""
-    need_compiler("gpu")
     script = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -407,6 +373,5 @@ for v in (128256, 8 * 1001):
         traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(*types)
         text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
         assert "fused_linear_cross_entropy_logit_gradients" in text and "all-gather" not in text, (v, layout)
-print("done")
 """
-    assert "done" in run("-c", script)
+    run("gpu", script)

@@ -23,8 +23,11 @@ def pairs(factors: Mapping[str, Sequence[str]], apart: Sequence[tuple[str, str]]
     return found
 
 
-def rows(factors: Mapping[str, Sequence[str]], apart: Sequence[tuple[str, str]], tries: int = 16) -> list[list[str]]:
+def rows(factors: Mapping[str, Sequence[str]], apart: Sequence[tuple[str, str]], tries: int = 8) -> list[list[str]]:
     """Rows with a level of each factor, which are found greedily, and are the same in each process.
+
+    A row begins with a level that lacks most pairs, and factors with many levels come first: these decide how many rows
+    there are.
 
     Args:
         factors: the levels by the factors' names; of each factor one level at least goes together with all others.
@@ -37,13 +40,13 @@ def rows(factors: Mapping[str, Sequence[str]], apart: Sequence[tuple[str, str]],
     fits, draw = pairs(factors, apart), random.Random(0)
     left, found = fits.copy(), []
     while left.any():
-        best, most = [], 0
+        best, most, lacking = [], 0, left.sum(axis=1)
         for _ in range(tries):
-            row = [int(each) for each in draw.choice(np.argwhere(left))]
-            for some in draw.sample(numbers, len(numbers)):
+            row = [draw.choice(np.flatnonzero(lacking == lacking.max()).tolist())]
+            for some in sorted(draw.sample(numbers, len(numbers)), key=len, reverse=True):
                 if set(some).isdisjoint(row):
                     there = [x for x in draw.sample(list(some), len(some)) if fits[x, row].all()]
-                    row.append(int(max(there, key=lambda x: left[x, row].sum())))
+                    row.append(int(max(there, key=lambda x: (left[x, row].sum(), lacking[x]))))
             if (count := left[np.ix_(row, row)].sum()) > most:
                 best, most = sorted(row), count
         left[np.ix_(best, best)] = False

@@ -1,17 +1,11 @@
 """What the planner compiles for devices that are not there."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
-from liger_jax.planner.compilers import missing_compiler
-from tests.aot.targets import ENVIRONMENT
+from tests.aot.process import run
 
-ROOT = pathlib.Path(__file__).parents[2]
 TINY = dict(
     model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2,
@@ -20,16 +14,8 @@ pytestmark = pytest.mark.aot
 
 
 def compiled(script, *arguments, platform="gpu"):
-    """The last line, as JSON, that a script prints in a fresh process, where compilers are loaded as plugins."""
-    if (message := missing_compiler(platform)) is not None:
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """The last line, as JSON, that a script prints where the compilers are."""
+    return json.loads(run(platform, script, *arguments).splitlines()[-1])
 
 
 PLAN = """

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.planner.test_compiled import ROOT, TINY, compiled
+from tests.aot.process import ROOT
+from tests.planner.test_compiled import TINY, compiled
 
 pytestmark = pytest.mark.full
 
