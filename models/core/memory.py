@@ -246,8 +246,15 @@ class LayerMemory:
         windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if self._attention_of(w) == "xla"]
         keys = max([min(row, xla.CHUNK + w - 1) if w else row for w in windows], default=0)
         scores = self.rows * (c.num_attention_heads // self.tensor) * min(xla.CHUNK, self._queries) * keys
-        # Scores, weights and the gradients of both in float32, and the weights in the computation's dtype.
-        return (4 * 4 + jnp.dtype(self.dtype).itemsize) * scores
+        size = jnp.dtype(self.dtype).itemsize
+        if self.device.platform != "tpu" or not windows:
+            # Scores, weights and the gradients of both in float32, and the weights in the computation's dtype.
+            return (4 * 4 + size) * scores
+        # A TPU's compiler fuses what is between products: float32 scores, or their gradient, and the weights are left.
+        # All keys, values and their gradients are in float32; on a sequence axis, as they were gathered, too.
+        of_keys = 4 - size if self.sequence > 1 else 4
+        keys = WHOLE_KEYS * self.rows * row * (self._key_heads // self.tensor) * c.head_dim
+        return (4 + size) * scores + of_keys * keys
 
     def _attention_of(self, window: int | None) -> str:
         """The name of the attention implementation that layers with this window use on packed rows.

@@ -99,6 +99,32 @@ def test_remat_trades_what_layers_keep():
     assert at["full"] < at["dots"] < at["none"]
 
 
+@pytest.mark.parametrize(
+    "fields, seq, compiled",
+    [
+        ({}, 16384, 483),
+        (dict(hidden_size=1024, head_dim=64), 32768, 1231),
+        (dict(hidden_size=1024, head_dim=64, num_key_value_heads=16), 16384, 877),
+        (dict(hidden_size=1024, head_dim=128, num_attention_heads=8, num_key_value_heads=2), 32768, 834),
+    ],
+    ids=str,
+)
+def test_long_rows_that_tpus_share_take_what_was_compiled(fields, seq, compiled, tmp_path):
+    """In MiB, by JAX 0.10.2 for a v6e. A chunk's scores are most of it, since XLA attends there."""
+    config = dict(model_type="llama", vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=2)
+    config |= dict(num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=2**16) | fields
+    config["intermediate_size"] = 2 * config["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = make_run(tmp_path / "config.json", batch=1, seq=seq, device="v6e:2x2", mesh=dict(sequence=4))
+    assert estimate(run).total / 2**20 == pytest.approx(compiled, rel=0.05)
+
+
+def test_a_long_row_of_a_billion_parameters_that_tpus_share_takes_what_was_compiled():
+    """By JAX 0.10.2; tests/planner/test_compiled.py compiles it for a v6e."""
+    run = make_run("llama-3.2-1b", batch=1, seq=32768, device="v6e:2x2", mesh=dict(sequence=4))
+    assert estimate(run).total == pytest.approx(8_368_152_736, rel=0.1)
+
+
 def test_each_layer_that_keeps_its_products_takes_as_much():
     """Steps of LLaMA-3-8B with adapters, compiled for an H200 by JAX 0.11.2: 19.44, 28.60 and 38.08 GiB."""
     layers = dict(full=19.44, dots=38.08) | {16: 28.60}
