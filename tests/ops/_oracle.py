@@ -29,6 +29,12 @@ def first(count, values):
     return [*values[:count], *(pytest.param(value, marks=pytest.mark.full) for value in values[count:])]
 
 
+def every_second(*axes):
+    """Every second combination of three or more axes: each value still meets each value of every other axis."""
+    places = itertools.product(*(enumerate(axis) for axis in axes))
+    return [tuple(value for _, value in some) for some in places if sum(i for i, _ in some) % 2 == 0]
+
+
 def half(*axes):
     """Parameters of a test: the combinations of several axes, given as {id: value}, every second one in full runs only.
 

@@ -18,6 +18,7 @@ from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, trainable
 from liger_jax.models.quantized import quantize
 from liger_jax.training import make_step, optimizer_named
 from tests.models.test_experts import CONFIGS, make
+from tests.ops._oracle import every_second
 
 NAMES = ("fsdp", "expert", "sequence", "tensor")
 LAYOUT = Layout(batch=("fsdp",), expert="expert", sequence="sequence", tensor="tensor")
@@ -136,9 +137,10 @@ def test_positions_that_a_placed_row_is_filled_up_with_are_not_counted(sizes, se
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2)])
-@pytest.mark.parametrize("weights", ["dense", "nf4", "int8"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family, weights, sizes",
+    every_second(("mixtral", "gpt_oss"), ("dense", "nf4", "int8"), ((1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2))),
+)
 def test_adapters_of_experts_are_split_with_them_quantised_or_not(family, weights, sizes, devices):
     assert_like_one_device(Problem(family, 11, adapters=weights), sizes, devices)
 

@@ -49,7 +49,7 @@ from liger_jax.models import (
 from liger_jax.ops import YarnRope
 from liger_jax.planner import mesh as meshes
 from liger_jax.training import make_step
-from tests.ops._oracle import each_by_itself, sent
+from tests.ops._oracle import each_by_itself, every_second, sent
 
 SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
@@ -104,7 +104,7 @@ BY_DEFAULT = [("llama", "both", "none", "fused", kind) for kind in AXIS_TYPES]
 CASES = [
     pytest.param(*case, marks=[] if case in BY_DEFAULT else [pytest.mark.full])
     for case in (
-        *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES, AXIS_TYPES[:1]),
+        *((*case, AxisType.Auto) for case in every_second(("llama", "qwen2"), MESHES, REMATS, LOSSES)),
         *itertools.product(
             (
                 "olmo2",

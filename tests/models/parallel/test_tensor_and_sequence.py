@@ -32,7 +32,7 @@ from tests.models.parallel._mesh import (
     layout_of,
     mesh_of,
 )
-from tests.ops._oracle import sent
+from tests.ops._oracle import every_second, sent
 
 ROOT = Path(__file__).parents[3]
 AUTO, EXPLICIT = AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
@@ -133,6 +133,7 @@ def test_rows_in_many_chunks_have_the_loss_and_gradients_of_one_device(split, de
 
 
 LORA = dict(rank=2, alpha=4)
+MODELS_WITH_ADAPTERS, QUANTISED = ("llama", "llama dora", "phi3 dora"), (None, "nf4", "int8")
 
 
 @functools.cache
@@ -147,19 +148,17 @@ def adapted(kind, dora):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [None, "nf4", "int8"])
 @pytest.mark.parametrize(
-    "family, dora, split, axis_type",
+    "model, split, axis_type, kind",
     [
-        *((*model, TENSOR, axis_type)
-          for model in (("llama", False), ("llama", True), ("phi3", True)) for axis_type in AXIS_TYPES),
-        ("llama", False, SEQUENCE, AUTO),
-        ("llama", False, BOTH, AUTO),
+        *((model, TENSOR, *rest) for model, *rest in every_second(MODELS_WITH_ADAPTERS, AXIS_TYPES, QUANTISED)),
+        *(("llama", split, AUTO, kind) for split in (SEQUENCE, BOTH) for kind in QUANTISED),
     ],
-)  # fmt: skip
-def test_adapters_are_split_as_their_matrices_quantised_or_not(family, dora, split, axis_type, kind, devices):
+)
+def test_adapters_are_split_as_their_matrices_quantised_or_not(model, split, axis_type, kind, devices):
+    family, _, dora = model.partition(" ")
     sizes = tuple(dict(intermediate_size=16, num_key_value_heads=1, head_dim=4).items())
-    problem = Problem(family, sizes, prepare=adapted(kind, dora), trained=nnx.LoRAParam)
+    problem = Problem(family, sizes, prepare=adapted(kind, dora == "dora"), trained=nnx.LoRAParam)
     assert_like_one_device(problem, split, devices, axis_type)
 
 
