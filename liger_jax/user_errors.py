@@ -56,6 +56,8 @@ def in_python(text: str, arguments: Mapping[str, "Spelling"]) -> str:
     "Pass adapters=LoRA(16), fresh=True, remat='offload' or more micro_batches."
     >>> in_python("--micro-batches=3 must divide --batch=4; the same command with --no-fresh goes on.", arguments)
     'micro_batches=3 must divide --batch=4; the same call with fresh=False goes on.'
+    >>> in_python("Name it: --micro-batches 'my field'.", arguments)
+    "Name it: micro_batches='my field'."
     >>> in_python("Train on both by liger-jax dpo --loss kto.", arguments)
     "Train on both by trainers.dpo with loss='kto'."
     """
@@ -74,13 +76,17 @@ def in_python(text: str, arguments: Mapping[str, "Spelling"]) -> str:
             return f"{said.name}={said.value.format(value)}"
         if value and value == value.upper():  # such as STEP
             return f"{said.name}={value}"
+        if re.fullmatch(r"'.*'", value):
+            return f"{said.name}={value}"
         if value and all(each in said.choices for each in value.split("|")):
             return f"{said.name}={'|'.join(map(repr, value.split('|')))}"
         return f"{said.name}{sign}{value}"
 
     text = text.replace("liger-jax data --loss sigmoid shows", "data.read with format='pairs' reads")
     text = _OTHER_CALL.sub(r"trainers.\1 with \2='\3'", text)
-    text = re.sub(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9]|--[a-z])(?:(=| )(\S*?)(?=[.,:;)]*(?:\s|$)))?", spelled, text)
+    text = re.sub(
+        r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9]|--[a-z])(?:(=| )('[^']*'|\S*?)(?=[.,:;)]*(?:\s|$)))?", spelled, text
+    )
     text = re.sub(r"\bliger-jax (finetune|dpo|grpo|distill)\b", r"trainers.\1", text)
     return re.sub(r"\b(the same|The same|[Tt]his|The run's) command\b", r"\1 call", text)
 

@@ -32,7 +32,8 @@ def document(where: str, values: Row, column: str | None = None, form: str | Non
     that does not have it is read by its names. `form`: one of `FORMATS`, where the fields' names are those of several;
     `None` for the only one.
     """
-    return checked(where, values, lambda values: _document(where, values, column, form))
+    nulls = [name for name, value in values.items() if value is None]
+    return checked(where, values, lambda values: _document(where, values, column, form, nulls))
 
 
 def checked(where: str, values: Row, read: Callable[[Row], Document]) -> Document:
@@ -78,10 +79,10 @@ def prompt(where: str, values: Any) -> Document:
     return Document(where, messages=turns, tools=functions, values=more)
 
 
-def _document(where: str, values: Row, column: str | None, form: str | None) -> Document:
+def _document(where: str, values: Row, column: str | None, form: str | None, nulls: list[str]) -> Document:
     if form is None and column is not None and column in values:
         return _of_column(where, values, column)
-    full = {name: each for name, each in values.items() if each not in ("", [])}  # as tables fill missing values
+    full = {name: each for name, each in values.items() if not _is_missing(each)}
     forms = _forms(full) or _forms(values)
     if form is not None:
         if form not in FORMATS:
@@ -90,7 +91,7 @@ def _document(where: str, values: Row, column: str | None, form: str | None) -> 
             raise UserError(f"the row is not of --format {form}, {FORMATS[form].fields}: it has {_names(values)}.")
         forms = [form]
     if not forms or forms == ["text"] and form is None and column is not None:  # a text other than the named one
-        raise UserError(_unknown(values, column or "text"))
+        raise UserError(_unknown(values, column or "text", nulls))
     if len(forms) > 1:
         cures = " or ".join(f"--format {name}" for name in forms)
         problem = "; ".join(f"{name} ({FORMATS[name].fields})" for name in forms)
@@ -98,7 +99,7 @@ def _document(where: str, values: Row, column: str | None, form: str | None) -> 
     if form is None and all(name in values for name in _PAIRS):
         raise UserError(
             "the row is a pair of answers, chosen and rejected, and it is unclear what finetune should train on; "
-            f"liger-jax dpo trains on both. Choose one: --format {forms[0]}, or --column chosen."
+            f"liger-jax dpo trains on both. Choose one: --format {forms[0]}, or --column 'chosen'."
         )
     return FORMATS[forms[0]].read(where, values)
 
@@ -137,7 +138,7 @@ def _of_text(where: str, values: Row) -> Document:
 def _of_sharegpt(where: str, values: Row) -> Document:
     names = [name for name in CONVERSATIONS if name in values]
     if len(names) > 1:
-        raise UserError(f"the row has both {names[0]} and {names[1]}. Choose one, as in --column {names[0]}.")
+        raise UserError(f"the row has both {names[0]} and {names[1]}. Choose one, as in --column {names[0]!r}.")
     return conversation(where, {name: each for name, each in values.items() if name not in names}, values[names[0]])
 
 
@@ -255,23 +256,30 @@ def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_one, value))
 
 
-def _unknown(values: Row, column: str) -> str:
+def _is_missing(value: Any) -> bool:
+    """Whether a value is what tables have where there is none."""
+    return isinstance(value, str | list) and len(value) == 0
+
+
+def _unknown(values: Row, column: str, nulls: list[str]) -> str:
     """Why a row is of no format, and the cure."""
     problem = f"there are no messages, and no text in {column!r}, among {_names(values)}."
+    if nulls:
+        problem += f" {', '.join(map(repr, nulls))} {'is' if len(nulls) == 1 else 'are'} null, which counts as absent."
     if all(name in values for name in _PAIRS):
         return (
             f"{problem} It is a pair of answers: liger-jax dpo trains on such rows, and liger-jax data --loss sigmoid "
-            "shows them. To train on one answer alone, name it: --column chosen."
+            "shows them. To train on one answer alone, name it: --column 'chosen'."
         )
     conversations = [name for name, value in values.items() if _are_messages(value)]
     texts = [name for name, value in values.items() if isinstance(value, str) and value.strip()]
     if len(conversations) == 1:
-        return f"{problem} Name the field with the messages: --column {conversations[0]}."
+        return f"{problem} Name the field with the messages: --column {conversations[0]!r}."
     if len(texts) == 1:
-        return f"{problem} Name the text's field: --column {texts[0]}."
+        return f"{problem} Name the text's field: --column {texts[0]!r}."
     if texts:
         return (
-            f"{problem} If all of one field is the text, name it: --column {texts[0]}. If one field is asked and "
+            f"{problem} If all of one field is the text, name it: --column {texts[0]!r}. If one field is asked and "
             "another is answered, rename them to prompt and completion."
         )
     formats = "; ".join(f"{name} ({each.fields})" for name, each in FORMATS.items())

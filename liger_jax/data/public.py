@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -333,13 +333,28 @@ def given_rows(given: Any, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
         raise TypeError(f"{name} is {type(given).__name__}, a table of columns. Pass {name}.{_OF_TABLES[cure]}.")
     if isinstance(given, Mapping) and "train" in given and not isinstance(given["train"], str):
         raise TypeError(f"{name} is {type(given).__name__}, with several splits. Pass one of them: {name}['train'].")
+    if hasattr(given, "to_pylist"):
+        raise TypeError(f"{name} is {type(given).__name__}, a table of columns. Pass {name}.to_pylist().")
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} is {type(given).__name__}, and must be files, or an iterable of dicts.")
+        cure = ""
+        if isinstance(given, Mapping) and given and all(map(_is_column, given.values())):
+            cure = f" Columns become rows by [dict(zip({name}, row)) for row in zip(*{name}.values())]."
+        elif isinstance(given, Mapping):
+            cure = f" Pass [{name}] for one row."
+        elif hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+            cure = f" Pass ({name}[i] for i in range(len({name})))."
+        raise TypeError(f"{name} is {type(given).__name__}, and must be files, or an iterable of dicts.{cure}")
     if isinstance(given, list | tuple) and any(isinstance(each, str | os.PathLike) for each in given):
         if wrong := [each for each in given if not isinstance(each, str | os.PathLike)]:
             raise TypeError(f"{name} holds files and {type(wrong[0]).__name__}. Pass files, or an iterable of dicts.")
         return tuple(os.path.expanduser(os.fspath(each)) for each in given), {}
     return (name,), {name: given}
+
+
+def _is_column(value: Any) -> bool:
+    """Whether a value has one for each of many rows, and is no conversation of one row."""
+    is_many = isinstance(value, Sequence) and not isinstance(value, str) or hasattr(value, "tolist")
+    return is_many and not any(isinstance(each, Mapping) and {"role", "from"} & {*each} for each in value)
 
 
 def _is_prose(text: str) -> bool:

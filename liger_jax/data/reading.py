@@ -1,12 +1,9 @@
 """Documents to train on, one after the other: from files of text or rows, and from datasets of the hub."""
 
-import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from liger_jax.chat.messages import IS_TRAINED, VALUES
 from liger_jax.chat.strict_json import kind_of
@@ -88,15 +85,24 @@ def numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, An
     """The rows of a dataset, each with its place. A program may change its own afterwards."""
     for number, row in enumerate(rows, 1):
         where = f"{name}, row {number}"
-        fields = _fields(where, row)
-        yield where, {key: copy.deepcopy(x) if isinstance(x, list | dict) else x for key, x in fields.items()}
+        yield where, _fields(where, row)
 
 
 def _fields(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         cure = " Pass {'text': …} for it." if isinstance(row, str) else ""
         raise UserError(f"{where}, holds {kind_of(row)}, and must hold an object, with text or messages.{cure}")
-    return {key: x.item() if isinstance(x, np.generic) else x for key, x in row.items()}
+    return {key: _plain(x) for key, x in row.items()}
+
+
+def _plain(value: Any, levels: int = formats.MOST_LEVELS + 1) -> Any:
+    """A copy of a value in which arrays and tensors are lists and numbers, as a file would have them."""
+    value = value.tolist() if hasattr(value, "tolist") and hasattr(value, "dtype") else value
+    if levels and isinstance(value, dict):
+        return {key: _plain(each, levels - 1) for key, each in value.items()}
+    if levels and isinstance(value, list):
+        return [_plain(each, levels - 1) for each in value]
+    return value
 
 
 def no_text(data: Sequence[str], flag: str = "--data", rows: Any = None) -> UserError:

@@ -112,7 +112,7 @@ def test_what_is_named_is_what_is_trained_on(row, options, found):
             {"prompt": "one", "chosen": "two", "rejected": "three"},
             "It is a pair of answers: liger-jax dpo trains on such rows",
         ),
-        ({"text": "one", "chosen": "two", "rejected": "three"}, "--format text, or --column chosen."),
+        ({"text": "one", "chosen": "two", "rejected": "three"}, "--format text, or --column 'chosen'."),
     ],
     ids=str,
 )
@@ -166,16 +166,16 @@ def test_a_row_without_the_field_that_is_named_is_not_trained_on_by_its_text():
 @pytest.mark.parametrize(
     ["row", "hint", "cure"],
     [
-        ({"story": "one two", "id": 3}, "Name the text's field: --column story.", {"column": "story"}),
-        ({"dialog": [HUMAN, GPT], "id": "a"}, "the field with the messages: --column dialog.", {"column": "dialog"}),
+        ({"story": "one two", "id": 3}, "Name the text's field: --column 'story'.", {"column": "story"}),
+        ({"dialog": [HUMAN, GPT], "id": "a"}, "the field with the messages: --column 'dialog'.", {"column": "dialog"}),
         (
             {"question": "one", "answer": "two"},
-            "name it: --column question. If one field is asked",
+            "name it: --column 'question'. If one field is asked",
             {"column": "question"},
         ),
         (
             {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
-            "To train on one answer alone, name it: --column chosen.",
+            "To train on one answer alone, name it: --column 'chosen'.",
             {"column": "chosen"},
         ),
     ],

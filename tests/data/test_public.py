@@ -18,6 +18,21 @@ class DataFrame(list):
     columns = to_dict = None
 
 
+ASKED = [{"role": "user", "content": "a"}]
+
+
+class Places:
+    """What tells a data set of PyTorch's."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, place):
+        return {"text": "a"}
+
+    __iter__ = None
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A checkpoint's folder, with conversations beside it."""
@@ -97,13 +112,26 @@ def test_answers_with_labels_keep_them_and_kinds_are_not_mixed(source):
 @pytest.mark.parametrize(
     ("given", "options", "error", "words"),
     [
-        ({"text": "a"}, {}, TypeError, "data is dict, and must be files, or an iterable of dicts."),
+        ({"text": "a"}, {}, TypeError, "data is dict, and must be files, or an iterable of dicts. Pass [data] for one "
+         "row."),
+        ({"messages": ASKED}, {}, TypeError, "data is dict, and must be files, or an iterable of dicts. Pass [data] "
+         "for one row."),
+        ({"text": ["a", "b"]}, {}, TypeError, "data is dict, and must be files, or an iterable of dicts. Columns "
+         "become rows by [dict(zip(data, row)) for row in zip(*data.values())]."),
+        (Places(), {}, TypeError, "data is Places, and must be files, or an iterable of dicts. Pass (data[i] for i in "
+         "range(len(data)))."),
+        ([{"text": None, "id": 3}], {}, ValueError, "data, row 1: there are no messages, and no text in 'text', among "
+         "['id']. 'text' is null, which counts as absent. A row has the fields of one of these formats: messages "
+         "(messages); sharegpt (conversations); alpaca (instruction and output); prompt-completion (prompt and "
+         "completion); text (text)."),
+        ([{"story": "a b", "id": 3}], {}, ValueError, "data, row 1: there are no messages, and no text in 'text', "
+         "among ['id', 'story']. Name the text's field: column='story'."),
         ([], {}, ValueError, "data has no text."),
         ([{"text": "a"}], {"format": "csv"}, ValueError, "format='csv' must be one of messages, sharegpt, alpaca, "
          "prompt-completion, text, pairs, unpaired."),
         (PAIRS[:1], {}, ValueError, "data, row 1: there are no messages, and no text in 'text', among ['chosen', "
          "'prompt', 'rejected']. It is a pair of answers: trainers.dpo trains on such rows, and data.read "
-         "with format='pairs' reads them. To train on one answer alone, name it: column chosen."),
+         "with format='pairs' reads them. To train on one answer alone, name it: column='chosen'."),
         (["one two"], {}, ValueError, "data: no file is named 'one two'. If it is a text to train on, pass dicts, such "
          "as [{'text': each} for each in texts]."),
         ([{"prompt": "a", "completion": "b", "label": True}], {}, ValueError, "data, row 1: label says whether the "
@@ -134,6 +162,18 @@ def test_what_is_no_document_and_no_row_of_tokens_is_refused(source):
         data.text(source, [[1, 2]])
     with pytest.raises(ValueError, match="^messages: the last message must be one that the assistant answers. "):
         data.ChatTemplate(source).prompt([{"role": "assistant", "content": "a"}])
+
+
+def test_arrays_in_rows_are_read_as_lists():
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    of_table = {"messages": np.array(said, object), "embedding": np.ones(3), "empty": np.array([]), "id": np.int64(1)}
+    lists = data.read([{"messages": said}])
+    assert [each.messages for each in data.read([of_table])] == [each.messages for each in lists]
+    assert data.read([{"text": "a", "embedding": np.ones(3)}])[0].text == "a"
+    ((_, row),) = reading.numbered(
+        [{"prompt": "a", "answer": np.array([1, 2]), "deep": [{"x": np.float32(3)}]}], "rows"
+    )
+    assert row == {"prompt": "a", "answer": [1, 2], "deep": [{"x": 3.0}]}
 
 
 def test_rows_of_a_program_may_change_after_they_were_read():

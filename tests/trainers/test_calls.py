@@ -458,10 +458,11 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
         (dict(adapters=trainers.LoRA(4, alpha=0.0)), ValueError, "alpha=0.0 must be a finite number above 0."),
         (dict(tokenizer=3), TypeError, "tokenizer is int, and must be a checkpoint's folder or id. One of transformers "
          "is written into a folder by its save_pretrained."),
-        (dict(rows={"text": "one"}), TypeError, "rows is dict, and must be files, or an iterable of dicts."),
+        (dict(rows={"text": "one"}), TypeError,
+         "rows is dict, and must be files, or an iterable of dicts. Pass [rows] for one row."),
         (dict(rows=[{"chosen": "a", "rejected": "b", "text": "c"}]), ValueError,
          "rows, row 1: the row is a pair of answers, chosen and rejected, and it is unclear what finetune should train "
-         "on; trainers.dpo trains on both. Choose one: format='text', or column chosen."),
+         "on; trainers.dpo trains on both. Choose one: format='text', or column='chosen'."),
         (dict(tokenizer="x"), TypeError,
          "tokenizer is for a model in memory, and a checkpoint has its own. Leave it out."),
         (dict(model=3), TypeError, 
