@@ -22,7 +22,7 @@ from liger_jax.models.quantized import QuantizedParam
 from liger_jax.trainers import result
 from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import options_of
-from liger_jax.trainers.other_words import in_other_words, meant
+from liger_jax.trainers.other_words import ELSEWHERE, in_other_words, meant
 from liger_jax.trainers.preference_losses import NAMES
 from liger_jax.training import digests, identity, lock
 from liger_jax.user_errors import Spelling, UserError, in_python, of_option
@@ -83,13 +83,16 @@ def values_of(method: type[Method], adapters: LoRA | None, fields: Mapping[str, 
     """
     known = {_options.python_name(field): field for field in options_of(method).values()}
     names = [name for name, field in known.items() if field.name not in (*GIVEN, *OF_COMMANDS, *_OF_LORA)]
+    taken = {*GIVEN, *(known[name].name for name in names)}  # as options or as arguments of their own
     for name in fields:
         if name in OF_COMMANDS:
             raise TypeError(f"{method.command}: {name} is an option of the command alone: liger-jax {method.command}.")
         if name in _OF_LORA:
             raise TypeError(f"{method.command}: {name} belongs to the adapters: pass adapters=trainers.LoRA(…).")
         if name not in names:
-            flag, flags = f"--{name.replace('_', '-')}", [_options.flag(known[each]) for each in names]
+            flag, flags = f"--{name.replace('_', '-')}", [_options.flag(x) for x in known.values() if x.name in taken]
+            if any(f"--{each.replace('_', '-')}" in ELSEWHERE.get(flag, ()) for each in _OF_LORA):
+                raise TypeError(f"{method.command}: {name} belongs to the adapters: pass adapters=trainers.LoRA(…).")
             hint = in_other_words(flag, flags) or meant(flag, flags)
             raise TypeError(f"{method.command}: {name} is no option.{in_python(hint, spellings(method))}")
     if adapters is not None and not isinstance(adapters, LoRA):

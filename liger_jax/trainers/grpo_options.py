@@ -17,6 +17,7 @@ LEVELS = ("token", "sequence")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 REWARD_CALL = "reward_call"  # the key in a checkpoint for the way in which its run calls rewards
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline")
+_MICRO_BATCHES = 8  # at most, where none is given
 _MOST_SECONDS = 1e7  # what the timers of all systems accept
 
 
@@ -84,7 +85,8 @@ class GrpoOptions(Method):
         ),
         batch=dict(default=64, help="completions in a step, a multiple of --group (default: {default})"),
         micro_batches=dict(
-            default=8, help="micro-batches into which a batch is cut for gradient accumulation (default: {default})"
+            help="micro-batches into which a batch is cut for gradient accumulation "
+            f"(default: the most up to {_MICRO_BATCHES} that divide --batch)"
         ),
         samples=dict(
             help="how many of each step's completions to write to OUT/completions.jsonl, with their rewards "
@@ -115,8 +117,13 @@ class GrpoOptions(Method):
         return self.prompt_length + self.completion_length
 
     def decided(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The length of packed rows, where none is given."""
-        return {"length": values["length"] or self.longest}
+        """The length of packed rows and the number of micro-batches, where none is given."""
+        fitting = (number for number in range(_MICRO_BATCHES, 1, -1) if values["batch"] % number == 0)
+        micro_batches = values.get("micro_batches")
+        return {
+            "length": values["length"] or self.longest,
+            "micro_batches": next(fitting, 1) if micro_batches is None else micro_batches,
+        }
 
     def check(self, settings: Any) -> None:
         """Refuses options of rows, batch and reference that sampled completions cannot have. No data is held out."""

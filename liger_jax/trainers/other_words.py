@@ -25,6 +25,8 @@ ELSEWHERE = {
     "--dataset": ("--data",),
     "--dataset-name": ("--data",),
     "--train-file": ("--data",),
+    "--train-dataset": ("--data",),
+    "--eval-dataset": ("--eval-data",),
     "--text-column": ("--column",),
     "--dataset-text-field": ("--column",),
     "--packing": ("--pack",),
@@ -60,6 +62,22 @@ ELSEWHERE = {
     "--hub-model-id": ("--push",),
     "--overwrite-output-dir": ("--fresh",),
     "--accelerator": ("--device",),
+    "--peft-config": ("--lora",),
+    "--use-rslora": ("--rslora",),
+    "--use-dora": ("--dora",),
+    "--num-generations": ("--group",),
+    "--max-prompt-length": ("--prompt-length",),
+    "--max-completion-length": ("--completion-length",),
+    "--num-iterations": ("--updates",),
+    "--scale-rewards": ("--advantages",),
+    "--epsilon": ("--epsilon-low",),
+    "--importance-sampling-level": ("--importance-level",),
+    "--vllm-importance-sampling-mode": ("--importance-sampling",),
+    "--vllm-importance-sampling-cap": ("--importance-max",),
+    "--vllm-importance-sampling-clip-max": ("--importance-max",),
+    "--mask-truncated-completions": ("--mask-truncated",),
+    "--log-completions": ("--samples",),
+    "--num-completions-to-print": ("--samples",),
 }
 _DPO = "--cpo-alpha"  # an option that its command alone has
 _REFERENCE = "The reference is the model as the run finds it, and needs no option"
@@ -81,7 +99,7 @@ _HINTS = {
     "--rpo-alpha": (_DPO, "It is --loss sigmoid,sft --loss-weights 1,ALPHA"),
     "--simpo-gamma": (_DPO, "It is --gamma"),
     "--loss-type": (_DPO, "It is --loss"),
-    "--reward-funcs": ("--reward", "It is --reward module:function, of a function as TRL calls it"),
+    "--reward-funcs": ("--reward", "It is --reward, which takes functions as TRL calls them"),
     "--bf16": ("--param-dtype", "bfloat16 is the default of --dtype; --param-dtype bfloat16 holds weights so, too"),
     "--fp16": ("--param-dtype", "There is no float16 training: bfloat16 is the default of --dtype"),
     "--per-device-train-batch-size": (
@@ -126,6 +144,7 @@ _HINTS_OF_TRAINERS = {
     "--init-lora-weights": "There is one way: A is drawn and B is 0, as by PEFT's default",
     "--chat-template": _TEMPLATE,
     "--chat-template-path": _TEMPLATE,
+    "--processing-class": "The tokenizer is the model's own",
     "--logging-steps": "Each step's figures are in log.csv",
 }
 _VALUES = {  # of other trainers

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from liger_jax import _options
 from liger_jax.commands import _COMMANDS, _config, _parser, _parsers, main, option_names
 from liger_jax.commands._arguments import ALTERNATIVES
 from liger_jax.commands._arguments import settings_of as parsed_settings
 from liger_jax.commands.finetune import add_arguments
 from liger_jax.trainers import options_file, other_words
 from liger_jax.trainers.finetune_options import FinetuneOptions
-from liger_jax.trainers.options import Settings
+from liger_jax.trainers.grpo_options import GrpoOptions
+from liger_jax.trainers.options import Settings, options_of
 from tests import _tiny
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +135,8 @@ def test_names_of_other_trainers_lead_to_options_that_there_are():
     parser = _parser.Parser()
     add_arguments(parser)
     ours = {*parser._option_string_actions}
-    elsewhere = {"--seq", "--device", "--max-new-tokens", "--search", "--cpo-alpha", "--reward", "--divergence"}
+    elsewhere = {"--seq", "--device", "--max-new-tokens", "--search", "--cpo-alpha", "--divergence"}
+    elsewhere |= {_options.flag(field) for field in options_of(GrpoOptions).values()}
     told = {name: (option,) for name, (option, _) in other_words._HINTS.items()}
     told |= {name: (other_words._TRAINS,) for name in other_words._HINTS_OF_TRAINERS}
     for name, meant in (other_words.ELSEWHERE | told).items():

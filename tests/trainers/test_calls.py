@@ -430,6 +430,10 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
     [
         (dict(batch=5), ValueError, "micro_batches=2 must divide batch=5."),
         (dict(bacth=4), TypeError, "finetune: bacth is no option. Did you mean batch?"),
+        (dict(output_dir="a"), TypeError, "finetune: output_dir is no option. Did you mean out?"),
+        (dict(train_dataset=[]), TypeError, "finetune: train_dataset is no option. Did you mean rows?"),
+        (dict(target_modules=[]), TypeError,
+         "finetune: target_modules belongs to the adapters: pass adapters=trainers.LoRA(…)."),
         (dict(lr=4), TypeError, "finetune: lr is no option. Did you mean learning_rate?"),
         (dict(per_device_train_batch_size=4), TypeError, "finetune: per_device_train_batch_size is no option. It is "
          "batch, the whole step's rows over all devices and micro-batches."),

@@ -59,3 +59,9 @@ def test_a_folder_from_before_is_resumed_to_the_same_weights(tmp_path, monkeypat
     assert found.keys() == whole.keys()
     for name, weights in whole.items():
         np.testing.assert_allclose(found[name], weights, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize(("batch", "given", "number"), [(64, None, 8), (4, None, 4), (11, None, 1), (16, 2, 2)])
+def test_micro_batches_of_a_rollout_divide_its_batch_where_no_number_is_given(batch, given, number):
+    options = dict(model="m", data="d", reward="r:f", batch=batch, group=batch, micro_batches=given)
+    assert Settings.of(GrpoOptions, **options).recipe.micro_batches == number
