@@ -15,10 +15,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int, Integer
 
 from liger_jax.models.core.arguments import as_key
+from liger_jax.models.core.parallel.mesh_axes import open_axes
 from liger_jax.models.generation import decoding
 from liger_jax.models.generation.checks import check_choice, check_ends, check_prompts, why_rows_stay
 from liger_jax.models.generation.sampling import chosen
 from liger_jax.ops.labels import as_labels
+from liger_jax.ops.layout import devices_along
 
 
 def generate(
@@ -58,7 +60,8 @@ def generate(
 
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.
-        input_ids: the prompts, ids in [0, V). Shorter rows are padded on either side, with any id.
+        input_ids: the prompts, ids in [0, V). Shorter rows are padded on either side, with any id. On a mesh there may
+            be any number of them.
         max_new_tokens: the largest number of new tokens in a row; prompt and new tokens together must not be longer
             than the model's longest sequence.
         attention_mask: 0 where a token is padding; `None` for no padding.
@@ -108,13 +111,16 @@ def generate(
         raise ValueError(f"generate: num_return_sequences={num_return_sequences} must be at least 1.")
     if compact and (reason := why_rows_stay(model, input_ids, max_new_tokens)) is not None:
         raise ValueError(f"generate: compact=True, but {reason} Leave compact out.")
-    prompts, mask = _padded_left(input_ids, mask)
+    prompts, mask = _padded_left(*_spread(model, input_ids, mask))
     request = decoding.Request(prompts, mask, choice, ends)
     sizes = decoding.Sizes(max_new_tokens, num_return_sequences, return_log_probs)
     decode = decoding.by_parts if compact else decoding.all_at_once
     decoded = decode(*nnx.split(model), request, sizes)
-    tokens = _joined(input_ids, decoded.tokens, num_return_sequences)
-    return (tokens, decoded.log_probs) if return_log_probs else tokens
+    new, log_probs = decoded.tokens, decoded.log_probs
+    if len(new) > (asked := len(input_ids) * num_return_sequences):
+        new, log_probs = new[:asked], None if log_probs is None else log_probs[:asked]
+    tokens = _joined(input_ids, new, num_return_sequences)
+    return (tokens, log_probs) if return_log_probs else tokens
 
 
 def stream(
@@ -151,11 +157,12 @@ def stream(
     input_ids, mask, choice, ends = _asked(
         model, input_ids, attention_mask, max_new_tokens, temperature, top_p, top_k, eos_token_id, pad_token_id, key
     )
+    asked, (input_ids, mask) = len(input_ids), _spread(model, input_ids, mask)
     changes_at = model.config.rope_changes_at
-    return _streamed(*nnx.split(model), input_ids, mask, choice, ends, max_new_tokens, changes_at)
+    return _streamed(*nnx.split(model), input_ids, mask, choice, ends, max_new_tokens, changes_at, asked)
 
 
-def _streamed(graph, params, input_ids, mask, choice, ends, max_new_tokens, changes_at):
+def _streamed(graph, params, input_ids, mask, choice, ends, max_new_tokens, changes_at, asked):
     """A generator apart from the checks, which are made at once."""
     longest, slots = int(jnp.max(jnp.sum(mask, axis=1))), input_ids.shape[1] + max_new_tokens - 1
     ended = jnp.zeros(input_ids.shape[0], bool)
@@ -175,7 +182,7 @@ def _streamed(graph, params, input_ids, mask, choice, ends, max_new_tokens, chan
                 token, ended, cache = begun
             else:
                 token, ended, cache = _next(graph, params, jnp.int32(count), token, ended, cache, choice, ends)
-        yield np.asarray(shown)
+        yield np.asarray(shown)[:asked]
         if all_ended:
             return
 
@@ -203,6 +210,15 @@ def _asked(
         top_p, top_k = None if top_p == 1 else jnp.float32(top_p), None if top_k is None else jnp.int32(top_k)
         choice = as_key("generate", key), jnp.float32(temperature), top_p, top_k
     return input_ids, mask, choice, (jnp.asarray(stops, jnp.int32), jnp.asarray(pad, jnp.int32))
+
+
+def _spread(model, input_ids, mask):
+    """Prompts and mask with the last row repeated, so that the devices over which the model splits rows divide them."""
+    layout = model.kernels.mesh_layout
+    devices = devices_along(layout.batch, open_axes(layout))
+    if not (more := -len(input_ids) % devices) or jax.sharding.get_abstract_mesh().explicit_axes:
+        return input_ids, mask
+    return tuple(jnp.concatenate([x, jnp.repeat(x[-1:], more, axis=0)]) for x in (input_ids, mask))
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parallel.layout import Layout
-from liger_jax.ops.layout import along, full_spec, is_explicit, names
+from liger_jax.models.core.parallel.mesh_axes import open_axes
+from liger_jax.ops.layout import along, devices_along, full_spec, is_explicit, names
 from liger_jax.ops.meshes import aligned_over_one_device
 
 
@@ -37,6 +38,7 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
                     "input_ids are sharded over a mesh with Explicit axes, but another mesh is in context. Call the "
                     "model under jax.set_mesh(mesh), with KernelOptions(layout=…) for the axes that split the batch."
                 )
+            _check_rows(input_ids, layout)
             return call(model, input_ids, **arguments)
         _check_batch(jax.typeof(input_ids).sharding.spec, layout, arguments)
         graph, state = nnx.split(model)
@@ -77,6 +79,18 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
         return dataclasses.replace(result, **sums) if sums else result
 
     return on_mesh
+
+
+def _check_rows(input_ids: Any, layout: Layout) -> None:
+    """Raises a ValueError unless the devices over which the layout splits the batch divide its rows."""
+    devices = devices_along(layout.batch, open_axes(layout))
+    rows = input_ids.shape[0] if getattr(input_ids, "ndim", 0) else devices
+    if rows % devices:
+        raise ValueError(
+            f"input_ids has {rows} {'row' if rows == 1 else 'rows'}, which the {devices} devices along "
+            f"{'·'.join(layout.batch)} do not divide. Pass a multiple of {devices} rows, such as "
+            f"jnp.repeat(input_ids, {devices}, axis=0); generate takes any number."
+        )
 
 
 def _check_batch(spec: P, layout: Layout, arguments: dict[str, Any]) -> None:

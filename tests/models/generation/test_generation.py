@@ -297,6 +297,37 @@ def test_devices_that_split_the_rows_attend_to_their_own_caches(attention, devic
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.full
+def test_devices_that_do_not_divide_the_rows_generate_them(rng):
+    devices = jax.devices()[:2]
+    if len(devices) < 2:
+        pytest.skip("needs two devices")
+    layout, prompts = Layout(batch=("fsdp",)), random_tokens(rng, batch=3, length=5)
+    config = dataclasses.replace(CONFIG, vocab_size=64, num_hidden_layers=1)
+    sampled = dict(max_new_tokens=4, eos_token_id=(), temperature=1.0, key=jax.random.key(0))
+    several = dict(num_return_sequences=2, return_log_probs=True)
+    expected, expected_log_probs = make_model(config).generate(prompts, **sampled, **several)
+    streamed = np.stack([*stream(make_model(config), prompts[:1], **sampled)], axis=1)
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices)
+    with jax.set_mesh(mesh):
+        model = make_model(config, kernels=KernelOptions(layout=layout))
+        nnx.update(model, jax.device_put(nnx.state(model), layout.shardings(model, mesh)))
+        found, log_probs = model.generate(prompts, **sampled, **several)
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_allclose(log_probs, expected_log_probs, atol=1e-5)
+        np.testing.assert_array_equal(np.stack([*stream(model, prompts[:1], **sampled)], axis=1), streamed)
+
+
+def test_a_call_with_rows_that_the_devices_do_not_divide_is_refused(rng):
+    config, model = dataclasses.replace(CONFIG, vocab_size=64), KernelOptions(layout=Layout(batch=("fsdp",)))
+    model = nnx.eval_shape(lambda: make_model(config, kernels=model))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("fsdp",), (AxisType.Auto,))):
+        with pytest.raises(
+            ValueError, match="^input_ids has 3 rows, which the 2 devices along fsdp do not divide. Pass "
+        ):
+            model(random_tokens(rng, batch=3, length=5))
+
+
 @pytest.mark.parametrize("window, has_both", [(None, False), (3, True)])
 def test_a_new_cache_is_attended_to_only_where_padding_in_a_window_may_count(window, has_both):
     """Else the program has the prompt's own attention alone."""
