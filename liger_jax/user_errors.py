@@ -113,7 +113,10 @@ def python_words(arguments: Mapping[str, Spelling]) -> Iterator[None]:
             yield
     except UserError as error:
         text = str(error) if error.in_python else in_python(str(error), arguments)
-        raise UserError(text, in_python=True) from error.__cause__
+        cause = error.__cause__
+        while isinstance(cause, UserError):  # its sentence is in this one, in the words of the command line
+            cause = cause.__cause__
+        raise UserError(text, in_python=True) from cause
     finally:
         _outside.pop()
 

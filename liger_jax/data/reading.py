@@ -1,6 +1,7 @@
 """Documents to train on, one after the other: from files of text or rows, and from datasets of the hub."""
 
 import importlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from liger_jax.chat.strict_json import kind_of
 from liger_jax.data import file_rows, files, formats, preferences
 from liger_jax.data.documents import Document as Document
 from liger_jax.data.sources import DataSource, data_sources
-from liger_jax.user_errors import UserError, in_one_line, needed_packages, refusals_kept
+from liger_jax.user_errors import UserError, counted, in_one_line, needed_packages, refusals_kept
 
 Refused = dict[str, UserError] | None
 
@@ -68,7 +69,26 @@ def dataset(name: str, subset: str | None, **options: Any) -> Any:
 
 def rows_of(source: DataSource, subset: str | None) -> Any:
     """The rows of a source that is not a file: those of a program, or a dataset of the hub."""
-    return dataset(source.name, subset) if source.rows is None else source.rows
+    if source.rows is None:
+        return dataset(source.name, subset)
+    return _told(source.rows) if isinstance(source.rows, Iterator) else source.rows
+
+
+_PATIENCE = 30  # seconds after which an iterator may be one without an end
+
+
+def _told(rows: Iterator[Any]) -> Iterator[Any]:
+    """The rows of an iterator, which says so where they take long: it may have no end."""
+    told, patience = time.monotonic(), _PATIENCE
+    for number, row in enumerate(rows, 1):
+        if time.monotonic() - told > patience:
+            told, patience = time.monotonic(), 2 * patience
+            print(
+                f"\n{counted(number, 'row')} of an iterator so far. Cut one without an end by itertools.islice, or let "
+                "finetune or distill read it while they train: stream=True with steps and eval_data.",
+                flush=True,
+            )
+        yield row
 
 
 def rows_to_documents(

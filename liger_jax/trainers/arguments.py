@@ -25,7 +25,7 @@ from liger_jax.trainers.options import options_of
 from liger_jax.trainers.other_words import ELSEWHERE, in_other_words, meant
 from liger_jax.trainers.preference_losses import NAMES
 from liger_jax.training import digests, identity, lock
-from liger_jax.user_errors import Spelling, UserError, in_python, of_option
+from liger_jax.user_errors import Spelling, UserError, counted, in_python, of_option
 
 GIVEN = ("model", "data", "eval_data", "out", "teacher", "reward")  # arguments of their own
 OF_COMMANDS = ("distributed", "config", "no_cache")  # what only a command can do
@@ -127,6 +127,8 @@ def stored(model: Any, tokenizer: Any, folder: Path, name: str = "model") -> str
             "an id, or a model of liger_jax.models."
         )
     if not isinstance(model, Pretrained):
+        if hasattr(model, "model") and hasattr(model, "metrics"):
+            raise TypeError(f"{name} is the result of a run. Pass its model, or its folder.")
         raise TypeError(
             f"{name} is {type(model).__name__}, and must be a folder, an id, a model of liger_jax.models, or an NNX "
             "module with a method hidden_states(input_ids) and a head."
@@ -199,7 +201,8 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
         if wrong := [each for each in weights if not isinstance(each, numbers.Real) or isinstance(each, bool)]:
             raise TypeError(f"reward_weights holds {wrong[0]!r}, and must hold a number for each reward.")
     if weights is not None and len(weights) != len(given):
-        raise ValueError(f"reward_weights has {len(weights)} numbers for {len(given)} rewards. Pass one for each.")
+        numbers, of = counted(len(weights), "number"), counted(len(given), "reward")
+        raise ValueError(f"reward_weights has {numbers} for {of}. Pass one for each.")
     texts, functions = [], {}
     for i, reward in enumerate(given):
         if isinstance(reward, str):

@@ -53,8 +53,8 @@ class Result:
             `jax.set_mesh(result.mesh)`. `None` for one device.
     """
 
-    model: Any
-    metrics: dict[str, np.ndarray]
+    model: Any = dataclasses.field(repr=False)
+    metrics: dict[str, np.ndarray] = dataclasses.field(repr=False)
     step: int
     best_step: int | None
     folder: Path | None
@@ -330,8 +330,9 @@ def _after(callbacks: Callback | Iterable[Callback] | None, keeps: bool) -> Afte
         try:
             return any([_answer(callback, step, dict(figures), model) for callback in callbacks])
         except Exception as error:
-            if not keeps:
-                error.add_note(f"The run has no out, so that nothing of its {counted(step, 'step')} is kept.")
+            kept = f"Step {step} is saved in out, and the same call resumes from there."
+            lost = f"The run has no out, so that nothing of its {counted(step, 'step')} is kept."
+            error.add_note(kept if keeps else lost)
             raise
 
     return after

@@ -2,7 +2,7 @@
 
 from liger_jax.models.hugging_face.checkpoint import why_no_weights
 from liger_jax.models.hugging_face.source import Source
-from liger_jax.user_errors import UserError
+from liger_jax.user_errors import UserError, of_option
 
 _CURE = (
     "Pass a whole checkpoint. For random weights, write them first, by save_pretrained of a model's class, such as "
@@ -13,4 +13,6 @@ _CURE = (
 def check(flag: str, source: Source) -> None:
     """Refuses a model without the files of its weights."""
     if why := why_no_weights(source.folder):
+        with of_option(flag):
+            source.config  # noqa: B018 the folder of a run says which one is meant
         raise UserError(f"{flag}: {source.folder} {why} {_CURE}")

@@ -1,5 +1,6 @@
 """From chats to tokens, labels and rows, for a loop of one's own: those that the commands train on."""
 
+import itertools
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from liger_jax import data
 from liger_jax.data import reading, training_rows
 from liger_jax.data.options import RowOptions
+from liger_jax.data.sources import DataSource
 from liger_jax.models.hugging_face.source import find
 from tests import _tiny
 
@@ -174,6 +176,14 @@ def test_arrays_in_rows_are_read_as_lists():
         [{"prompt": "a", "answer": np.array([1, 2]), "deep": [{"x": np.float32(3)}]}], "rows"
     )
     assert row == {"prompt": "a", "answer": [1, 2], "deep": [{"x": 3.0}]}
+
+
+def test_an_iterator_that_takes_long_is_told_how_one_without_an_end_is_read(capsys, monkeypatch):
+    monkeypatch.setattr(reading, "_PATIENCE", 0)
+    endless = DataSource("rows", rows=({"text": "a"} for _ in itertools.count()))
+    row = next(iter(reading.rows_of(endless, None)))
+    assert row == {"text": "a"}
+    assert "1 row of an iterator so far. Cut one without an end by" in capsys.readouterr().out
 
 
 def test_rows_of_a_program_may_change_after_they_were_read():

@@ -25,6 +25,7 @@ from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import options_of
+from liger_jax.user_errors import UserError
 from tests import _tiny
 from tests.trainers._runs import figures_of
 
@@ -176,6 +177,17 @@ def test_a_run_in_another_thread_is_refused_and_a_callback_that_fails_says_what_
     with pytest.raises(ValueError, match="^A run goes on in another thread, and ") as raised:
         finetune(source, rows, steps=1, callbacks=starts)
     assert raised.value.__notes__ == ["The run has no out, so that nothing of its 1 step is kept."]
+
+
+@pytest.mark.full
+def test_what_a_callback_raises_says_where_the_same_call_goes_on(source, rows, tmp_path):
+    def fails(step, metrics, model):
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="^mine") as raised:
+        finetune(source, rows, steps=2, callbacks=fails, out=tmp_path)
+    assert raised.value.__notes__ == ["Step 1 is saved in out, and the same call resumes from there."]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -467,6 +479,8 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
         (dict(rows=[{"chosen": "a", "rejected": "b", "text": "c"}]), ValueError,
          "rows, row 1: the row is a pair of answers, chosen and rejected, and it is unclear what finetune should train "
          "on; trainers.dpo trains on both. Choose one: format='text', or column='chosen'."),
+        (dict(model=trainers.Result(None, {}, 1, None, None, False)), TypeError,
+         "model is the result of a run. Pass its model, or its folder."),
         (dict(tokenizer="x"), TypeError,
          "tokenizer is for a model in memory, and a checkpoint has its own. Leave it out."),
         (dict(model=3), TypeError, 
@@ -484,6 +498,7 @@ def test_what_cannot_be_is_refused_in_the_words_of_python(options, error, words,
         assert "A callback is called with (step, metrics, model), and <function" in str(raised.value)
     else:
         assert str(raised.value) == words.format(model=source)
+        assert not isinstance(raised.value.__cause__, UserError)  # which would say it twice
 
 
 @pytest.mark.parametrize("given", [-1, "nonsense"], ids=str)

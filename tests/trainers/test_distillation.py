@@ -326,6 +326,13 @@ def renamed(folder):
     path.write_text(json.dumps(values))
 
 
+def of_a_run(folder):
+    """Makes a folder that of a run, with its result in it."""
+    folder.rename(inner := folder.with_name("inner"))
+    folder.mkdir()
+    inner.rename(folder / "model")
+
+
 def shortened(folder):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 32}))
@@ -339,8 +346,9 @@ def shortened(folder):
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds adapters. Pass a whole model"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (shutil.rmtree, "no such folder"),
+        (of_a_run, "teacher is the folder of a run. Its result is "),
     ],
-    ids=["vocabulary", "positions", "adapters", "no tokenizer", "nothing"],
+    ids=["vocabulary", "positions", "adapters", "no tokenizer", "nothing", "run"],
 )
 def test_a_teacher_that_is_none_is_one_sentence(change, message, source, tmp_path, capsys):
     teacher = shutil.copytree(source.parent / "teacher", tmp_path / "teacher")
