@@ -22,6 +22,7 @@ from liger_jax.ops.block_quantized import KINDS
 from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
 from liger_jax.planner import compilers, defaults, device_names, planning, report, searching
 from liger_jax.planner.architectures import MODELS
+from liger_jax.planner.choosing import smallest
 from liger_jax.planner.devices import target
 from liger_jax.planner.planning import LEVELS, MemoryPlan
 from liger_jax.planner.searching import SEARCHES
@@ -97,14 +98,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--remat",
         type=as_remat,
         choices=REMATS,
-        help=f"what layers recompute in the backward, or how many of the last ones keep their products (default: "
-        f"{defaults.REMAT})",
+        help="what layers recompute in the backward, or how many of the last ones keep their products (default: auto, "
+        "the fastest that fits)",
     )
     command.add_argument(
         "--loss", choices=LOSSES, help="the loss that the step computes: fused, or on logits (default: fused)"
     )
     command.add_argument(
-        "--micro-batches", type=int, help="micro-batches into which a step's batch is cut for gradient accumulation"
+        "--micro-batches",
+        type=int,
+        help="micro-batches into which a step's batch is cut for gradient accumulation (default: what is fastest)",
     )
     command.add_argument(
         "--lora", type=int, nargs="?", const=defaults.RANK, metavar="RANK", help="train only adapters, of this rank"
@@ -169,7 +172,10 @@ def _search(args, where, options, level: str, why: str) -> list[str]:
             summary = f"Of the meshes that send least, {in_words(result.run.mesh)} is the first that fits"
             answers = list(result.answers.items())
         else:
-            result = searching.search(planning.make_run(args.model, **where, **options), args.search, tell, level)
+            run, open_to = planning.make_run(args.model, **where, **options), planning.left_open(options)
+            # A batch is looked for that one micro-batch holds, and a row that any way of the run holds.
+            way = (lambda run: smallest(run, **open_to)) if args.search == "seq" else lambda run: run
+            result = searching.search(run, args.search, tell, level, way)
             summary = f"The largest {args.search} that fits is {getattr(result.run, args.search)}"
             answers = sorted(result.answers.items())
     where[args.search] = getattr(result.run, args.search)

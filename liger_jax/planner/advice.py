@@ -28,10 +28,11 @@ class Change:
     total_bytes: int  # what the changed run needs on each device
 
 
-def advice(run: Run, totals: dict[str, int], estimates: dict[str, Estimate]) -> str:
+def advice(run: Run, totals: dict[str, int], estimates: dict[str, Estimate], logits_fit: bool = False) -> str:
     """One or two sentences of advice from the figures.
 
-    `totals`: for each loss, what a step needs; compiled figures where there are some.
+    `totals`: for each loss, what a step needs; compiled figures where there are some. `logits_fit`: whether the run on
+    logits fits with layers that keep less.
     """
     saving = 1 - totals["fused"] / totals["logits"]
     static = estimates["logits"].static
@@ -44,7 +45,7 @@ def advice(run: Run, totals: dict[str, int], estimates: dict[str, Estimate]) -> 
     if fits["fused"] and saving < _LITTLE and (later := _where_it_pays(run, saving)) is not None:
         batch, more = later
         text += f"; at batch {batch} it saves {more:.0%} (estimate)"
-    if fits["fused"] and not fits["logits"]:
+    if fits["fused"] and not (fits["logits"] or logits_fit):
         text += f". That is what makes it fit: {_gib(totals['logits'])} on logits are too much"
     elif static > capacity:
         text += f". Static memory alone is {_gib(static)}: shard it over more devices"

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_jax.models.core.stretched import MOST_POSITIONS, stretched
+from liger_jax.pallas_kernels.devices import GPUS, TPUS
 from liger_jax.planner import defaults
 from liger_jax.planner.advice import PRECISIONS, Change, adapters_that_fit, advice, changes_to_fit, largest_batch
 from liger_jax.planner.architectures import Architecture, architecture
+from liger_jax.planner.choosing import Choice, chosen, smallest
 from liger_jax.planner.compilers import Compiled, compile_run
 from liger_jax.planner.device_names import memory_in_bytes
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
 from liger_jax.planner.mesh import mesh_sizes
-from liger_jax.planner.step import LOSSES, Run
+from liger_jax.planner.speed import speed
+from liger_jax.planner.step import AUTO, LOSSES, Run
 from liger_jax.training.meshes import shards_of_batch
 
 LEVELS = ("estimate", "compiled")
@@ -28,11 +31,19 @@ class MemoryPlan:
         run: what is trained, and on what.
         estimates: the estimate for each of "fused" and "logits".
         compiled: the compiler's figures for each of them; empty if the step was not compiled.
+        choice: why the run's layers keep what they keep, where the planner chose it; `None` where it did not.
     """
 
     run: Run
     estimates: dict[str, Estimate]
     compiled: dict[str, Compiled]
+    choice: Choice | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The estimated speed over all devices; `None` for devices whose rates are not in the tables."""
+        kind = self.run.target.name.partition(":")[0]
+        return speed(self.run).tokens_per_second if kind in GPUS or kind in TPUS else None
 
     @property
     def totals(self) -> dict[str, int]:
@@ -73,13 +84,19 @@ class MemoryPlan:
 
     @property
     def largest_batch(self) -> int:
-        """The largest batch that fits by the estimate, which is corrected if the step was compiled."""
-        return largest_batch(self.run, self._correction)
+        """The largest batch that fits by the estimate, which is corrected if the step was compiled.
+
+        Where the planner chose what layers keep, it is that of one micro-batch whose layers keep least, if such a batch
+        holds the run's.
+        """
+        least = 0 if self.choice is None else largest_batch(_plain(self.run), self._correction)
+        return least if least >= self.run.batch else largest_batch(self.run, self._correction)
 
     @property
     def advice(self) -> str:
         """What to change or expect, in a sentence or two."""
-        return advice(self.run, self.totals, self.estimates)
+        logits_fit = self.choice is not None and chosen(dataclasses.replace(_plain(self.run), loss="logits"))
+        return advice(self.run, self.totals, self.estimates, logits_fit=bool(logits_fit))
 
     def changes_to_fit(self, precisions: tuple[str, ...] = PRECISIONS) -> list[Change]:
         """What would make the run fit, by estimates.
@@ -96,6 +113,11 @@ class MemoryPlan:
     def adapters_that_fit(self) -> Change | None:
         """Adapters that fit instead of training all weights; `None` if they are trained already, or do not fit."""
         return adapters_that_fit(self.run, self._correction)
+
+
+def _plain(run: Run) -> Run:
+    """The run with layers that keep their inputs alone, in one micro-batch."""
+    return dataclasses.replace(run, remat="full", micro_batches=1)
 
 
 def has_host_memory(run: Run, needed: int) -> bool:
@@ -117,7 +139,7 @@ def make_run(
 ) -> Run:
     """Makes a run from names and sizes."""
     devices, model_architecture = target(device, memory), architecture(model)
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in options.items() if value not in (None, AUTO)}
     sizes = mesh_sizes(mesh, devices.count)
     if batch is None:
         batch = defaults.batch(shards_of_batch(sizes) * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
@@ -135,6 +157,11 @@ def make_run(
     if host_memory is not None:
         options["host_memory"] = memory_in_bytes(host_memory)
     return Run(model_architecture, batch, seq, devices, sizes, **options)
+
+
+def left_open(options: Mapping[str, Any]) -> dict[str, bool]:
+    """What the options leave to the planner, as arguments of `choosing.chosen`."""
+    return dict(remat_is_open=options.get("remat") in (None, AUTO), cuts_are_open=options.get("micro_batches") is None)
 
 
 def _beside_quantized(model: Architecture, options: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +213,7 @@ def plan(
             `models.stretched`; `None` to refuse such rows.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "adamw8bit", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat`
-            ("none", "full", "dots", "offload", "offload_attention", or a number of layers), `loss` ("fused",
+            ("auto", "none", "full", "dots", "offload", "offload_attention", or a number of layers), `loss` ("fused",
             "logits"), `micro_batches` (a number), `state_memory` ("device", "host"), `packed` (True or False), `lora`
             (a rank), `lora_targets` (names or a regular expression), `lora_experts` and `dora` (True or False) and
             `quantize` ("nf4", "int8"), as `Run` explains them. `param_dtype` defaults to the checkpoint's dtype with
@@ -202,13 +229,20 @@ def plan(
 
     Example:
         >>> t4 = plan("qwen2-0.5b", batch=8, seq=512, device="t4")
-        >>> t4.fits, round(t4.totals["fused"] / 2**30, 1)
-        (True, 7.9)
+        >>> t4.fits, t4.run.remat, round(t4.totals["fused"] / 2**30, 1)
+        (True, 'dots', 10.0)
     """
     if level not in LEVELS:
         raise ValueError(f"level={level!r} must be one of {LEVELS}.")
     sizes: dict[str, Any] = dict(batch=batch, seq=seq, device=device, memory=memory, mesh=mesh)
     run = make_run(model, **sizes, host_memory=host_memory, rope_scaling=rope_scaling, **options)
+    is_open = left_open(options)
+    choice = chosen(run, **is_open)
+    if choice is not None:
+        run = choice.run
+    elif level == "compiled":  # which may find less than the estimate
+        run = smallest(run, **is_open)
     both = {loss: dataclasses.replace(run, loss=loss) for loss in LOSSES}
     compiled = {loss: compile_run(each) for loss, each in both.items()} if level == "compiled" else {}
-    return MemoryPlan(run, {loss: estimate(each) for loss, each in both.items()}, compiled)
+    estimates = {loss: estimate(each) for loss, each in both.items()}
+    return MemoryPlan(run, estimates, compiled, choice if is_open["remat_is_open"] else None)

@@ -12,6 +12,7 @@ from liger_jax.planner.devices import GIB, LITTLE, NEAR, PINNED_GIB, PINNED_LIMI
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.planning import MemoryPlan
 from liger_jax.planner.searching import SEQ_UNIT
+from liger_jax.planner.speed import WITHIN
 from liger_jax.planner.step import LOSSES
 from liger_jax.training.meshes import in_words
 
@@ -129,11 +130,22 @@ def text(plan: MemoryPlan, largest_batch: int | None = None, *, details: bool = 
     changes = plan.changes_to_fit()
     is_cured_here = bool(changes) and changes[-1].run.target == plan.run.target
     cure = " ".join(change.name for change in changes) if is_cured_here else ""
-    paragraphs = [verdict(plan, cure), _largest(plan, largest_batch)]
+    paragraphs = [verdict(plan, cure), *_choice(plan), _largest(plan, largest_batch)]
     paragraphs += [] if plan.fits else _to_fit(plan, changes)
     paragraphs += [plan.advice, "", f"Planned: {heading(plan)}."]
     paragraphs += ["", table(plan), "", bars(plan), ""] if details else []
     return "\n".join(paragraphs)
+
+
+def _choice(plan: MemoryPlan) -> Iterator[str]:
+    """What the planner chose, as a run says it, and how fast a step is."""
+    if plan.choice is not None:
+        yield plan.choice.line
+        if plan.run.micro_batches > 1:
+            yield f"batch: {plan.run.batch} rows in {plan.run.micro_batches} micro-batches"
+    if plan.fits and (rate := plan.tokens_per_second) is not None:
+        error = f"within {WITHIN:.0%} of what was measured on Hopper GPUs"
+        yield f"Speed: about {float(f'{rate:.2g}'):,.0f} tokens a second (estimate, {error})."
 
 
 def _largest(plan: MemoryPlan, known: int | None) -> str:

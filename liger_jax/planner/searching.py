@@ -32,6 +32,7 @@ def search(
     what: str,
     progress: Callable[[int, int, bool], None] = lambda size, needed, fits: None,
     level: str = "compiled",
+    way: Callable[[Run], Run] = lambda run: run,
 ) -> Found:
     """The largest batch or sequence that fits.
 
@@ -44,6 +45,7 @@ def search(
         what: "batch" or "seq".
         progress: called with each size, the bytes that it needs, and whether it fits.
         level: "compiled" or "estimate".
+        way: what the planner makes of a run where its options leave something open.
 
     Returns:
         The largest run, and the results for all sizes that were tried.
@@ -64,7 +66,7 @@ def search(
             f"Pass seq={longest} instead of searching."
         )
     capacity = run.target.capacity_bytes
-    sized = lambda n: dataclasses.replace(run, **{what: n * unit})
+    sized = lambda n: way(dataclasses.replace(run, **{what: n * unit}))
     host = lambda n: estimate(sized(n)).host * run.target.count_on_host
     hosted = lambda n: run.host_memory is None or has_host_memory(run, host(n))
     if not hosted(1):

@@ -33,6 +33,7 @@ from liger_jax.training.rows import ARGUMENTS
 
 LOSSES = ("fused", "logits")
 STATE_MEMORIES = ("device", "host")
+AUTO = "auto"  # the value of `remat` by which the planner chooses
 
 
 class _Remats(tuple[str, ...]):
@@ -44,7 +45,7 @@ class _Remats(tuple[str, ...]):
         return value in self[:-1]
 
 
-REMATS = _Remats((*get_args(Mode), "LAYERS"))
+REMATS = _Remats((AUTO, *get_args(Mode), "LAYERS"))
 
 
 def as_remat(text: str) -> str | int:

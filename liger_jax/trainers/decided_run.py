@@ -129,7 +129,9 @@ def _fitted(
     data: Callable[[], RunRows],
 ) -> Settings:
     """The settings, those that were left open decided by what fits into memory; prints the estimate of the memory."""
-    options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
+    options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes, began=memory.stored_choices(settings))
+    if task.sampling is not None:
+        options |= dict(sampled=task.sampling.rows(settings) * settings.rows.length)
     if (teacher := task.teacher) is not None:
         tokens = settings.recipe.batch * settings.rows.length // meshes.shards_of_batch(devices.sizes)
         tokens //= devices.sizes["sequence"]

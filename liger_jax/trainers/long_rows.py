@@ -13,17 +13,15 @@ from liger_jax.models.core.stretched import kinds_for
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.planner import devices
 from liger_jax.planner.architectures import Architecture, architecture_of
+from liger_jax.planner.choosing import ways_to_offload
 from liger_jax.planner.devices import GIB, PINNED_GIB, PINNED_LIMIT
 from liger_jax.planner.estimate import estimate
-from liger_jax.planner.step import Run
+from liger_jax.planner.step import AUTO, Run
 from liger_jax.trainers import adapters
 from liger_jax.trainers.options import Settings
 from liger_jax.user_errors import UserError
 
 _FEWEST = 2**14  # tokens of a micro-batch below which no model's layer inputs fill XLA's pool
-# Tokens of a row from which it is faster to fetch attention's result from the host than to recompute it: on an H200 a
-# step with rows of 32,768 takes 0.94 of the time, and with rows of 16,384 0.96, for twice the host's memory.
-_LONG = 2**15
 
 
 def within(options: RowOptions, model: Architecture) -> tuple[RowOptions, str]:
@@ -82,7 +80,7 @@ def let_pool_grow(settings: Settings) -> str:
     """
     options, placement, at_once = settings.rows, settings.placement, settings.recipe.rows_at_once
     remat: Any = placement.remat
-    if remat is None:
+    if remat in (None, AUTO):
         remat = ways_to_offload(options.length, whole=not options.pack)[0]
     if at_once * options.length < _FEWEST or PINNED_LIMIT in os.environ or not is_offloaded(remat):
         return ""
@@ -95,11 +93,6 @@ def let_pool_grow(settings: Settings) -> str:
         limit = min(limit, max(PINNED_GIB, there // GIB))
     os.environ[PINNED_LIMIT] = str(limit)
     return f"XLA may pin {limit} GiB of the host's memory ({PINNED_LIMIT}; by itself it stops at {PINNED_GIB})"
-
-
-def ways_to_offload(length: int, *, whole: bool) -> list[Remat]:
-    """The values of `remat` that offload layers' arrays to the host's memory."""
-    return ["offload_attention", "offload"] if length >= _LONG and whole else ["offload"]
 
 
 def in_words(remat: Remat) -> str:

@@ -1,24 +1,28 @@
 """Whether a training run fits into this machine's device, and what makes it fit, by the planner's estimate."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from liger_jax.planner import advice, cards, defaults, devices
+import jax.numpy as jnp
+
+from liger_jax.planner import advice, cards, choosing, defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.planning import has_host_memory
-from liger_jax.planner.step import Run
-from liger_jax.trainers import adapters
-from liger_jax.trainers.long_rows import in_words, places, ways_to_offload
+from liger_jax.planner.step import AUTO, Run
+from liger_jax.trainers import adapters, result
+from liger_jax.trainers.long_rows import in_words, places
 from liger_jax.trainers.options import Settings
-from liger_jax.training import processes
+from liger_jax.training import Checkpoints, processes
 from liger_jax.training.row_sizes import Size
 from liger_jax.user_errors import UserError
+
+CHOICES = ("remat", "micro_batches")  # that a run stores with its checkpoints
 
 
 def fitted(
@@ -31,20 +35,35 @@ def fitted(
     teacher: Callable[[int], int] = lambda micro_batches: 0,
     teacher_stays: bool = True,
     largest: Callable[[Settings], Size] | None = None,
+    began: Mapping[str, Any] | None = None,
+    sampled: int = 0,
 ) -> Settings:
-    """Prints the memory that the run needs, and decides what was left open: as few micro-batches as fit, and layers'
-    inputs in the host's memory only if they do not fit on the device. `teacher` returns the bytes of a second model on
-    each device for a number of micro-batches; `teacher_stays` says whether it is there in each step, or only before
-    the first one. `largest` returns the largest size of rows by such decisions, for which data is read: it is asked
-    where rows of the whole length do not fit; `None` if all rows have it.
+    """Prints the memory that the run needs, and decides what was left open: what layers keep, and in how many
+    micro-batches, as `choosing` finds it for the devices with the least memory. `teacher` returns the bytes of a
+    second model on each device for a number of micro-batches; `teacher_stays` says whether it is there in each step, or
+    only before the first one. `largest` returns the largest size of rows by such decisions, for which data is read: it
+    is asked where rows of the whole length leave no room for the fastest way; `None` if all rows have it. `began`: the
+    choices of the run that is resumed, which stay; `None` for a new one. `sampled`: the tokens whose keys and values a
+    device has beside a step.
     """
     device = devices.here()
-    placement = settings.placement
+    recipe, placement = settings.recipe, settings.placement
+    given = _given(settings)
+    is_open = "remat" not in given
+    began = None if placement.remat == AUTO else began
+    kept = {**(began or {}), **given}
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")
-        return settings.changed(**_given(settings))
+        return settings.changed(**dict(remat=defaults.REMAT, micro_batches=defaults.MICRO_BATCHES) | kept)
+    capacity = processes.least(device.capacity_bytes)  # all processes have to compile one program
+    there = devices.machine_memory()
+    device = dataclasses.replace(device, capacity_bytes=capacity)
     run = planned(settings, model, device, mesh, dtype, param_dtype)
-    device, capacity = run.target, device.capacity_bytes
+    run = dataclasses.replace(run, host_memory=there and processes.least(there))
+    device = run.target
+    if recipe.micro_batches is None and kept.get("micro_batches", 1) not in run.micro_batch_choices:
+        kept.pop("micro_batches", None)  # other devices share the batch now
+    run = dataclasses.replace(run, **kept)
 
     def needs(run: Run) -> tuple[int, int, int]:
         """Bytes of a step, with a teacher that stays; of the teacher; and of both models before the first step."""
@@ -52,22 +71,35 @@ def fitted(
         before = of_teacher and not teacher_stays and of_teacher + estimated.bytes_of["parameters"]
         return estimated.total + (of_teacher if teacher_stays else 0), of_teacher, before
 
-    fits = lambda run: max(needs(run)) <= capacity
+    is_left = left_open(settings, kept)
+    options: dict[str, Any] = dict(
+        keeps_products=began is None,
+        needs=lambda run: max(needs(run)),
+        spare=None if settings.method.command == "finetune" else devices.NEAR,
+        reserved=sampled * _cached_bytes(run),
+    )
+    choice = choosing.chosen(run, **is_left, **options)
     # All processes read the data if one of them has to.
-    knows = largest is not None and processes.most(int(not fits(run))) > 0
-    sized: dict[Any, Run] = {}
+    is_wanting = choice is None or not choice.is_first
+    knows = largest is not None and processes.most(int(is_wanting)) > 0
+    sized: dict[Any, Size] = {}
 
-    def by_size(run: Run) -> Run:
+    def in_steps(run: Run) -> Run:
         """The run with the rows that its steps have, as far as they are known."""
         if not knows or largest is None:
             return run
-        choice = run.remat, run.micro_batches
-        if choice not in sized:
-            sized[choice] = _in_rows_of(run, largest(_chosen(settings, run)))
-        return sized[choice]
+        laid = run.remat == "offload_attention", run.micro_batches  # by which documents are laid into rows
+        if laid not in sized:
+            sized[laid] = largest(_chosen(settings, run))
+        return _in_rows_of(run, sized[laid])
 
-    run = _decided(settings, run, fits, by_size)
-    of_step = by_size(run)
+    if knows:
+        choice = choosing.chosen(run, **is_left, **options, in_steps=in_steps)
+    if choice is not None:
+        run = choice.run
+    elif placement.risk_memory:
+        run = choosing.smallest(run, **is_left, in_steps=in_steps)
+    of_step = in_steps(run)
     needed, of_teacher, before = needs(of_step)
     beside = of_teacher if teacher_stays else 0
     each = "" if device.count == 1 else " on each device"
@@ -84,6 +116,11 @@ def fitted(
     if needed > capacity:
         run = dataclasses.replace(run, target=dataclasses.replace(device, capacity_bytes=capacity - beside))
         cure = _cure(run, needed, placement.param_dtype or stored, beside, settings.method.takes_whole_batches)
+        if not placement.risk_memory and began and is_open:
+            so = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in kept.items())
+            raise UserError(
+                f"The run began with {so}, and needs {text}. --remat auto chooses anew. {cure}{_near(needed, capacity)}"
+            )
         if not placement.risk_memory:
             raise UserError(f"The run needs {text}. {cure}{_near(needed, capacity)}")
         print("memory: the estimate is more than the device has; the run starts nevertheless, by --risk-memory")
@@ -97,6 +134,9 @@ def fitted(
         )
     most = "" if largest is None or knows else "at most "  # texts may be shorter than the rows that are counted
     print(f"memory: the run needs {most}{text}")
+    if device.platform != "cpu" and is_open:
+        why = "as when the run began" if began is not None else choice.reason if choice else "which needs least"
+        print(f"remat: {choosing.in_words(run)}; {why}")
     for line in places(of_step):
         print(line)
     return _chosen(settings, run)
@@ -105,6 +145,21 @@ def fitted(
 def _chosen(settings: Settings, run: Run) -> Settings:
     """The settings with the run's decisions."""
     return settings.changed(remat=run.remat, micro_batches=run.micro_batches)
+
+
+def left_open(settings: Settings, kept: Mapping[str, Any] | None = None) -> dict[str, bool]:
+    """What is left to the planner, as arguments of `choosing.chosen`; `kept`: what is not, where that is more than the
+    options.
+    """
+    kept = _given(settings) if kept is None else kept
+    whole = settings.method.takes_whole_batches
+    return dict(remat_is_open="remat" not in kept, cuts_are_open="micro_batches" not in kept and not whole)
+
+
+def _in_rows_of(run: Run, size: Size) -> Run:
+    """The run with rows of this size."""
+    packed = run.packed or size.num_rows < run.batch
+    return dataclasses.replace(run, batch=size.num_rows, seq=size.length, packed=packed)
 
 
 def planned(
@@ -127,41 +182,41 @@ def planned(
 
 
 def _given(settings: Settings) -> dict[str, Any]:
-    """What the settings say of layers and micro-batches, or their defaults."""
-    remat = settings.placement.remat or defaults.REMAT
-    return dict(remat=remat, micro_batches=settings.recipe.num_micro_batches)
+    """What the settings say of layers and micro-batches."""
+    remat = settings.placement.remat
+    values = dict(remat=None if remat == AUTO else remat, micro_batches=settings.recipe.micro_batches)
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _in_rows_of(run: Run, size: Size) -> Run:
-    """The run with rows of this size."""
-    packed = run.packed or size.num_rows < run.batch
-    return dataclasses.replace(run, batch=size.num_rows, seq=size.length, packed=packed)
+def stored(settings: Settings) -> dict[str, Any] | None:
+    """The settings of the run that is resumed; `None` for a new one."""
+    folder = Path(settings.folder.out) / result.CHECKPOINTS
+    if settings.folder.fresh or not folder.is_dir():  # a run that is refused leaves no folder
+        return None
+    return Checkpoints(folder, {}).latest_settings or None
 
 
-def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool], by_size: Callable[[Run], Run]) -> Run:
-    """The run with the first choice that fits the devices and the host of every process; unchanged if none fits.
-    `by_size`: returns a choice with the rows that its steps have.
+def stored_choices(settings: Settings) -> dict[str, Any] | None:
+    """What the run that is resumed has chosen, by the names of options; `None` for a new run.
+
+    Returns an empty dict for one that began before choices were stored: its layers keep what needs least.
     """
-    counts, remats = [run.micro_batches], [run.remat]
-    if settings.recipe.micro_batches is None and not settings.method.takes_whole_batches:
-        counts = run.micro_batch_choices
-    if settings.placement.remat is None and run.target.platform != "cpu":
-        config = run.model.config
-        windows = any(config.window_of(kind) for kind in config.layer_types)
-        remats += ways_to_offload(run.seq, whole=not run.packed and not windows)
-    choices = [
-        dataclasses.replace(run, remat=remat, micro_batches=count) for remat, count in itertools.product(remats, counts)
-    ]
+    before = stored(settings)
+    return None if before is None else {name: before[name] for name in CHOICES if name in before}
 
-    def fits_all(choice: Run) -> bool:
-        choice = by_size(choice)
-        return fits(choice) and has_host_memory(choice, estimate(choice).host * choice.target.count_on_host)
 
-    # Hosts differ in memory, and all processes have to compile one program.
-    first = processes.most(next((i for i, choice in enumerate(choices) if fits_all(choice)), len(choices)))
-    if first < len(choices):
-        return choices[first]
-    return min(choices, key=lambda choice: estimate(by_size(choice)).total) if settings.placement.risk_memory else run
+def choices_to_store(settings: Settings, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices as checkpoints have them: those of a run's begin, whatever it was resumed with."""
+    if before and not settings.folder.fresh:
+        return {name: before[name] for name in CHOICES if name in before}
+    return dict(remat=settings.placement.remat, micro_batches=settings.recipe.num_micro_batches)
+
+
+def _cached_bytes(run: Run) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    config = run.model.config
+    layers = config.num_hidden_layers - config.num_recurrent_layers
+    return 2 * layers * config.num_key_value_heads * config.head_dim * jnp.dtype(run.dtype).itemsize
 
 
 def gib(size: int) -> str:

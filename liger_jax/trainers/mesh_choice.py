@@ -3,23 +3,23 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from liger_jax.planner import devices
+from liger_jax.planner import choosing, devices
 from liger_jax.planner.architectures import Architecture
-from liger_jax.planner.estimate import estimate
-from liger_jax.planner.links import link_seconds, links
+from liger_jax.planner.links import Links, link_seconds, links
+from liger_jax.planner.speed import speed
 from liger_jax.planner.step import Run
-from liger_jax.trainers import memory, result
+from liger_jax.trainers import memory
 from liger_jax.trainers.options import Settings
-from liger_jax.training import Checkpoints, processes
+from liger_jax.training import processes
 from liger_jax.training.meshes import AUTO, in_words
 
 NAME = "mesh"  # of the choice among a checkpoint's settings
 Sizes = Mapping[str, int]
+NO_LINKS = Links(math.inf, math.inf, math.inf)
 _PAYS = 0.9  # what weights that are less split must take of the time, since they leave less memory for a step
 
 
@@ -33,7 +33,7 @@ def by_time(
 
     def choose(meshes: list[Sizes]) -> tuple[int, str]:
         words = [_in_words(sizes) for sizes in meshes]
-        if settings.placement.mesh != AUTO and (began := stored(settings)) is not None:
+        if settings.placement.mesh != AUTO and (began := memory.stored(settings)) is not None:
             begun = began.get(NAME, words[0])  # before choices were stored, all devices were along fsdp
             if begun in words:
                 return words.index(begun), "as when the run began"
@@ -44,8 +44,12 @@ def by_time(
             device = dataclasses.replace(device, capacity_bytes=device.capacity_bytes // jax.local_device_count())
         runs = [memory.planned(settings, model, device, sizes, **precision) for sizes in meshes]
         between = links(there[: math.prod(meshes[0].values())])
-        ways = [run if estimate(run).total <= run.target.capacity_bytes else None for run in runs]
-        index, reason = fastest(ways, [link_seconds(run, between) for run in runs], words)
+        choices = [choosing.chosen(run, **memory.left_open(settings)) for run in runs]
+        ways = [None if choice is None else choice.run for choice in choices]
+        # What layers compute again, since they keep less on one mesh than on another, counts beside what is sent.
+        least = min((speed(way, NO_LINKS).seconds - link_seconds(way, NO_LINKS) for way in ways if way), default=0.0)
+        seconds = [speed(way or run, between).seconds - least for way, run in zip(ways, runs, strict=True)]
+        index, reason = fastest(ways, seconds, words)
         agreed = -processes.most(-index)  # the most split one that any process's devices need
         return agreed, reason if agreed == index else "what fits the devices of all processes"
 
@@ -62,17 +66,10 @@ def fastest(ways: Sequence[Run | None], seconds: Sequence[float], words: Sequenc
     if best == 0 and ways[-1] is None:
         return 0, "since the weights do not fit whole on each device"
     other = 0 if best else len(ways) - 1
-    took = f"{1e3 * seconds[best]:.3g} ms of a step to send and update weights"
+    took = f"{1e3 * seconds[best]:.3g} ms of a step to send and update weights, and to compute again"
     if ways[other] is None:
         return best, f"{took}, and {words[other]} does not fit"
     return best, f"{took}, where {words[other]} takes {1e3 * seconds[other]:.3g}"
-
-
-def stored(settings: Settings) -> dict[str, Any] | None:
-    """The settings of the run that is resumed; `None` for a new one."""
-    if settings.folder.fresh:
-        return None
-    return Checkpoints(Path(settings.folder.out) / result.CHECKPOINTS, {}).latest_settings or None
 
 
 def to_store(settings: Settings, sizes: Sizes, before: Mapping[str, Any]) -> dict[str, str]:

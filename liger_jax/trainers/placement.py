@@ -35,12 +35,11 @@ class Placement:
         "join the run's other processes: HOST:PORT,INDEX/NUMBER, or no value under SLURM, Open MPI and on cloud TPUs",
         of_run=False, in_file=False, of_all=False, nargs="?", const="", metavar="PLACE", group="several devices"
     )  # fmt: skip
-    # `None` for "full"; where that does not fit for "offload_attention", if rows are long and the host has room for it,
-    # else for "offload".
+    # `None` for the planner's choice, which a run keeps when it resumes; `"auto"` chooses anew then.
     remat: str | int | None = option(
         None,
-        "what layers keep for the backward, or how many of the last ones keep their products (default: full, or an "
-        "offload where full does not fit)",
+        "what layers keep for the backward, or how many of the last ones keep their products (default: auto, the "
+        "fastest that fits)",
         choices=REMATS, type=as_remat, of_run=False,
     )  # fmt: skip
     dtype: str | None = option(None, "dtype of the computation (default: bfloat16, on a CPU float32)", choices=DTYPES)

@@ -37,7 +37,7 @@ class Recipe:
         first=True,
     )
     micro_batches: int | None = option(
-        None, "micro-batches into which a batch is cut for gradient accumulation (default: as few as fit)",
+        None, "micro-batches into which a batch is cut for gradient accumulation (default: what is fastest)",
         check=within(1), of_run=False, group="speed and memory"
     )  # fmt: skip
     epochs: float | None = option(

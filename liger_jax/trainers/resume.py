@@ -11,7 +11,7 @@ import jax
 from liger_jax.data.sources import resolved
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.source import Source
-from liger_jax.trainers import adapters, mesh_choice, result
+from liger_jax.trainers import adapters, memory, mesh_choice, result
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.grpo_options import REWARD_CALL
 from liger_jax.trainers.options import Settings
@@ -41,6 +41,7 @@ def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
     values = settings.of_the_run() | dict(made_of)
     before = Checkpoints(folder, values, **options).latest_settings
     values |= mesh_choice.to_store(settings, run.devices.sizes, before)
+    values |= memory.choices_to_store(settings, before)
     checkpoints = Checkpoints(folder, values | _spelled_before(values, before), **options)
     if "reward" in before and REWARD_CALL not in before:
         raise UserError(

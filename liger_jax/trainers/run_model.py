@@ -13,6 +13,7 @@ from liger_jax.models.hugging_face.weights import quantized_as_in
 from liger_jax.models.quantized import quantize
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
+from liger_jax.planner.step import AUTO
 from liger_jax.trainers import adapters
 from liger_jax.trainers.adapters import AdapterOptions
 from liger_jax.trainers.options import Settings
@@ -32,7 +33,9 @@ def new(
     placement = settings.placement
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(
-        remat=placement.remat or defaults.REMAT, scan_layers=scans_layers(task), kernels=KernelOptions(layout=layout)
+        remat=defaults.REMAT if placement.remat in (None, AUTO) else placement.remat,
+        scan_layers=scans_layers(task),
+        kernels=KernelOptions(layout=layout),
     )
     model = architecture.family(architecture.config, **options, rngs=nnx.Rngs(0))
     if source.is_nf4:

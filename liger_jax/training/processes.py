@@ -194,6 +194,11 @@ def whole(x: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
+def least(size: int) -> int:
+    """The least of the sizes that all processes have: bytes, of several processes in whole MiB."""
+    return size if jax.process_count() == 1 else -most(-(size // 2**20)) * 2**20
+
+
 def agreed(received: list[int]) -> list[int]:
     """A value that any process has received, such as a signal, for all of them."""
     number = most(received[0] if received else 0)

@@ -210,7 +210,7 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
         ('pack = "yes"', 'pack = "yes" must be true or false.'),
         ("steps = true", "steps = true must be a whole number."),
         ("column = 3", "column = 3 must be a text, in quotes."),
-        ('remat = "ful"', 'remat = "ful" must be one of none, full'),
+        ('remat = "ful"', 'remat = "ful" must be one of auto, none, full'),
         (
             "learning_rate = 1\nlearning-rate = 2",
             "learning_rate and learning-rate are the same option. Keep one of them.",

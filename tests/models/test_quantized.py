@@ -183,7 +183,7 @@ def test_quantised_models_load_merge_and_save_dense(rng, tmp_path):
 def test_the_plan_counts_adapters_and_quantised_weights():
     totals = [
         planning.plan(
-            "llama-3-8b", batch=4, seq=2048, device="h100", param_dtype="bfloat16", lora=lora, quantize=quantize
+            "llama-3-8b", batch=4, device="h100", param_dtype="bfloat16", remat="full", lora=lora, quantize=quantize
         ).estimates["fused"]
         for lora, quantize in ((None, None), (16, None), (16, "nf4"))
     ]

@@ -90,7 +90,7 @@ def test_the_estimates_of_the_optimizer_s_state_are_the_planner_s():
     for model, *figures in rows:
         for figure, options in zip(figures, ({}, {"param_dtype": "float32"}, {"param_dtype": "bfloat16"}), strict=True):
             optimizer = "adamw8bit" if options else "adamw"
-            found = plan(model, batch=1, seq=2048, device="h100", optimizer=optimizer, **options)
+            found = plan(model, batch=1, device="h100", remat="full", optimizer=optimizer, **options)
             assert f"{found.estimates['fused'].total / 2**30:.2f}" == figure, model
 
 

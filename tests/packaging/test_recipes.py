@@ -96,7 +96,8 @@ def test_the_memory_of_the_recipe_is_that_of_the_planner():
         ("llama-3-8b", adapters | dict(quantize="nf4")),
         ("llama-3.2-1b", dict(batch=8, seq=4096, param_dtype="bfloat16")),
     ]
-    found = [plan(model, **options, packed=True, device="h200").totals["fused"] / 2**30 for model, options in asked]
+    least = lambda model, options: plan(model, **options, packed=True, remat="full", device="h200").totals["fused"]
+    found = [least(*each) / 2**30 for each in asked]
     assert found == pytest.approx(told, abs=0.06)
 
 

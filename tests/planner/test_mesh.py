@@ -134,7 +134,8 @@ def test_long_rows_are_split_over_as_few_devices_as_give_all_of_them_work():
 
 
 def test_advice_keeps_the_tensor_axis():
-    too_much = plan(**LLAMA | dict(batch=64, seq=8192, device="a100-40g:8", mesh=dict(fsdp=4, tensor=2)))
+    given = dict(mesh=dict(fsdp=4, tensor=2), remat="full", micro_batches=1)
+    too_much = plan(**LLAMA | dict(batch=64, seq=8192, device="a100-40g:8") | given)
     found = too_much.changes_to_fit()
     assert not too_much.fits and found and all(change.run.tensor == 2 for change in found)
 

@@ -52,7 +52,7 @@ def test_rows_are_counted_as_the_largest_of_a_step_where_whole_rows_do_not_fit(m
     whole = fitted(monkeypatch, settings, 16)
     assert whole.recipe.micro_batches > 1
     found = fitted(monkeypatch, settings, 16, largest=largest)
-    assert (found.recipe.micro_batches, found.placement.remat, asked) == (1, "full", [1])
+    assert (found.recipe.micro_batches, found.placement.remat, asked) == (1, "dots", [1])
     assert " GiB in rows × places of 1 × 1,024 by the planner's estimate, and " in capsys.readouterr().out
     assert fitted(monkeypatch, settings, 1000, largest=largest).recipe.micro_batches == 1
     assert "memory: the run needs at most " in capsys.readouterr().out and asked == [1]  # no data was read
@@ -77,6 +77,7 @@ def test_a_long_row_takes_all_that_it_needs_without_options(monkeypatch, capsys)
     [
         (262_144, False, 75, 130, "offload_attention"),  # layers' inputs 64 GiB, attention's results 64, its sums 1
         (262_144, False, 75, 128, "offload"),
+        (65_536, False, 130, 1000, "offload_attention"),  # faster than "full", which fits, and than what keeps products
         (262_144, True, 75, 1000, "offload"),  # documents may be short
         (32_767, False, 12, 1000, "offload"),
     ],
@@ -105,15 +106,59 @@ def test_attention_s_results_are_made_again_where_layers_have_windows(has_window
     )
 
 
-def test_what_fits_is_left_as_it_is(monkeypatch, capsys):
-    found = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=2048), 75)
-    assert (found.placement.remat, found.recipe.micro_batches) == ("full", 1)
-    assert capsys.readouterr().out.count("\n") == 1
+def test_layers_keep_their_products_where_they_fit_and_as_many_as_fit(monkeypatch, capsys):
+    settings = Settings.of(FinetuneOptions, **QLORA, length=2048)
+    found = fitted(monkeypatch, settings, 75)
+    assert (found.placement.remat, found.recipe.micro_batches) == ("dots", 1)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 2 and "the products of all 32 layers are kept; the fastest that fits: 0." in said
+    one = Settings.of(FinetuneOptions, **QLORA, length=8192, batch=1)
+    found = fitted(monkeypatch, one, 16)
+    remat = found.placement.remat
+    assert isinstance(remat, int) and 4 < remat < 28 and f"remat: {remat}, the p" in capsys.readouterr().out
 
 
-def test_micro_batches_come_before_the_host(monkeypatch):
+def test_micro_batches_make_room_for_products_before_the_host(monkeypatch):
     found = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=8192), 16)
-    assert found.placement.remat == "full" and found.recipe.micro_batches > 1
+    assert isinstance(found.placement.remat, int) and found.recipe.micro_batches > 1
+
+
+def test_a_resumed_run_keeps_its_choice_or_says_what_else_to_choose(monkeypatch, capsys):
+    settings = Settings.of(FinetuneOptions, **QLORA, length=2048)
+    began = dict(remat=16, micro_batches=2)
+    found = fitted(monkeypatch, settings, 75, began=began)
+    assert (found.placement.remat, found.recipe.micro_batches) == (16, 2)
+    assert "of 32 layers are kept; as when the run began\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"began with --remat 16 --micro-batches 2, and needs .* --remat auto chooses"):
+        fitted(monkeypatch, settings, 12, began=began)
+    for options, expected in (dict(remat="auto"), ("dots", 1)), (dict(remat="full"), ("full", 2)):
+        found = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=2048, **options), 75, began=began)
+        assert (found.placement.remat, found.recipe.micro_batches) == expected
+    assert fitted(monkeypatch, settings, 75, began={}).placement.remat == "full"  # it began before choices were stored
+    others = dataclasses.replace(settings, recipe=dataclasses.replace(settings.recipe, batch=3))
+    assert fitted(monkeypatch, others, 75, began=began).recipe.micro_batches == 1  # two do not share three rows
+
+
+def test_choices_are_stored_as_the_run_began():
+    settings = Settings.of(FinetuneOptions, **QLORA, remat=16, micro_batches=2)
+    told = dict(remat=16, micro_batches=2)
+    assert memory.choices_to_store(settings, {}) == told
+    assert memory.choices_to_store(settings, {"remat": "dots", "micro_batches": 1}) == dict(
+        remat="dots", micro_batches=1
+    )
+    assert memory.choices_to_store(settings, {"batch": 8}) == {}  # it began before choices were stored
+    fresh = dataclasses.replace(settings, folder=dataclasses.replace(settings.folder, fresh=True))
+    assert memory.choices_to_store(fresh, {"remat": "dots"}) == told
+
+
+def test_a_mixture_whose_routers_have_losses_takes_one_micro_batch(monkeypatch, capsys):
+    mixtral = architecture("mixtral-8x7b-v0.1")
+    for coefficient, cuts in (0.0, 8), (1e-3, 1):
+        config = dataclasses.replace(mixtral.config, router_z_loss_coef=coefficient)
+        model = dataclasses.replace(mixtral, config=config)
+        options = Settings.of(FinetuneOptions, **QLORA, length=4096)
+        found = fitted(monkeypatch, options, 48, model=model)
+        assert (found.recipe.micro_batches > 1) == (cuts > 1), found
 
 
 def test_options_that_are_given_stay(monkeypatch):
@@ -127,12 +172,16 @@ def test_options_that_are_given_stay(monkeypatch):
 def test_a_loss_of_whole_batches_is_never_parted(loss, monkeypatch):
     with pytest.raises(UserError, match="It fits with --remat offload: "):
         fitted(monkeypatch, Settings.of(PairOptions, **QLORA, length=8192, remat="full", loss_type=loss), 16)
+    found = fitted(monkeypatch, Settings.of(PairOptions, **QLORA, length=8192, loss_type=loss), 90)
+    assert isinstance(found.placement.remat, int) and found.recipe.micro_batches == 1
 
 
-def test_processes_whose_hosts_differ_take_the_same_choice(monkeypatch):
-    """Another process has less memory, and takes the fourth choice: 8 micro-batches of one row."""
-    monkeypatch.setattr(memory.processes, "most", lambda number: max(number, 3))
-    assert fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=2048), 75).recipe.micro_batches == 8
+def test_processes_whose_devices_differ_take_the_same_choice(monkeypatch):
+    """Another process has a device of 16 GiB, and decides for both."""
+    settings = Settings.of(FinetuneOptions, **QLORA, length=2048)
+    alone = fitted(monkeypatch, settings, 16)
+    monkeypatch.setattr(memory.processes, "least", lambda size: min(size, 16 * GIB))
+    assert fitted(monkeypatch, settings, 75).placement == alone.placement != fitted(monkeypatch, settings, 15).placement
 
 
 def test_a_host_that_is_too_small_is_named(monkeypatch, capsys):

@@ -551,6 +551,7 @@ def test_a_folder_that_was_begun_with_the_old_call_is_refused(tmp_path, unchecke
         GrpoOptions, model="m", data="d", reward="r:f", group=2, batch=4, micro_batches=1, out=str(tmp_path)
     )
     run = types.SimpleNamespace(settings=settings, source=types.SimpleNamespace(folder=tmp_path))
+    run.devices = types.SimpleNamespace(sizes={})
     old = {name: value for name, value in settings.of_the_run().items() if name != REWARD_CALL}
     Checkpoints(tmp_path / "checkpoints", old | {"steps": 3}).save(2, [jnp.ones(2)], {"steps": [{}, {}]})
     with pytest.raises(UserError, match="rewards were called once for each prompt, .* pass --fresh to"):
