@@ -201,8 +201,8 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
         if wrong := [each for each in weights if not isinstance(each, numbers.Real) or isinstance(each, bool)]:
             raise TypeError(f"reward_weights holds {wrong[0]!r}, and must hold a number for each reward.")
     if weights is not None and len(weights) != len(given):
-        numbers, of = counted(len(weights), "number"), counted(len(given), "reward")
-        raise ValueError(f"reward_weights has {numbers} for {of}. Pass one for each.")
+        given_weights, of = counted(len(weights), "number"), counted(len(given), "reward")
+        raise ValueError(f"reward_weights has {given_weights} for {of}. Pass one for each.")
     texts, functions = [], {}
     for i, reward in enumerate(given):
         if isinstance(reward, str):

@@ -501,6 +501,13 @@ def test_what_cannot_be_is_refused_in_the_words_of_python(options, error, words,
         assert not isinstance(raised.value.__cause__, UserError)  # which would say it twice
 
 
+def test_each_reward_has_a_weight():
+    texts, functions = arguments.rewards_of([short, len], [1, 0.5])
+    assert texts[1].endswith("=0.5") and [*functions.values()] == [short, len]
+    with pytest.raises(ValueError, match="^reward_weights has 1 number for 2 rewards. Pass one for each.$"):
+        arguments.rewards_of([short, len], [1])
+
+
 @pytest.mark.parametrize("given", [-1, "nonsense"], ids=str)
 def test_every_option_is_refused_by_its_name_in_python(given, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
