@@ -123,16 +123,20 @@ def test_a_layer_keeps_what_the_planner_counts(remat):
     assert sum(counted.kept.values()) == kept
 
 
-def test_several_devices_have_the_loss_and_gradients_of_one(devices, rng):
-    """Packed rows, in nf4 with adapters of all projections."""
+@pytest.mark.parametrize("kind", ["dense", pytest.param("nf4", marks=pytest.mark.full)])
+def test_several_devices_have_the_loss_and_gradients_of_one(kind, devices, rng):
+    """Packed rows; in nf4 with adapters of all projections."""
     tokens = jnp.asarray(rng.integers(0, 24, (4, 9)), jnp.int32)
     ids = jnp.asarray(1 + np.cumsum(rng.random((4, 9)) < 0.2, 1), jnp.int32)
     batch, layout = dict(input_ids=tokens, labels=tokens, segment_ids=ids), Layout()
 
     def value_and_gradients(**options):
-        model = lora.add_lora(quantize(made(**options), "nf4", block_size=4), 2, alpha=3, rngs=nnx.Rngs(1))
-        graph, trained, base = lora.trainable(model)
-        trained = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), trained)
+        if kind == "nf4":
+            model = lora.add_lora(quantize(made(**options), kind, block_size=4), 2, alpha=3, rngs=nnx.Rngs(1))
+            graph, trained, base = lora.trainable(model)
+            trained = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), trained)
+        else:
+            graph, trained, base = nnx.split(made(**options), nnx.Param, ...)
         loss = lambda trained, base, batch: nnx.merge(graph, trained, base)(**batch).loss
         return jax.jit(jax.value_and_grad(loss)), trained, base
 
