@@ -30,7 +30,12 @@ def public_names() -> list[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The built site. A link or a name that is not found is a warning, which fails the build."""
+    """The built site. A link or a name that is not found is a warning, which fails the build.
+
+    In `BUILT_SITE` it has been built already, by `make docs` of the same tree.
+    """
+    if built := os.environ.get("BUILT_SITE"):
+        return CHECKOUT / built
     folder = tmp_path_factory.mktemp("site")
     command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder)
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)}
