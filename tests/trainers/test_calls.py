@@ -502,10 +502,10 @@ def test_what_cannot_be_is_refused_in_the_words_of_python(options, error, words,
 
 
 def test_each_reward_has_a_weight():
-    texts, functions = arguments.rewards_of([short, len], [1, 0.5])
+    texts, functions = arguments.rewards_of([short, len], [1.0, 0.5])
     assert texts[1].endswith("=0.5") and [*functions.values()] == [short, len]
     with pytest.raises(ValueError, match="^reward_weights has 1 number for 2 rewards. Pass one for each.$"):
-        arguments.rewards_of([short, len], [1])
+        arguments.rewards_of([short, len], [1.0])
 
 
 @pytest.mark.parametrize("given", [-1, "nonsense"], ids=str)
