@@ -271,6 +271,8 @@ def _unknown(values: Row, column: str, nulls: list[str]) -> str:
             f"{problem} It is a pair of answers: liger-jax dpo trains on such rows, and liger-jax data --loss sigmoid "
             "shows them. To train on one answer alone, name it: --column 'chosen'."
         )
+    if "input_ids" in values:
+        return f"{problem} input_ids are tokens, and a run makes them of texts itself: train on tokens by make_step."
     conversations = [name for name, value in values.items() if _are_messages(value)]
     texts = [name for name, value in values.items() if isinstance(value, str) and value.strip()]
     if len(conversations) == 1:

@@ -15,7 +15,7 @@ from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import digests
 from liger_jax.training.rows import Rows
-from liger_jax.user_errors import UserError
+from liger_jax.user_errors import UserError, counted
 
 _MULTIPLE = 16  # prompts are padded to a multiple of it
 
@@ -47,8 +47,8 @@ class PromptRows:
         """How many there are, in words."""
         sizes = [len(line.tokens) for line in self.lines]
         return (
-            f"data: {len(self.lines):,} prompts of {min(sizes)} to {max(sizes)} tokens; a step has "
-            f"{self.batch // self.group} prompts with {self.group} completions each"
+            f"data: {counted(len(self.lines), 'prompt')} of {min(sizes)} to {max(sizes)} tokens; a step has "
+            f"{counted(self.batch // self.group, 'prompt')} with {counted(self.group, 'completion')} each"
         )
 
     @property

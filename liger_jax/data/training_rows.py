@@ -1,5 +1,6 @@
 """A run's rows from its data: what `liger-jax finetune` trains on, and what `liger-jax data` shows."""
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -268,7 +269,7 @@ def _key(options: RowOptions, encoder: Tokenizer, sources: Sequence[DataSource],
     made += [str(datetime.date.today())] if encoder.tells_the_time else []
     with user_errors():
         size = sum(path.stat().st_size for source in sources for path in source.paths)
-        with telling(f"looking at {disk.size(size)} of data"):
+        with telling(f"looking at {disk.size(size)} of data") if size else contextlib.nullcontext():
             for source in sources:
                 files = {str(path): digests.of_file(path) for path in source.paths}
                 dataset = loaded.get(source.name)  # a dataset without a digest of its content is read anew each time

@@ -126,6 +126,8 @@ def test_answers_with_labels_keep_them_and_kinds_are_not_mixed(source):
          "['id']. 'text' is null, which counts as absent. A row has the fields of one of these formats: messages "
          "(messages); sharegpt (conversations); alpaca (instruction and output); prompt-completion (prompt and "
          "completion); text (text)."),
+        ([{"input_ids": [1, 2]}], {}, ValueError, "data, row 1: there are no messages, and no text in 'text', among "
+         "['input_ids']. input_ids are tokens, and a run makes them of texts itself: train on tokens by make_step."),
         ([{"story": "a b", "id": 3}], {}, ValueError, "data, row 1: there are no messages, and no text in 'text', "
          "among ['id', 'story']. Name the text's field: column='story'."),
         ([], {}, ValueError, "data has no text."),
