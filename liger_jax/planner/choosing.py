@@ -19,9 +19,6 @@ from liger_jax.planner.step import Run
 # as this on one GPU, and as `NEAR` elsewhere.
 SPARE = 0.06
 _OLD = 0.2  # the same before Ampere, where arrays in bfloat16 are computed in float32
-# What "none" must save of the time beside "dots": what it keeps more is attention's result, which pays in long rows,
-# and costs 1 % of a step with rows of 2,048 tokens.
-_PAYS = 0.97
 # What a number of layers must save of the time: a second loop is compiled for it.
 _SECOND_LOOP = 0.02
 # Tokens of a row from which it is faster to fetch attention's result from the host than to recompute it: on an H200 a
@@ -126,7 +123,7 @@ def chosen(
     plain = next((way for way in fitting if way.remat == "full"), None)
     # What fits on the device leaves the host half of its memory.
     half = lambda way: plain is None or host_memory is None or 2 * _on_host(in_steps(way)) <= host_memory
-    best = min(filter(half, fitting), key=lambda way: seconds(way) / (_PAYS if way.remat == "none" else 1))
+    best = min(filter(half, fitting), key=seconds)
     share = None if plain in (None, best) else seconds(best) / seconds(plain)
     is_first = best.micro_batches == least and best.remat in ("dots", "none")
     return Choice(best, _reason(best, plain, share), is_first)
