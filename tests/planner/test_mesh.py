@@ -36,6 +36,12 @@ def test_what_layers_keep_is_split_by_positions_heads_or_width(remat):
     assert repeated > split / 2 if remat != "full" else repeated == split == 0
 
 
+def test_a_tensor_axis_gathers_whole_rows_of_three_arrays():
+    """A sublayer's input and the gradients of its input and result, of eight rows rather than one."""
+    one, gathered = (make_run(**LLAMA | dict(mesh=mesh)).layer.worked_on for mesh in (None, dict(tensor=8)))
+    assert gathered - one == 3 * 7 * 4096 * 4096 * 2
+
+
 def test_logits_are_split_by_the_vocabulary():
     both = [plan(**LLAMA | dict(mesh=mesh)).estimates["logits"].loss_bytes for mesh in (None, dict(tensor=8))]
     hidden = 2 * 2 * 4096 * 4096  # of a row, and its gradient
