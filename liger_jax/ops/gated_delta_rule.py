@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax.ops import _explicit, checks, meshes
 from liger_jax.ops.checks import ArrayLike
-from liger_jax.ops.kernels import Choice, Implementation, Kernels
+from liger_jax.ops.kernels import Choice, Implementation, Kernel, Kernels
 from liger_jax.ops.layout import names, spec_of
 from liger_jax.ops.place import Place, place_of
 from liger_jax.ops.segment_ids import document_numbers, ids_of_rows, is_numbered
@@ -165,12 +165,14 @@ def choose(
 
 
 def _runner(choice: Choice, scale: float, capability: Capability) -> Any:
-    """A function of finite arguments and of the tokens' documents."""
+    """A function of finite arguments and of the tokens' documents, or kernels that mark what they return."""
     if choice.name == "xla":
         return choice.kernel("chunked", scale=scale).run
     forward, backward = (
         choice.kernel(function, scale=scale, capability=capability) for function in ("forward", "backward")
     )
+    if choice.module is triton:
+        return _Marking(forward, backward)
     return functools.partial(_by_kernels, forward, backward)
 
 
@@ -191,40 +193,75 @@ def _kernels_backward(forward, backward, residuals, cotangents):
 _by_kernels.defvjp(_kernels_forward, _kernels_backward)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Marking:
+    """Kernels that add marks, 0 or NaN, to what they return for tokens, and take 0 for what is not finite in the
+    output's gradient: a pass of XLA over each of these arrays would cost a fiftieth of their time.
+    """
+
+    forward: Kernel
+    backward: Kernel
+
+    def results(self, finite, number, is_bad) -> tuple[jax.Array, jax.Array]:
+        """The output and the last state, marked."""
+        is_bad = _so_far(is_bad, number)
+        out, state = self.forward.run(*self.forward.guarded(*finite, number, _mark(is_bad)))
+        return out, _marked_state(state, is_bad[:, -1])
+
+    def gradients(self, finite, number, is_bad, cotangents) -> tuple[jax.Array, ...]:
+        """The gradients by the arrays, marked."""
+        arrays = self.backward.guarded(*finite, number, _mark(is_bad), *cotangents)
+        *gradients, dstate = self.backward.run(*arrays)
+        return *gradients, _marked_state(dstate, is_bad[:, 0])
+
+
+def _mark(is_bad: jax.Array) -> jax.Array:
+    return jnp.where(is_bad, jnp.float32(jnp.nan), 0.0)
+
+
+def _marked_state(state: jax.Array, is_bad: jax.Array) -> jax.Array:
+    return jnp.where(is_bad[..., None, None], jnp.nan, state)
+
+
 # --- NaN stays within its document -------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _guarded(arrays, number, is_wrong, run, has_state):
     """The output and the last state: computed with 0 for values that are not finite, and NaN from these values on."""
-    results = run(jax.tree.map(_finite, arrays), number)
-    return _marked(results, _is_bad(arrays, number, is_wrong, has_state), number)
+    is_bad, finite = _is_bad(arrays, number, is_wrong, has_state), jax.tree.map(_finite, arrays)
+    if isinstance(run, _Marking):
+        return run.results(finite, number, is_bad)
+    return _marked(run(finite, number), is_bad, number)
 
 
 def _guarded_forward(arrays, number, is_wrong, run, has_state):
     arrays, number, is_wrong = jax.tree.map(lambda primal: primal.value, (arrays, number, is_wrong))
-    is_bad = _is_bad(arrays, number, is_wrong, has_state)
-    results, vjp = jax.vjp(lambda finite: run(finite, number), jax.tree.map(_finite, arrays))
+    is_bad, finite = _is_bad(arrays, number, is_wrong, has_state), jax.tree.map(_finite, arrays)
+    if isinstance(run, _Marking):
+        return run.results(finite, number, is_bad), (finite, is_bad, number)
+    results, vjp = jax.vjp(lambda finite: run(finite, number), finite)
     return _marked(results, is_bad, number), (vjp, is_bad, number)
 
 
 def _guarded_backward(run, has_state, residuals, cotangents):
-    vjp, is_bad, number = residuals
+    saved, is_bad, number = residuals
     dout, dlast = cotangents
     if not isinstance(dout, SymbolicZero):
         is_bad |= ~jnp.all(jnp.isfinite(dout), axis=3)
     if not isinstance(dlast, SymbolicZero):
         is_bad |= _is_bad_state(dlast, number == number[:, -1:])
     is_bad = _anywhere(is_bad, number)
-    finite = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else _finite(x) for x in cotangents)
-    ((*gradients, dstate),) = vjp(tuple(finite))
+    dout, dlast = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
+    if isinstance(run, _Marking):
+        return run.gradients(saved, number, is_bad, (dout, _finite(dlast))), None, None
+    ((*gradients, dstate),) = saved((_finite(dout), _finite(dlast)))
 
     def marked(g):
         heads = jnp.any(is_bad.reshape(*is_bad.shape[:2], g.shape[2], -1), axis=3)
         return jnp.where(heads.reshape(*heads.shape, *[1] * (g.ndim - 3)), jnp.nan, g)
 
-    dstate = jnp.where(is_bad[:, 0, :, None, None], jnp.nan, dstate)
-    return (*map(marked, gradients), dstate), None, None
+    return (*map(marked, gradients), _marked_state(dstate, is_bad[:, 0])), None, None
 
 
 # Of constant zeros XLA would compute these checks while it compiles, which takes seconds.
@@ -266,4 +303,4 @@ def _anywhere(is_bad: jax.Array, number: jax.Array) -> jax.Array:
 def _marked(results, is_bad, number) -> tuple[jax.Array, jax.Array]:
     out, state = results
     is_bad = _so_far(is_bad, number)
-    return jnp.where(is_bad[..., None], jnp.nan, out), jnp.where(is_bad[:, -1, :, None, None], jnp.nan, state)
+    return jnp.where(is_bad[..., None], jnp.nan, out), _marked_state(state, is_bad[:, -1])

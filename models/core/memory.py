@@ -160,7 +160,10 @@ class LayerMemory:
         rule = self._rule()
         held = self._bytes(3 * channels + 2 * heads.values) + ARRAYS_OF_CONVOLUTION[rule] * wide
         of_state = heads.key_width * heads.value_width * heads.value_heads // CHUNK
-        if rule != "xla":  # states and their gradients, what launches hand on, and the gradients by each head's q and k
+        if rule == "triton":  # states and their gradients, and what launches hand on
+            handed_on = heads.value_heads * (2 * CHUNK + 3 * heads.value_width)
+            return held + self._bytes(2 * of_state + handed_on)
+        if rule == "mosaic_tpu":  # besides, the gradients by each head's q and k
             handed_on = heads.value_heads * (heads.key_width + CHUNK + 4 * heads.value_width)
             of_keys = 4 * 2 * heads.value_heads * heads.key_width
             return held + self._bytes(2 * of_state + handed_on) + of_keys * tokens

@@ -21,29 +21,28 @@ Typed = jax.Array | jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The warps of a program and the stages of its copies."""
+    """The warps of a program, the stages of its copies, and the columns of a state that it has at a time."""
 
     num_warps: int
     num_stages: int = 1
+    columns: int = 0
 
 
 # What measured best on an H200. A tile of C × 128 in float32 takes 64 of a thread's 255 registers with 4 warps.
 PREPARE = Launch(4)
-OUTPUT = Launch(4)
-GRADIENTS = Launch(4)
-COLUMNS = 64  # of the state at a time
+OUTPUT = Launch(4, 1, 64)
+PAIR_GRADIENTS = Launch(4, 1, 64)
+KEY_GRADIENTS = Launch(4, 1, 64)
 
 TPU_MOST_HEADS = 4  # of values, in a program
 
 
-def scan_columns(depth: int) -> int:
-    """How many columns of a state a program scans: a head of 128 has 4 programs, so that 32 heads fill an H100."""
-    return 32 if depth <= 128 else 16
-
-
-def scan_launch(depth: int, capability: Capability) -> Launch:
-    """Three stages of heads of 128 take 125 KiB of shared memory, which large GPUs have, and are a fifth faster."""
-    return Launch(4, 3 if depth <= 128 and _is_large(capability) else 2)
+def scan_launch(depth: int, capability: Capability, *, is_backward: bool) -> Launch:
+    """A head of 128 has 4 programs, so that 32 heads fill an H100. Large GPUs have the memory for three stages, an A100
+    only forwards.
+    """
+    is_large = _is_large(capability) and not (is_backward and capability == AMPERE)
+    return Launch(4, 3 if depth <= 128 and is_large else 2, 32 if depth <= 128 else 16)
 
 
 def tpu_heads(key_heads: int, heads: int) -> tuple[int, int]:

@@ -1,19 +1,18 @@
-"""The bodies of the Triton kernels of the gated delta rule, for one chunk of C tokens of one value head.
+"""The bodies of the Triton kernels of the gated delta rule, for one chunk of C tokens.
 
-With G the sum of the gates of a chunk up to a token, S the state before the chunk (D, E), and decays of 0 between
-documents:
+With G the sum of the gates of a chunk up to a token, S the state before the chunk (D, E), and a gate of a document's
+first token that erases the state:
 
     decay_ts = exp(G_t − G_s)    kept_t = exp(G_t)    end_s = decay_Cs    L_ts = beta_t decay_ts (k_t · k_s), s < t
-    W = (I + L)⁻¹ (beta kept k)    U = (I + L)⁻¹ (beta v)    u = U − W S    A_ts = scale · decay_ts (q_t · k_s), s ≤ t
-    o = scale · kept (q S) + A u                             S' = kept_C S + (end k)ᵀ u
+    u = (I + L)⁻¹ beta (v − kept k S)                 A_ts = scale · decay_ts (q_t · k_s), s ≤ t
+    o = scale · kept (q S) + A u                      S' = kept_C S + (end k)ᵀ u
 
 and backwards, with dS' the gradient by the state after the chunk:
 
-    du = Aᵀ do + (end k) dS'                                 dS = kept_C dS' + scale · (kept q)ᵀ do − Wᵀ du
+    du = Aᵀ do + (end k) dS'    y = (I + L)⁻ᵀ du      dS = kept_C dS' + scale · (kept q)ᵀ do − (beta kept k)ᵀ y
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -21,20 +20,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels.gated_delta_rule.config import CHUNK
-from liger_jax.pallas_kernels.tiles import with_absent
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """The dtype to which operands of products are rounded, and the algorithms of products of float32 operands."""
+    """The dtype to which operands of products are rounded, and the algorithm of the products."""
 
     dtype: Any  # bfloat16 or float32
-    of_products: Any = None  # of operands in `dtype`
-    of_inverse: Any = None  # of the triangular inverse, whose operands are float32
+    of_inverse: Any  # the dtype for the triangular inverse: float16 or float32
+    precision: Any = None
 
     def product(self, a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
         """The float32 product of two tiles over one axis of each."""
-        return _dot(a.astype(self.dtype), b.astype(self.dtype), contracted, self.of_products)
+        return _dot(a.astype(self.dtype), b.astype(self.dtype), contracted, self.precision)
+
+    def fine_product(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The float32 product of two tiles for the triangular inverse."""
+        return _dot(a.astype(self.of_inverse), b.astype(self.of_inverse), (1, 0), self.precision)
 
 
 def _dot(a, b, contracted, precision):
@@ -47,68 +49,54 @@ def _rows_and_columns():
     return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0), jax.lax.broadcasted_iota(jnp.int32, (1, CHUNK), 1)
 
 
-def _exact_sums(chosen: jax.Array, x: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """chosen · x in float32, for booleans `chosen`: x is the sum of three numbers in bfloat16, to its last bit."""
-    chosen, total = chosen.astype(jnp.bfloat16), 0.0
-    for _ in range(3):
-        rounded = x.astype(jnp.bfloat16)
-        total += _dot(chosen, rounded, contracted, None)
-        x = x - rounded.astype(jnp.float32)
-    return jnp.asarray(total)
-
-
-def _unit_inverse(lower: jax.Array, precision: Any) -> jax.Array:
+def _unit_inverse(lower: jax.Array, product: Any) -> jax.Array:
     """(I + L)⁻¹ of strictly lower triangular L (C, C), from blocks that double, as in xla.py."""
     rows, columns = _rows_and_columns()
-
-    def corner(block):
-        row, column = rows // block, columns // block
-        return jnp.where((row == column + 1) & (row % 2 == 1), lower, 0.0)
-
-    inverse, block = jnp.where(rows == columns, 1.0, -corner(1)), 2
+    apart = rows ^ columns
+    # A pair of blocks has L's entries in its lower rows and left columns.
+    corner = lambda block: jnp.where((apart >= block) & (apart < 2 * block), lower, jnp.zeros((), lower.dtype))
+    inverse, block = jnp.where(rows == columns, 1.0, -corner(1).astype(jnp.float32)), 2
     while block < CHUNK:
-        inverse -= _dot(_dot(inverse, corner(block), (1, 0), precision), inverse, (1, 0), precision)
+        inverse -= product(product(inverse, corner(block)), inverse)
         block *= 2
     return inverse
 
 
 class _Chunk:
-    """A chunk of one value head, and how its arrays are read. Arrays (B, T, heads, …) are the op's, and arrays
+    """A chunk of one head, and how its arrays are read. Arrays (B, T, heads, …) are the op's, and arrays
     (B, H, T, …) the kernels' own.
     """
 
-    def __init__(self, batch: Any, head: Any, number: Any, group: int):
-        self.batch, self.head, self.number = batch, head, number
-        self.key_head = jax.lax.div(head, group)
+    def __init__(self, batch: Any, head: Any, number: Any, key_head: Any):
+        self.batch, self.head, self.number, self.key_head = batch, head, number, key_head
         self.rows = pl.ds(number * CHUNK, CHUNK)
 
     @classmethod
-    def of_program(cls, heads: int, chunks: int, group: int) -> "_Chunk":
-        """Programs of the heads that share a key follow each other, so that they find it in the cache."""
+    def of_program(cls, key_heads: int, chunks: int) -> "_Chunk":
+        """The chunk of a head of keys; programs of the heads of a chunk follow each other."""
         number = pl.program_id(0)
-        of_row = jax.lax.div(number, heads)
+        of_row = jax.lax.div(number, key_heads)
         batch, chunk = jax.lax.div(of_row, chunks), jax.lax.rem(of_row, chunks)
-        return cls(batch, jax.lax.rem(number, heads), chunk, group)
+        return cls(batch, None, chunk, jax.lax.rem(number, key_heads))
+
+    def of_head(self, head: Any) -> "_Chunk":
+        """The same chunk of a head of values."""
+        return _Chunk(self.batch, head, self.number, self.key_head)
 
     def of_key(self, ref):
         """(C, D) of an array (B, T, K, D)."""
         return ref[self.batch, self.rows, self.key_head, :]
 
-    def of_value(self, ref):
-        """(C, E) of an array (B, T, H, E), or (C,) of an array (B, T, H) in float32."""
-        if len(ref.shape) == 3:
-            return ref[self.batch, self.rows, self.head].astype(jnp.float32)
-        return ref[self.batch, self.rows, self.head, :]
+    def store_of_key(self, ref, value):
+        """Writes rows of an array (B, T, K, D)."""
+        ref[self.batch, self.rows, self.key_head, :] = value.astype(ref.dtype)
 
-    def store(self, ref, value):
-        """Writes rows of an array (B, T, H, …)."""
-        if len(ref.shape) == 3:
-            ref[self.batch, self.rows, self.head] = value.astype(ref.dtype)
-        else:
-            ref[self.batch, self.rows, self.head, :] = value.astype(ref.dtype)
+    def mark(self, ref):
+        """(C,) of an array (B, T, H)."""
+        return ref[self.batch, self.rows, self.head]
 
     def own(self, ref):
-        """Rows of an array (B, H, T, …)."""
+        """(C,) of an array (B, H, T), or (C, …) of an array (B, H, T, …)."""
         if len(ref.shape) == 3:
             return ref[self.batch, self.head, self.rows]
         return ref[self.batch, self.head, self.rows, :]
@@ -120,238 +108,289 @@ class _Chunk:
         else:
             ref[self.batch, self.head, self.rows, :] = value.astype(ref.dtype)
 
-    def state(self, ref):
-        """(D, E) of an array (B, H, N, D, E)."""
-        return ref[self.batch, self.head, self.number, :, :]
-
-    def columns(self, ref, i, size, *, is_own: bool = True):
-        """The i-th `size` columns of an array (B, H, T, E), (B, H, N, D, E) or, not the kernels' own, (B, T, H, E)."""
-        own = pl.ds(i * size, size)
+    def columns(self, ref, own, *, is_own: bool = True):
+        """Columns of an array (B, H, T, E), (B, H, N, D, E) or, not the kernels' own, (B, T, H, E)."""
         if len(ref.shape) == 5:
             return ref[self.batch, self.head, self.number, :, own]
         return ref[self.batch, self.head, self.rows, own] if is_own else ref[self.batch, self.rows, self.head, own]
 
-    def documents(self, ref):
-        """The documents of the tokens, (C,), and the one of the state before them."""
-        first = self.number * CHUNK
-        before = jnp.where(self.number == 0, 0, ref[self.batch, jnp.maximum(first - 1, 0)])
-        return ref[self.batch, self.rows], before
+    def store_columns(self, ref, own, value, *, is_own: bool = True):
+        """Writes columns, as `columns` reads them."""
+        if len(ref.shape) == 5:
+            ref[self.batch, self.head, self.number, :, own] = value.astype(ref.dtype)
+        elif is_own:
+            ref[self.batch, self.head, self.rows, own] = value.astype(ref.dtype)
+        else:
+            ref[self.batch, self.rows, self.head, own] = value.astype(ref.dtype)
+
+    def decay(self, high_ref, low_ref):
+        """exp(G_t − G_s) for s ≤ t, else 0."""
+        return _decay(self.own(high_ref), self.own(low_ref))
+
+    def last(self, ref):
+        """The last of the chunk, of an array (B, H, T)."""
+        return ref[self.batch, self.head, self.number * CHUNK + CHUNK - 1]
 
 
-def _decay(gate: jax.Array, document: jax.Array) -> jax.Array:
-    """exp(G_t − G_s) for s ≤ t of one document, else 0. Each exponent is a sum of gates by itself, exact however far
-    the gates reach.
-    """
+def _decay(high: jax.Array, low: jax.Array) -> jax.Array:
+    """exp(G_t − G_s) for s ≤ t, else 0, of G as the sum of two numbers; the differences of `high` are exact."""
     rows, columns = _rows_and_columns()
-    steps = jnp.where(rows > columns, gate[:, None], 0.0)  # [u, s]: the gate of u for what s wrote
-    sums = _exact_sums(columns <= rows, steps, (1, 0))
-    return jnp.where((document[:, None] == document[None, :]) & (columns <= rows), jnp.exp(sums), 0.0)
+    apart = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return jnp.where(columns <= rows, jnp.exp(apart), 0.0)
 
 
-def _kept_and_end(gate: jax.Array, document: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a token sees of the state before the chunk, and what the state after it has of a token's write; (C,)."""
+def _finite(x):
+    """Of the output's gradient, whose other entries count as 0."""
+    return jnp.where(jnp.abs(x) < jnp.inf, x, 0.0)
+
+
+def _heads(chunk: _Chunk, group: int, body: Any, start: Any = None) -> Any:
+    """A loop over the heads of values of a head of keys: `body(chunk of a head, carry)`."""
+    step = lambda g, carry: body(chunk.of_head(chunk.key_head * group + g), carry)
+    return step(0, start) if group == 1 else jax.lax.fori_loop(0, group, step, start)
+
+
+def _by_columns(width: int, columns: int, body: Any, start: Any = None) -> Any:
+    """A loop over `columns` of E at a time: `body(columns, carry)`."""
+    if width == columns:
+        return body(pl.ds(0, columns), start)
+    return jax.lax.fori_loop(0, width // columns, lambda i, carry: body(pl.ds(i * columns, columns), carry), start)
+
+
+def prepare(
+    k_ref, gate_ref, beta_ref, inverse_ref, high_ref, low_ref, kept_ref, end_ref, *, group, heads, chunks, arithmetic
+):  # fmt: skip
+    """(I + L)⁻¹, G as the sum of two numbers, kept and end."""
+    chunk = _Chunk.of_program(heads, chunks)
+    chunk = _Chunk(chunk.batch, chunk.key_head, chunk.number, jax.lax.div(chunk.key_head, group))
+    gate = chunk.own(gate_ref)
+    # Sums of 64 multiples of 1/1024 up to 128 are exact, and so are their differences.
+    coarse = jnp.floor(gate * 1024 + 0.5) * (1 / 1024)
+    high, low = jnp.cumsum(coarse), jnp.cumsum(gate - coarse)
+    chunk.store_own(high_ref, high)
+    chunk.store_own(low_ref, low)
+    chunk.store_own(kept_ref, jnp.exp(high + low))
+    chunk.store_own(end_ref, jnp.exp((jnp.sum(coarse) - high) + (jnp.sum(gate - coarse) - low)))
+    keys = arithmetic.product(chunk.of_key(k_ref), chunk.of_key(k_ref), (1, 1))
     rows, columns = _rows_and_columns()
-    until = jnp.sum(jnp.where(columns <= rows, gate[None, :], 0.0), axis=1)
-    after = jnp.sum(jnp.where(columns > rows, gate[None, :], 0.0), axis=1)
-    last = jnp.max(document)  # documents are counted
-    return jnp.where(document == before, jnp.exp(until), 0.0), jnp.where(document == last, jnp.exp(after), 0.0)
+    system = jnp.where(rows > columns, chunk.own(beta_ref)[:, None] * _decay(high, low) * keys, 0.0)
+    system = system.astype(arithmetic.of_inverse)
+    chunk.store_own(inverse_ref, _unit_inverse(system, arithmetic.fine_product))
 
 
-def _system(keys: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
-    rows, columns = _rows_and_columns()
-    return jnp.where(rows > columns, beta[:, None] * decay * keys, 0.0)
-
-
-def prepare(*refs, group, heads, chunks, arithmetic, scale, is_backward):
-    """W and U, and kept and end; for the backward (I + L)⁻¹ and Aᵀ do, too."""
-    chunk = _Chunk.of_program(heads, chunks, group)
-    present = [is_backward] * 2 + [True] * 9 + [is_backward] * 2
-    q_ref, do_ref, k_ref, v_ref, gate_ref, beta_ref, document_ref, *out = with_absent(refs, present)
-    w_ref, u_ref, kept_ref, end_ref, inverse_ref, local_ref = out
-    k, v = chunk.of_key(k_ref), chunk.of_value(v_ref)
-    gate, beta = chunk.of_value(gate_ref), chunk.of_value(beta_ref)
-    document, before = chunk.documents(document_ref)
-    decay = _decay(gate, document)
-    kept, end = _kept_and_end(gate, document, before)
-    chunk.store_own(kept_ref, kept)
-    chunk.store_own(end_ref, end)
-    if is_backward:
-        seen = scale * decay * arithmetic.product(chunk.of_key(q_ref), k, (1, 1))
-        chunk.store_own(local_ref, arithmetic.product(seen, chunk.of_value(do_ref), (0, 0)))
-    inverse = _unit_inverse(_system(arithmetic.product(k, k, (1, 1)), beta, decay), arithmetic.of_inverse)
-    if is_backward:
-        chunk.store_own(inverse_ref, inverse)
-    chunk.store_own(w_ref, arithmetic.product(inverse, (beta * kept)[:, None] * k.astype(jnp.float32), (1, 0)))
-    chunk.store_own(u_ref, arithmetic.product(inverse, beta[:, None] * v.astype(jnp.float32), (1, 0)))
-
-
-def _columns(state_ref, columns: int) -> tuple[Any, Any, Any]:
-    """The row, the head and the columns of a state (B, H, D, E) that a program has."""
+def _columns(state_ref, columns: int, group: int) -> tuple[Any, Any]:
+    """The chunk number 0 of the row and the head of a program, and its columns of a state (B, H, D, E)."""
     _, heads, _, width = state_ref.shape
     of_head, first = jax.lax.div(pl.program_id(0), width // columns), jax.lax.rem(pl.program_id(0), width // columns)
-    return jax.lax.div(of_head, heads), jax.lax.rem(of_head, heads), pl.ds(first * columns, columns)
+    batch, head = jax.lax.div(of_head, heads), jax.lax.rem(of_head, heads)
+    return (batch, head, jax.lax.div(head, group)), pl.ds(first * columns, columns)
 
 
 def scan_states(
-    k_ref, w_ref, u_ref, kept_ref, end_ref, state_ref, states_ref, writes_ref, last_ref, *, group, chunks, columns,
-    arithmetic
+    k_ref, v_ref, inverse_ref, beta_ref, kept_ref, end_ref, state_ref, states_ref, writes_ref, last_ref, *, group,
+    chunks, columns, arithmetic
 ):  # fmt: skip
     """Chunk by chunk, the state before each, and the writes u; for `columns` of the state."""
-    batch, head, own = _columns(state_ref, columns)
+    (batch, head, key_head), own = _columns(state_ref, columns, group)
+    product = arithmetic.product
 
     def step(n, state):
-        chunk = _Chunk(batch, head, n, group)
-        states_ref[batch, head, n, :, own] = state.astype(states_ref.dtype)
-        w, u = chunk.own(w_ref), u_ref[batch, head, chunk.rows, own]
-        writes = (u.astype(jnp.float32) - arithmetic.product(w, state, (1, 0))).astype(writes_ref.dtype)
-        writes_ref[batch, head, chunk.rows, own] = writes
+        chunk = _Chunk(batch, head, n, key_head)
+        chunk.store_columns(states_ref, own, state)
+        read = chunk.own(kept_ref)[:, None] * product(chunk.of_key(k_ref), state, (1, 0))
+        v = chunk.columns(v_ref, own, is_own=False).astype(jnp.float32)
+        writes = product(chunk.own(inverse_ref), chunk.own(beta_ref)[:, None] * (v - read), (1, 0))
+        writes = writes.astype(writes_ref.dtype)
+        chunk.store_columns(writes_ref, own, writes)
         left = chunk.own(end_ref)[:, None] * writes.astype(jnp.float32)
-        kept = kept_ref[batch, head, n * CHUNK + CHUNK - 1]
-        return kept * state + arithmetic.product(chunk.of_key(k_ref), left, (0, 0))
+        return chunk.last(kept_ref) * state + product(chunk.of_key(k_ref), left, (0, 0))
 
-    state = jax.lax.fori_loop(0, chunks, step, state_ref[batch, head, :, own])
-    last_ref[batch, head, :, own] = state
+    last_ref[batch, head, :, own] = jax.lax.fori_loop(0, chunks, step, state_ref[batch, head, :, own])
 
 
 def output(
-    q_ref, k_ref, gate_ref, document_ref, states_ref, writes_ref, kept_ref, out_ref, *, group, heads, chunks, columns,
-    arithmetic, scale
+    q_ref, k_ref, high_ref, low_ref, kept_ref, mark_ref, states_ref, writes_ref, out_ref, *, group, key_heads, chunks,
+    columns, arithmetic, scale
 ):  # fmt: skip
     """o of a chunk, `columns` of E at a time."""
-    chunk = _Chunk.of_program(heads, chunks, group)
-    decay = _decay(chunk.of_value(gate_ref), chunk.documents(document_ref)[0])
-    seen = scale * decay * arithmetic.product(chunk.of_key(q_ref), chunk.of_key(k_ref), (1, 1))
-    seen, kept = seen.astype(arithmetic.dtype), scale * chunk.own(kept_ref)
+    chunk = _Chunk.of_program(key_heads, chunks)
+    product = arithmetic.product
+    pairs = scale * product(chunk.of_key(q_ref), chunk.of_key(k_ref), (1, 1))
 
-    def step(i, _):
-        state, writes = (chunk.columns(ref, i, columns) for ref in (states_ref, writes_ref))
-        out = kept[:, None] * arithmetic.product(chunk.of_key(q_ref), state, (1, 0))
-        out += arithmetic.product(seen, writes, (1, 0))
-        out_ref[chunk.batch, chunk.rows, chunk.head, pl.ds(i * columns, columns)] = out.astype(out_ref.dtype)
+    def of_head(chunk, _):
+        seen = (chunk.decay(high_ref, low_ref) * pairs).astype(arithmetic.dtype)
+        kept, mark = scale * chunk.own(kept_ref), chunk.mark(mark_ref)
 
-    jax.lax.fori_loop(0, out_ref.shape[3] // columns, step, None)
+        def of_columns(own, _):
+            out = kept[:, None] * product(chunk.of_key(q_ref), chunk.columns(states_ref, own), (1, 0))
+            out += product(seen, chunk.columns(writes_ref, own), (1, 0))
+            chunk.store_columns(out_ref, own, out + mark[:, None], is_own=False)
+
+        _by_columns(out_ref.shape[3], columns, of_columns)
+
+    _heads(chunk, group, of_head)
+
+
+def local_gradients(
+    q_ref, k_ref, high_ref, low_ref, do_ref, local_ref, *, group, key_heads, chunks, columns, arithmetic, scale
+):  # fmt: skip
+    """Aᵀ do."""
+    chunk = _Chunk.of_program(key_heads, chunks)
+    product = arithmetic.product
+    pairs = scale * product(chunk.of_key(q_ref), chunk.of_key(k_ref), (1, 1))
+
+    def of_head(chunk, _):
+        seen = (chunk.decay(high_ref, low_ref) * pairs).astype(arithmetic.dtype)
+
+        def of_columns(own, _):
+            do = _finite(chunk.columns(do_ref, own, is_own=False))
+            chunk.store_columns(local_ref, own, product(seen, do, (0, 0)))
+
+        _by_columns(do_ref.shape[3], columns, of_columns)
+
+    _heads(chunk, group, of_head)
 
 
 def scan_gradients(
-    q_ref, k_ref, w_ref, do_ref, local_ref, kept_ref, end_ref, dlast_ref, dstates_ref, dwrites_ref, dstate_ref, *,
-    group, chunks, columns, arithmetic, scale
+    q_ref, k_ref, inverse_ref, do_ref, local_ref, beta_ref, kept_ref, end_ref, dlast_ref, dstates_ref, dy_ref,
+    dstate_ref, *, group, chunks, columns, arithmetic, scale
 ):  # fmt: skip
-    """From the last chunk to the first, the gradient by the state after each, and du; for `columns` of the state."""
-    batch, head, own = _columns(dstate_ref, columns)
+    """From the last chunk to the first, the gradient by the state after each, and y; for `columns` of the state."""
+    (batch, head, key_head), own = _columns(dstate_ref, columns, group)
+    product = arithmetic.product
 
     def step(i, dstate):
-        n = chunks - 1 - i
-        chunk = _Chunk(batch, head, n, group)
-        dstates_ref[batch, head, n, :, own] = dstate.astype(dstates_ref.dtype)
-        local = local_ref[batch, head, chunk.rows, own].astype(jnp.float32)
-        dwrites = local + chunk.own(end_ref)[:, None] * arithmetic.product(chunk.of_key(k_ref), dstate, (1, 0))
-        dwrites = dwrites.astype(dwrites_ref.dtype)
-        dwrites_ref[batch, head, chunk.rows, own] = dwrites
-        do = (scale * chunk.own(kept_ref))[:, None] * do_ref[batch, chunk.rows, head, own].astype(jnp.float32)
-        through = arithmetic.product(chunk.of_key(q_ref), do, (0, 0))
-        through -= arithmetic.product(chunk.own(w_ref), dwrites, (0, 0))
-        return kept_ref[batch, head, n * CHUNK + CHUNK - 1] * dstate + through
+        chunk = _Chunk(batch, head, chunks - 1 - i, key_head)
+        chunk.store_columns(dstates_ref, own, dstate)
+        dwrites = chunk.own(end_ref)[:, None] * product(chunk.of_key(k_ref), dstate, (1, 0))
+        dwrites += chunk.columns(local_ref, own).astype(jnp.float32)
+        dy = product(chunk.own(inverse_ref), dwrites, (0, 0)).astype(dy_ref.dtype)
+        chunk.store_columns(dy_ref, own, dy)
+        kept = chunk.own(kept_ref)
+        do = (scale * kept)[:, None] * _finite(chunk.columns(do_ref, own, is_own=False).astype(jnp.float32))
+        dread = (-chunk.own(beta_ref) * kept)[:, None] * dy.astype(jnp.float32)
+        dstate = chunk.last(kept_ref) * dstate + product(chunk.of_key(q_ref), do, (0, 0))
+        return dstate + product(chunk.of_key(k_ref), dread, (0, 0))
 
     dstate_ref[batch, head, :, own] = jax.lax.fori_loop(0, chunks, step, dlast_ref[batch, head, :, own])
 
 
-def output_gradients(
-    q_ref, k_ref, gate_ref, document_ref, do_ref, states_ref, writes_ref, dstates_ref, kept_ref, end_ref, dq_ref,
-    dk_ref, dgate_ref, *, group, heads, chunks, columns, arithmetic, scale
+def _gate_gradient(dsums: jax.Array) -> jax.Array:
+    """The gate of a token is in the sums G of all after it."""
+    return jnp.sum(dsums) - jnp.cumsum(dsums) + dsums
+
+
+def _row_sums(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The dot product of each row of two tiles."""
+    return jnp.sum(a.astype(jnp.float32) * b, axis=1)
+
+
+def pair_gradients(
+    q_ref, k_ref, v_ref, high_ref, low_ref, beta_ref, mark_ref, do_ref, writes_ref, dy_ref, dv_ref, dseen_ref,
+    dsystem_ref, dgate_ref, dbeta_ref, *, group, key_heads, chunks, columns, arithmetic, scale
 ):  # fmt: skip
-    """dq, and dk and dgate as far as a chunk's output and the state after it go, from `columns` of E at a time.
-
-    In one loop the sums of dq and dk, and what they need, are too much for the registers of a thread.
-    """
-    chunk = _Chunk.of_program(heads, chunks, group)
-    product = arithmetic.product
-    steps = do_ref.shape[3] // columns
-    kept, end = chunk.own(kept_ref), chunk.own(end_ref)
-
-    def of_output(i, sums):
-        dseen, dq = sums
-        do = chunk.columns(do_ref, i, columns, is_own=False)
-        dseen += product(do, chunk.columns(writes_ref, i, columns), (1, 1))
-        return dseen, dq + product(do, chunk.columns(states_ref, i, columns), (1, 1))
-
-    square, of_keys, numbers = _zeros(k_ref)
-    dseen, dq = jax.lax.fori_loop(0, steps, of_output, (square, of_keys))
-    q, k = chunk.of_key(q_ref), chunk.of_key(k_ref)
-    dq = (scale * kept)[:, None] * dq
-    dkept = jnp.sum(q.astype(jnp.float32) * dq, axis=1)
-    # A = scale decay (q kᵀ).
-    dseen = scale * _decay(chunk.of_value(gate_ref), chunk.documents(document_ref)[0]) * dseen
-    chunk.store(dq_ref, dq + product(dseen, k, (1, 0)))
-    dgate = _gate_gradient(dseen * product(q, k, (1, 1)), dkept)
-
-    def of_state(i, sums):
-        dk, dend, last = sums
-        writes, state, dstate = (chunk.columns(ref, i, columns) for ref in (writes_ref, states_ref, dstates_ref))
-        left = end[:, None] * writes.astype(jnp.float32)
-        dk += product(left, dstate, (1, 1))
-        dend += jnp.sum(left * product(chunk.of_key(k_ref), dstate, (1, 0)), axis=1)
-        last += jnp.sum(jnp.sum(dstate.astype(jnp.float32) * state.astype(jnp.float32), axis=1), axis=0)
-        return dk, dend, last
-
-    start = product(dseen, q, (0, 0)), numbers, jnp.float32(0)
-    dk, dend, last = jax.lax.fori_loop(0, steps, of_state, start)
-    chunk.store(dk_ref, dk)
-    # What is left of a step's writing by the end of the chunk decays by the gates after it, and the state by all gates.
+    """dv, the gradients by q kᵀ and k kᵀ, of all heads of a key's, and what these add to dgate and dbeta."""
+    chunk = _Chunk.of_program(key_heads, chunks)
+    product, width = arithmetic.product, v_ref.shape[3]
     rows, others = _rows_and_columns()
-    dgate += jnp.sum(jnp.where(others < rows, dend[None, :], 0.0), axis=1)
-    dgate += jnp.sum(jnp.where(jax.lax.iota(jnp.int32, CHUNK) == CHUNK - 1, kept, 0.0)) * last
-    chunk.store(dgate_ref, dgate)
+    square = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+
+    def of_head(chunk, sums):
+        of_queries, of_keys = sums
+        beta, mark = chunk.own(beta_ref), chunk.mark(mark_ref)
+
+        def of_columns(own, sums):
+            dseen, dsystem, dbeta = sums
+            writes, dy = chunk.columns(writes_ref, own), chunk.columns(dy_ref, own)
+            dseen += product(_finite(chunk.columns(do_ref, own, is_own=False)), writes, (1, 1))
+            dsystem += product(dy, writes, (1, 1))
+            dy = dy.astype(jnp.float32)
+            chunk.store_columns(dv_ref, own, beta[:, None] * dy + mark[:, None], is_own=False)
+            v = chunk.columns(v_ref, own, is_own=False).astype(jnp.float32)
+            return dseen, dsystem, dbeta + _row_sums(dy, v)
+
+        start = square, square, jnp.zeros(CHUNK, jnp.float32)
+        dseen, dsystem, dbeta = _by_columns(width, columns, of_columns, start)
+        decay = chunk.decay(high_ref, low_ref)
+        dseen *= scale * decay
+        dsums = dseen * product(chunk.of_key(q_ref), chunk.of_key(k_ref), (1, 1))  # the gradient by G_t − G_s
+        # u is the solution of the system, so that the gradient by L is −y uᵀ.
+        dsystem = jnp.where(rows > others, -dsystem * decay, 0.0)
+        of_beta = dsystem * product(chunk.of_key(k_ref), chunk.of_key(k_ref), (1, 1))
+        chunk.store_own(dbeta_ref, dbeta + jnp.sum(of_beta, axis=1))
+        dsums += beta[:, None] * of_beta
+        chunk.store_own(dgate_ref, _gate_gradient(jnp.sum(dsums, axis=1) - jnp.sum(dsums, axis=0)))
+        return of_queries + dseen, of_keys + beta[:, None] * dsystem
+
+    of_queries, of_keys = _heads(chunk, group, of_head, (square, square))
+    chunk = chunk.of_head(chunk.key_head)
+    chunk.store_own(dseen_ref, of_queries)
+    chunk.store_own(dsystem_ref, of_keys)
 
 
-def system_gradients(
-    k_ref, v_ref, gate_ref, beta_ref, document_ref, inverse_ref, states_ref, writes_ref, dwrites_ref, kept_ref, dk_ref,
-    dgate_ref, all_dk_ref, dv_ref, all_dgate_ref, dbeta_ref, *, group, heads, chunks, columns, arithmetic
+def key_gradients(
+    q_ref, k_ref, beta_ref, kept_ref, end_ref, mark_ref, do_ref, states_ref, writes_ref, dstates_ref, dy_ref, dseen_ref,
+    dsystem_ref, dq_ref, dk_ref, of_read_ref, of_states_ref, dbeta_ref, *, group, key_heads, chunks, columns,
+    arithmetic, scale
 ):  # fmt: skip
-    """dv, dbeta, and what a chunk's system adds to dk and dgate, from `columns` of E at a time.
+    """dq and dk, of all heads of a key's, and what the states add to dgate, in two parts, and to dbeta.
 
-    y = beta (v − kept k S) is the system's right side: u = (I + L)⁻¹ y, dy = (I + L)⁻ᵀ du and dL = −dy uᵀ.
+    What a head adds comes in loops of its own, so that the sums of each fit into the registers.
     """
-    chunk = _Chunk.of_program(heads, chunks, group)
-    product = arithmetic.product
-    beta, kept = chunk.of_value(beta_ref), chunk.own(kept_ref)
+    chunk = of_key = _Chunk.of_program(key_heads, chunks)
+    product, width = arithmetic.product, do_ref.shape[3]
+    start = jnp.zeros((CHUNK, k_ref.shape[3]), jnp.float32)
 
-    def step(i, sums):
-        dsystem, dk, dbeta, dkept = sums
-        writes, dwrites, state = (chunk.columns(ref, i, columns) for ref in (writes_ref, dwrites_ref, states_ref))
-        dy = product(chunk.own(inverse_ref), dwrites, (0, 0))
-        read = kept[:, None] * product(chunk.of_key(k_ref), state, (1, 0))
-        v = chunk.columns(v_ref, i, columns, is_own=False).astype(jnp.float32)
-        dbeta += jnp.sum(dy * (v - read), axis=1)
-        dsystem -= product(dy, writes, (1, 1))
-        dv = beta[:, None] * dy
-        dv_ref[chunk.batch, chunk.rows, chunk.head, pl.ds(i * columns, columns)] = dv.astype(dv_ref.dtype)
-        dkept -= jnp.sum(dv * read, axis=1)
-        dk -= product(kept[:, None] * dv, state, (1, 1))
-        return dsystem, dk, dbeta, dkept
+    def of_read(chunk, sums):
+        """do Sᵀ."""
+        dq, before, mark = sums
+        kept = scale * chunk.own(kept_ref)
 
-    square, of_keys, numbers = _zeros(k_ref)
-    start = square, of_keys, numbers, numbers
-    dsystem, dk, dbeta, dkept = jax.lax.fori_loop(0, v_ref.shape[3] // columns, step, start)
-    # L = beta decay (k kᵀ).
-    rows, columns = _rows_and_columns()
-    k, decay = chunk.of_key(k_ref), _decay(chunk.of_value(gate_ref), chunk.documents(document_ref)[0])
-    dsystem = jnp.where(rows > columns, dsystem, 0.0) * decay
-    dsums = dsystem * product(k, k, (1, 1))  # the gradient by each exponent G_t − G_s
-    chunk.store(dbeta_ref, dbeta + jnp.sum(dsums, axis=1))
-    dsystem = beta[:, None] * dsystem
-    dk += product(dsystem, k, (1, 0)) + product(dsystem, k, (0, 0))
-    chunk.store(all_dk_ref, chunk.of_value(dk_ref).astype(jnp.float32) + dk)
-    chunk.store(all_dgate_ref, chunk.of_value(dgate_ref) + _gate_gradient(beta[:, None] * dsums, dkept))
+        def of_columns(own, dq):
+            do = kept[:, None] * _finite(chunk.columns(do_ref, own, is_own=False).astype(jnp.float32))
+            return dq + product(do, chunk.columns(states_ref, own), (1, 1))
 
+        dq = _by_columns(width, columns, of_columns, dq)
+        total = _row_sums(chunk.of_key(q_ref), dq)
+        chunk.store_own(of_read_ref, _gate_gradient(total - before))
+        return dq, total, mark + chunk.mark(mark_ref)
 
-def _zeros(k_ref: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(C, C), (C, D) and (C,) in float32."""
-    of = functools.partial(jnp.zeros, dtype=jnp.float32)
-    return of((CHUNK, CHUNK)), of((CHUNK, k_ref.shape[3])), of((CHUNK,))
+    no_number = jnp.zeros(CHUNK, jnp.float32)
+    dq, _, mark = _heads(chunk, group, of_read, (start, no_number, no_number))
+    of_key = chunk.of_head(chunk.key_head)
+    dq += product(of_key.own(dseen_ref), chunk.of_key(k_ref), (1, 0))
+    chunk.store_of_key(dq_ref, dq + mark[:, None])
 
+    def of_states(chunk, dk):
+        """y Sᵀ and u dS'ᵀ."""
+        beta, kept, end = chunk.own(beta_ref), chunk.own(kept_ref), chunk.own(end_ref)
 
-def _gate_gradient(dsums: jax.Array, dkept: jax.Array) -> jax.Array:
-    """The gate of u is in the exponents G_t − G_s for s < u ≤ t, and in G_t for u ≤ t. `dkept`: times kept."""
-    rows, columns = _rows_and_columns()
-    through = jnp.where(columns < rows, _exact_sums(columns <= rows, dsums, (0, 0)), 0.0)
-    return jnp.sum(through, axis=1) + jnp.sum(jnp.where(rows <= columns, dkept[None, :], 0.0), axis=1)
+        def of_system(own, dread):
+            return dread + product(chunk.columns(dy_ref, own), chunk.columns(states_ref, own), (1, 1))
+
+        dread = -kept[:, None] * _by_columns(width, columns, of_system, start)
+        dbeta = _row_sums(chunk.of_key(k_ref), dread)
+        chunk.store_own(dbeta_ref, dbeta)
+        dk += beta[:, None] * dread
+
+        def of_left(own, dleft):
+            return dleft + product(chunk.columns(writes_ref, own), chunk.columns(dstates_ref, own), (1, 1))
+
+        dleft = end[:, None] * _by_columns(width, columns, of_left, start)
+        dend = _row_sums(chunk.of_key(k_ref), dleft)
+        dk += dleft
+
+        def of_kept(own, dkept):
+            states, dstates = (chunk.columns(ref, own).astype(jnp.float32) for ref in (states_ref, dstates_ref))
+            return dkept + jnp.sum(_row_sums(states, dstates))
+
+        of_last = jnp.sum(dend) + chunk.last(kept_ref) * _by_columns(width, columns, of_kept, jnp.float32(0))
+        of_last = jnp.where(jax.lax.iota(jnp.int32, CHUNK) == CHUNK - 1, of_last, 0.0)
+        chunk.store_own(of_states_ref, _gate_gradient(of_last - dend + beta * dbeta))
+        return dk
+
+    dk = _heads(chunk, group, of_states, start)
+    dk += product(of_key.own(dseen_ref), chunk.of_key(q_ref), (0, 0))
+    dsystem = of_key.own(dsystem_ref)
+    dk += product(dsystem, chunk.of_key(k_ref), (1, 0)) + product(dsystem, chunk.of_key(k_ref), (0, 0))
+    chunk.store_of_key(dk_ref, dk + mark[:, None])
