@@ -39,7 +39,7 @@ WHOLE_KEYS = 4
 
 # Arrays that the backward of linear attention holds at once in float32: of all channels of its convolution, and of each
 # two tokens of a chunk in XLA's rule. They are those of a step of 8 layers, 8 × 2,048 tokens, compiled for an H200.
-ARRAYS_OF_CONVOLUTION, PRODUCTS_OF_CHUNK = {"xla": 6, "triton": 4}, 16
+ARRAYS_OF_CONVOLUTION, PRODUCTS_OF_CHUNK = {"xla": 6, "triton": 4, "mosaic_tpu": 6}, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,8 @@ class LayerMemory:
         c, kept = self.config, self._values_kept()
         if self.remat == "none" and self.is_recurrent:
             kept["attention"] += self._rule_states() // (self.rows * self.seq * jnp.dtype(self.dtype).itemsize)
+            if c.linear_heads is not None and self._rule() == "triton":
+                kept["attention"] += c.recurrent_sizes.channels  # the arguments, without what is not finite
         if self.remat == "none" and self.device.platform == "tpu" and not self.is_recurrent:
             # Narrower heads of queries, keys and results are padded to a row, and each of attention's sums takes a row.
             padding = max(0, LANES - c.head_dim) * (2 * c.num_attention_heads + self._key_heads)
@@ -160,8 +162,8 @@ class LayerMemory:
         rule = self._rule()
         held = self._bytes(3 * channels + 2 * heads.values) + ARRAYS_OF_CONVOLUTION[rule] * wide
         of_state = heads.key_width * heads.value_width * heads.value_heads // CHUNK
-        if rule == "triton":  # states and their gradients, and what launches hand on
-            handed_on = heads.value_heads * (2 * CHUNK + 3 * heads.value_width)
+        if rule == "triton":  # states and their gradients, finite arguments, and what launches hand on
+            handed_on = channels + heads.value_heads * (2 * CHUNK + 4 * heads.value_width)
             return held + self._bytes(2 * of_state + handed_on)
         if rule == "mosaic_tpu":  # besides, the gradients by each head's q and k
             handed_on = heads.value_heads * (heads.key_width + CHUNK + 4 * heads.value_width)

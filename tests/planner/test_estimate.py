@@ -174,7 +174,7 @@ def test_packed_rows_take_the_memory_of_one_segment(model, seq):
         assert estimate(run).total == estimate(dataclasses.replace(run, packed=False)).total
 
 
-@pytest.mark.parametrize("remat, compiled", [("full", 7.131), ("none", 11.556)])
+@pytest.mark.parametrize("remat, compiled", [("full", 7.430), ("none", 12.604)])
 def test_linear_attention_takes_what_the_compiler_finds(remat, compiled, tmp_path):
     """GiB of a step of six layers with it and two without, compiled for an H200."""
     heads = dict(num_attention_heads=8, num_key_value_heads=2, linear_num_key_heads=16, linear_num_value_heads=16)
@@ -183,6 +183,8 @@ def test_linear_attention_takes_what_the_compiler_finds(remat, compiled, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(fields))
     run = make_run(str(tmp_path), batch=8, seq=2048, device="h200", remat=remat)
     assert estimate(run).total / GIB == pytest.approx(compiled, rel=0.1)
+    of_tpu = make_run(str(tmp_path), batch=8, seq=2048, device="v5e", remat=remat)  # by kernels, too
+    assert estimate(of_tpu).total / GIB == pytest.approx(compiled, rel=0.4)
 
 
 def test_scores_are_counted_where_xla_attends():
