@@ -99,3 +99,8 @@ def test_processes_read_the_rows_of_a_step_between_them_and_no_other_rows(mixtur
         expected = whole(step)["input_ids"]
         np.testing.assert_array_equal(one + other, expected)  # zeros where the other one has read
         assert len(values.read) == len(expected) and one.shape == expected.shape
+
+
+def test_each_epoch_has_its_own_order():
+    chosen_of = rows.drawn(20, batch=20, seed=0, epochs=3.0)
+    assert len({tuple(chosen_of(epoch).tolist()) for epoch in range(3)}) == 3
