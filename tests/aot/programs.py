@@ -244,7 +244,10 @@ GPU_ONLY += [
 
 DELTA_RULE = tuple(
     f"gated_delta_rule_{name}"
-    for name in ("prepare", "scan_states", "output", "scan_gradients", "output_gradients", "system_gradients")
+    for name in (
+        *("prepare", "scan_states", "output"),
+        *("local_gradients", "scan_gradients", "pair_gradients", "key_gradients"),
+    )
 )
 
 
@@ -262,7 +265,7 @@ GPU_ONLY += [
             DELTA_RULE,
             full=width != 64,  # wider heads compile for half a minute
         )
-        for *sizes, width in ((1, 8191, 16, 32, 64), (1, 8191, 16, 32, 128), (2, 2048, 4, 4, 192))
+        for sizes, width in (((1, 8191, 16, 32), 64), ((1, 8191, 16, 32), 128), ((2, 2048, 4, 4), 192))
     ),
 ]
 
