@@ -125,7 +125,8 @@ def chosen(
     half = lambda way: plain is None or host_memory is None or 2 * _on_host(in_steps(way)) <= host_memory
     best = min(filter(half, fitting), key=seconds)
     share = None if plain in (None, best) else seconds(best) / seconds(plain)
-    is_first = best.micro_batches == least and best.remat in ("dots", "none")
+    room = any(way.micro_batches == least and way.remat in ("dots", "none") for way in fitting)
+    is_first = room and best.micro_batches == least
     return Choice(best, _reason(best, plain, share), is_first)
 
 

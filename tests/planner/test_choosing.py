@@ -69,6 +69,14 @@ def test_a_second_loop_is_compiled_only_for_what_it_saves():
     assert choice is not None and (choice.run.remat, choice.run.micro_batches) == ("full", 1)
 
 
+def test_more_memory_changes_nothing_where_a_small_model_computes_layers_again():
+    run = make_run("llama-3.2-1b", device="h200", batch=8, seq=512, param_dtype="bfloat16")
+    width = dict(vocab_size=320, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+    config = dataclasses.replace(run.model.config, num_attention_heads=2, num_key_value_heads=1, head_dim=8, **width)
+    choice = choosing.chosen(dataclasses.replace(run, model=dataclasses.replace(run.model, config=config)))
+    assert choice is not None and choice.run.remat == "full" and choice.is_first
+
+
 def test_patterns_of_layers_are_kept_whole():
     choice, _ = chosen(16, model="gemma-2-2b", batch=2, seq=4096)
     assert choice is not None and isinstance(choice.run.remat, int) and choice.run.remat % 2 == 0
