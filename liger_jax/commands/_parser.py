@@ -119,15 +119,18 @@ class Parser(argparse.ArgumentParser):
         return name in self._option_string_actions
 
     def _check_names(self, args: Iterable[str]) -> None:
+        problems = []
         for arg in args:
             if arg == "--" or self._subparsers is not None and not arg.startswith("-"):
-                return  # what follows is data, or belongs to the command
+                break  # what follows is data, or belongs to the command
             if _is_option(arg) and not self._has(_name(arg)) and not self._has(arg[:2]):
                 hint = in_other_words(_name(arg), self._option_string_actions)
                 hint = hint or meant(_name(arg), self._option_string_actions)
                 if not hint and self._subparsers is not None:
                     hint = " Options follow the command, as in: liger-jax plan --help"
-                self.error(f"unrecognized option: {_name(arg)}.{hint}")
+                problems.append(f"{_name(arg)}.{hint}")
+        if problems:
+            self.error(f"unrecognized option: {' Nor is there '.join(problems)}")
 
     def _take_file(self, args: Sequence[str]) -> None:
         """Makes the options of the file of --config the defaults of this call."""
@@ -158,7 +161,7 @@ class Parser(argparse.ArgumentParser):
             values = re.findall(r"[\w.-]+", match[3])
             near = command_in_other_words(match[2]) if match[1] == "command" else value_in_other_words(match[2])
             near = near or meant(match[2], values)
-            message += near or value_of_another_command(match[1], values)
+            message += f".{near}" if near.startswith(" ") else near or value_of_another_command(match[1], values)
         if match := re.search(r"invalid (int|float) value: ('[^']*')", message):
             kind = "whole number" if match[1] == "int" else "number"
             message = f"{message[: match.start()]}{match[2]} must be a {kind}."

@@ -43,7 +43,13 @@ class Conversations:
         self._templates: dict[str, Any] = {}  # the templates that were used, by their text
         self._seen: dict[str, set[str]] = {"behind": set(), "inside": set()}  # texts whose tokens are among the marks
         self._roles, self._left_out = UnknownRoles(), LeftOut()
+        self.spelled: dict[int, str] = {}  # by the last token of answers that end with no added token: their ends
         self.marks: dict[str, set[int]] = {name: set() for name in ("last", "earlier", "behind", "inside")}
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there was a conversation."""
+        return bool(self._templates)
 
     @property
     def stops(self) -> list[int]:
@@ -78,6 +84,8 @@ class Conversations:
         has_calls = any(message.get("tool_calls") for message in messages)
         self.marks["earlier"] |= (self._special if has_calls else self._added) & {*earlier}
         self.marks["last"] |= (self._special if has_calls or not rendered.behind.strip() else self._added) & {*last}
+        if rendered.behind.strip():
+            self.spelled |= {token: rendered.behind.strip() for token in last if token not in self._added}
         for name, texts in (("behind", {rendered.behind} if is_last else set()), ("inside", rendered.own_words)):
             for text in texts - self._seen[name]:
                 if len(self._seen[name]) < _MOST_SEEN:

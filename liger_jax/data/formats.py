@@ -3,8 +3,9 @@
 A row that could be read in two ways is refused, since nobody would notice training on the wrong one.
 """
 
+import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from liger_jax.chat import strict_json
@@ -21,6 +22,7 @@ ROLES = {  # ShareGPT's roles, and those that chat templates know
     "system": "system", "tool": "tool",
 }  # fmt: skip
 _PAIRS = ("chosen", "rejected")
+_TEXTS = ("text", "instruction", "output", "prompt", "completion")  # fields of `FORMATS` that may hold texts
 _ANSWER = {"role": "assistant", "content": "."}  # follows the messages of a prompt while they are checked
 Row = dict[str, Any]
 
@@ -65,7 +67,8 @@ def prompt(where: str, values: Any) -> Document:
     if not isinstance(asked, list):
         raise UserError(
             f"{where}, must hold an object with a prompt, which is a text, or with messages."
-            f"{of_another_command(fields)}"
+            f"{f' It has {_names(fields)}.' if fields else ''}"
+            f"{near_miss(fields, ('prompt', 'messages')) or of_another_command(fields)}"
         )
     try:
         turns = checked_messages({"messages": [*asked, _ANSWER]})[:-1]
@@ -118,6 +121,19 @@ def of_another_command(values: Row) -> str:
         return " liger-jax dpo trains on pairs of chosen and rejected."
     forms = _forms(values)
     return f" liger-jax finetune trains on rows of {FORMATS[forms[0]].fields}." if forms else ""
+
+
+def near_miss(values: Row, names: Iterable[str]) -> str:
+    """A sentence about the first field whose name is nearly one that is read and not there; "" if there is none.
+
+    >>> near_miss({"promt": "a", "id": 3}, ["text", "prompt"]), near_miss({"question": "a"}, ["prompt"])
+    (" Did you mean 'prompt' by 'promt'? Rename it.", '')
+    """
+    missing = [name for name in names if name not in values]
+    for field in map(str, values):
+        if near := difflib.get_close_matches(field.strip().lower(), missing, n=1, cutoff=0.8):
+            return f" Did you mean {near[0]!r} by {field!r}? Rename it."
+    return ""
 
 
 def _of_column(where: str, values: Row, column: str) -> Document:
@@ -279,10 +295,13 @@ def _unknown(values: Row, column: str, nulls: list[str]) -> str:
         return f"{problem} Name the field with the messages: --column {conversations[0]!r}."
     if len(texts) == 1:
         return f"{problem} Name the text's field: --column {texts[0]!r}."
+    if near := near_miss(dict.fromkeys([*texts, *filter(values.get, _TEXTS)]), _TEXTS):
+        return f"{problem}{near}"
     if texts:
         return (
-            f"{problem} If all of one field is the text, name it: --column {texts[0]!r}. If one field is asked and "
-            "another is answered, rename them to prompt and completion."
+            f"{problem} If all of one field is the text, name it: --column {texts[0]!r}. If {texts[0]!r} is asked and "
+            f"{texts[1]!r} is answered, rename them to instruction and output for a model with a chat template, or to "
+            "prompt and completion, which are joined as they stand."
         )
     formats = "; ".join(f"{name} ({each.fields})" for name, each in FORMATS.items())
     return f"{problem} A row has the fields of one of these formats: {formats}."

@@ -78,7 +78,8 @@ def _pair(where: str, values: Row) -> Document:
     if missing := [name for name in SIDES if name not in values]:
         raise UserError(
             f"there is no {missing[0]!r} among {sorted(map(str, values))}. A row must have chosen and rejected, both "
-            f"texts or both lists of messages, and may have a prompt.{formats.of_another_command(values)}"
+            "texts or both lists of messages, and may have a prompt."
+            f"{formats.near_miss(values, (*SIDES, 'prompt')) or formats.of_another_command(values)}"
         )
     prompts = [name for name in _PROMPTS if values.get(name) not in (None, "", [])]
     if len(prompts) > 1:
@@ -201,7 +202,8 @@ def _labelled(where: str, values: Row) -> Document:
     if missing := [name for name in ("completion", "label") if name not in values]:
         raise UserError(
             f"there is no {missing[0]!r} among {sorted(map(str, values))}. A row must have completion, a text or a "
-            f"list of messages, and label, true or false, and may have a prompt.{formats.of_another_command(values)}"
+            "list of messages, and label, true or false, and may have a prompt."
+            f"{formats.near_miss(values, ('completion', 'label', 'prompt')) or formats.of_another_command(values)}"
         )
     label = _label(values["label"])
     prompt, completion = (parsed(values[name]) if name in values else None for name in ("prompt", "completion"))

@@ -164,7 +164,7 @@ def write(
                 for batch in batches(read(source)):
                     writer.add(batch, tokenizer.encoded(batch, length, refused), refused, tokenizer.left_out)
                 writer.end_source()
-        meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks}
+        meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks, "chats": tokenizer.chats}
         meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments, "kind": tokenizer.kind}
         write_json(folder / META, meta | {"notes": tokenizer.notes(length)})
     except OSError as error:

@@ -29,6 +29,7 @@ from liger_jax.user_errors import UserError, refusals_kept
 
 FILE = "tokenizer.json"
 _MOST_SAID = 500  # characters of another library's error
+_MOST_OF_END = 40  # characters of what ends an answer
 
 
 class Tokenizer:
@@ -70,6 +71,7 @@ class Tokenizer:
         self.conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
         self.left_out: dict[str, str] = {}  # the reasons of documents without a piece, by their places
         self._once = AddedOnce(self.text)
+        self._chats_before = False  # whether documents that were encoded earlier were conversations
         self._has_joined = False  # whether a prompt that is a text was joined to its answer
         self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
 
@@ -114,6 +116,13 @@ class Tokenizer:
     def notes(self, length: int) -> list[str]:
         """Notes about all documents that were encoded."""
         notes = [*self.conversations.notes(), *self.notices().values()]
+        for token, end in self.conversations.spelled.items():
+            if token not in self._stops:
+                notes.append(
+                    f"the chat template ends an answer with {end[-_MOST_OF_END:]!r}, which is no token of its own in "
+                    "this tokenizer, so that nothing ends a generated answer: take template and tokenizer of the same "
+                    "model, or a template that prints the tokenizer's eos_token"
+                )
         for kind, cut in self._cut.items():
             if cut:
                 notes.append(f"{cut:,} of {self._count[kind]:,} {kind} are longer than --length={length}, and cut off")
@@ -122,6 +131,7 @@ class Tokenizer:
                 notes.append(
                     "prompts that are texts are joined to their answers as they stand, without the tokenizer's chat "
                     'template; for a chat, write a prompt as [{"role": "user", "content": …}]'
+                    f"{', or name the fields instruction and output' if self.kind == Tokenizer.kind else ''}"
                 )
         return list(dict.fromkeys(notes))
 
@@ -143,8 +153,14 @@ class Tokenizer:
         """The tokens that end answers, and those within them, by name, as `add_marks` takes them."""
         return {name: sorted(tokens) for name, tokens in self.conversations.marks.items()}
 
-    def add_marks(self, marks: Mapping[str, Sequence[int]]) -> None:
-        """Adds the `marks` of conversations that were encoded earlier."""
+    @property
+    def chats(self) -> bool:
+        """Whether there were conversations, rather than texts alone."""
+        return self._chats_before or self.conversations.are_there
+
+    def add_marks(self, marks: Mapping[str, Sequence[int]], chats: bool = False) -> None:
+        """Adds the `marks` of documents that were encoded earlier, and whether `chats` were among them."""
+        self._chats_before |= chats
         for name, tokens in marks.items():
             self.conversations.marks[name] |= {*tokens}
 

@@ -202,7 +202,7 @@ def tokens_of(
     if not len(tokens) and not refused:
         only_empty = [*tokens.meta["unused"]] == [NO_TOKEN]
         raise nothing_to_train_on(() if only_empty else _unused(tokens.meta))
-    encoder.add_marks(tokens.marks)
+    encoder.add_marks(tokens.marks, tokens.meta["chats"])
     for line in (*filter(None, [reading.unread(frozenset(tokens.meta["unread"]))]), *tokens.meta["notes"]):
         print(line)
     return tokens

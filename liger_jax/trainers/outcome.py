@@ -19,5 +19,5 @@ class Outcome:
     best: int | None = None  # of the checkpoints that are kept, the step with the least held-out loss
     target: Path | None = None  # where the result was written; `None` if it was not
     model: Callable[[], Any] = lambda: None  # returns the model
-    chats: bool = False  # whether the model's tokenizer has a chat template
+    chats: bool = False  # whether the data held conversations
     mesh: Any = None  # the mesh over which the model is sharded; `None` for one device

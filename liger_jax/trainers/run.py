@@ -92,7 +92,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     if settings.folder.result_of is not None:
         return _write_result_of(run, inputs, checkpoints, made_of)
     if resume.is_finished(settings, checkpoints, steps):
-        return _finished(run, checkpoints, inputs.tokenizer.has_template)
+        return _finished(run, checkpoints, inputs.tokenizer.chats)
     with user_errors():
         processes.by_first(lambda: result.write_settings(run.asked))
     sampling = task.sampling
@@ -147,7 +147,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     tuned = run_model.tuned(graph, state, frozen, keeps)
     del state  # frees the moments' memory, which casting the weights may need
     target = result.write(tuned, settings, run.source, inputs.tokenizer.stops)
-    chats = inputs.tokenizer.has_template
+    chats = inputs.tokenizer.chats
     processes.by_first(lambda: _describe(run, target, log, done, chats))
     processes.by_first(lambda: finish.record_result(settings, checkpoints, target, early))
     finish.print_result(run, log, done, target, checkpoints)
@@ -201,7 +201,7 @@ def _write_result_of(
     state = resume.shapes(state)
     tuned = run_model.tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
     target = result.write(tuned, run.settings, run.source, inputs.tokenizer.stops)
-    chats = inputs.tokenizer.has_template
+    chats = inputs.tokenizer.chats
     processes.by_first(lambda: _describe(run, target, checkpoints.latest_log, step, chats))
     print(f"the result of step {step} is in {target}")
     processes.by_first(lambda: _push(run.settings, target))

@@ -28,6 +28,7 @@ from liger_jax.models.hugging_face.checkpoint import (
 # that is not in them.
 _CODE = ("auto_map", "trust_remote_code")
 _MEDIA = re.compile(r"(image|video|audio|vision_start|vision_end|boi|eoi|boa|eoa)_token_(id|index)")
+_OF_RUNS = ("settings.toml", "checkpoints", ".lock")  # what a run writes into its folder before its result
 _RUNS = "runs"  # the folder in which the commands' runs are by default
 _NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights", "quantization_config", *_CODE)
 
@@ -233,6 +234,11 @@ def _why_no_config(folder: pathlib.Path) -> str:
         return (
             f"from_pretrained: {folder} has no {CONFIG}: it holds a run's state. The run's command with --result-of "
             "STEP makes a model of a checkpoint that is kept."
+        )
+    if any((folder / name).exists() for name in _OF_RUNS):
+        return (
+            f"from_pretrained: {folder} is the folder of a run that has no result yet. Its command, typed again, goes "
+            "on with it, and with --result-of STEP writes the model of a checkpoint that is kept."
         )
     return f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint."
 

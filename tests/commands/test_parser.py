@@ -78,6 +78,10 @@ def test_what_is_mistyped_is_told_in_one_sentence(arguments, meant, capsys):
         ("--lora r16", "argument --lora: 'r16' must be a whole number."),
         ("--learning-rate much", "argument --learning-rate: 'much' must be a number."),
         ("--model x", "arguments are required: --data. What there is: liger-jax finetune --help"),
+        (
+            "--bf17 1 --num_train_epochs 1 --lr 1",
+            "--bf17. Nor is there --num_train_epochs. Did you mean --epochs? Nor",
+        ),
     ],
 )
 def test_what_other_trainers_call_it_leads_to_what_is_to_be_done(arguments, sentence, capsys):

@@ -176,6 +176,22 @@ def test_what_is_to_be_known_of_conversations_is_said_once(folder, tmp_path, cap
     assert told.count("they are parsed") == told.count("trained without a stop") == 1
 
 
+def test_an_end_of_answers_that_is_no_token_is_named(folder, tmp_path, capsys):
+    """As where a template of ChatML stands beside the tokenizer of a base model."""
+    found = documents(tmp_path, *[{"messages": [USER, ANSWER]}] * 2)
+    for end, number in (("<|im_end|>\n", 1), ("<e>\n", 0), ("", 0)):
+        tokenizer, _, spoken = trained(folder, TURNS.replace("<e>", end), found)
+        assert spoken == ["Yes." + end.strip()] * 2 and tokenizer.chats
+        assert capsys.readouterr().out.count("ends an answer with '<|im_end|>', which is no token") == number
+
+
+def test_texts_beside_a_chat_template_are_no_chats(folder, tmp_path):
+    tokenizer, *_ = trained(folder, TURNS, documents(tmp_path, {"prompt": "red?", "completion": "Yes."}))
+    assert not tokenizer.chats
+    tokenizer.add_marks({}, chats=True)
+    assert tokenizer.chats
+
+
 def test_a_stop_is_each_mark_that_ends_a_last_answer(folder, tmp_path):
     """Thoughts may end with the mark that ends earlier answers, as gpt-oss' do: a model must not stop there."""
     plain = Plain.from_file(str(folder / "tokenizer.json"))

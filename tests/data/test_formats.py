@@ -170,7 +170,7 @@ def test_a_row_without_the_field_that_is_named_is_not_trained_on_by_its_text():
         ({"dialog": [HUMAN, GPT], "id": "a"}, "the field with the messages: --column 'dialog'.", {"column": "dialog"}),
         (
             {"question": "one", "answer": "two"},
-            "name it: --column 'question'. If one field is asked",
+            "name it: --column 'question'. If 'question' is asked",
             {"column": "question"},
         ),
         (

@@ -89,6 +89,12 @@ def answers(plain, piece):
             b'{"story": "one"}',
             "a.jsonl, line 1: there are no messages, and no text in 'text', among",
         ),
+        ("a.jsonl", b'{"promt": "one", "completion": "two"}', " Did you mean 'prompt' by 'promt'? Rename it."),
+        (
+            "a.csv",
+            b"question,answer\na,b",
+            "is asked and 'answer' is answered, rename them to instruction",
+        ),
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1: '\\ud800' is not a valid character."),
         ("a.jsonl", b'{"messages": "hello"}', "a.jsonl, line 1: messages must be a list of objects"),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": "?"}]}', "line 1: no message is the assistant's"),

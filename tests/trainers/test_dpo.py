@@ -197,6 +197,7 @@ def test_texts_without_a_prompt_have_what_both_begin_with():
     [
         ({"prompt": "a", "completion": "b", "label": True}, "one completion with a label, but this loss needs pairs"),
         ({"chosen": "a"}, "there is no 'rejected' among ['chosen']"),
+        ({"chosen": "a", "reject": "b"}, "Did you mean 'rejected' by 'reject'? Rename it."),
         ({"question": "a", "chosen": "b", "rejected": "c"}, "no prompt. Rename it to prompt"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt holds a number"),
         ({"chosen": "b", "rejected": [GOOD], "prompt": "a", "conversations": ASKED}, "has both prompt and"),

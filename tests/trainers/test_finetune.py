@@ -282,7 +282,8 @@ def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, 
     )
     first, last = map(float, re.search(r"14 steps; held out: loss ([\d.]+) → ([\d.]+); model in", printed).groups())
     assert last < first - 1 and f"step 0: held out: loss {first:.3f}" in printed
-    assert f"next: liger-jax chat --model {tmp_path / 'model'}" in printed.splitlines()
+    after = f"next: liger-jax generate --model {tmp_path / 'model'} --prompt 'Once upon a time'"  # the data is texts
+    assert after in printed.splitlines()
     assert list((tmp_path / "tensorboard").glob("events.*"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.kept.stops == AutoModelForCausalLM.from_pretrained(source).kept.stops != ()

@@ -416,7 +416,8 @@ def test_lines_without_a_prompt_are_refused(source, tmp_path, capsys):
     (tmp_path / "wrong.jsonl").write_text('{"prompt": "one"}\n{"question": "two"}\n')
     options = [f"--model={source}", f"--data={tmp_path / 'wrong.jsonl'}", "--reward=tiny_rewards:letters", *SHORT]
     assert main(["grpo", *options, f"--out={tmp_path / 'out'}"]) == 2
-    assert "wrong.jsonl, line 2, must hold an object with a prompt" in capsys.readouterr().err
+    assert "wrong.jsonl, line 2, must hold an object with a prompt" in (told := capsys.readouterr().err)
+    assert "It has ['question']." in told
 
 
 def test_prompts_of_unknown_roles_are_told(source, tmp_path, capsys):
