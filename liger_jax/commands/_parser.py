@@ -156,7 +156,9 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**values)
 
     def error(self, message: str) -> NoReturn:
-        """Exits with the message as one sentence, which suggests a command for a mistyped one."""
+        """Exits with the message as one sentence, which suggests what was meant; without a command, with the help."""
+        if self._subparsers is not None and message.endswith("required: command"):
+            self.exit(2, self.format_help())
         if match := re.search(r"argument ([^:]*): invalid choice: '([^']*)' \(choose from (.*)\)", message):
             values = re.findall(r"[\w.-]+", match[3])
             near = command_in_other_words(match[2]) if match[1] == "command" else value_in_other_words(match[2])

@@ -148,6 +148,11 @@ def test_names_of_other_trainers_lead_to_options_that_there_are():
         assert name not in ours | elsewhere or not ours.issuperset(meant)
 
 
+def test_the_program_alone_shows_its_commands(capsys):
+    printed, code = said(capsys)
+    assert code == 2 and "    finetune  train a model on your text" in printed
+
+
 def test_what_is_nothing_like_an_option_is_only_refused(capsys):
     assert (
         "unrecognized option: --zzz. What there is: liger-jax finetune --help\n" in said(capsys, "finetune", "--zzz")[0]

@@ -472,6 +472,9 @@ def test_absent_files_are_named(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         LlamaForCausalLM.from_pretrained(tmp_path / "empty")
+    (tmp_path / "empty" / ".lock").touch()  # as a run that was refused leaves it
+    with pytest.raises(FileNotFoundError, match="empty is the folder of a run that has no result yet"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "empty")
     with pytest.raises(FileNotFoundError, match="no such folder: './nowhere'"):
         LlamaForCausalLM.from_pretrained("./nowhere")
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be positive"):
