@@ -167,6 +167,28 @@ def test_log_probs_of_selected_tokens_and_their_gradients_are_exact(options, rng
     check_float32(op, truth_of_selected, arrays_, rng)
 
 
+def test_gradients_of_a_token_selected_twice_may_cancel_in_half_precision(rng):
+    """Each is thousands of times their sum. Rounded to float16 first, they would leave an error of their own size."""
+    hidden, weight, bias = arrays(rng, dtype=jnp.float16)
+    large = 4096.0 * (1 + rng.random(N))
+    cotangents = np.zeros((N, 4), np.float32)
+    cotangents[:, 0], cotangents[:, 3] = large, -large + rng.random(N)
+
+    def total(hidden, weight, bias, ids, cotangents):
+        found = fused_linear_log_probs(hidden, weight, jnp.zeros(N, jnp.int32), selected_token_ids=ids, bias=bias)
+        return jnp.sum(found.selected_log_probs * cotangents)
+
+    once = cotangents[:, :3] + [0, 0, 0]
+    once[:, 0] += cotangents[:, 3]
+    gradients = jax.grad(total, argnums=(1, 2))
+    twice, alone = (
+        gradients(hidden, weight, bias, SELECTED, cotangents),
+        gradients(hidden, weight, bias, SELECTED[:3], once),
+    )
+    for found, expected in zip(twice, alone, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_selected_tokens_add_no_array_of_the_weight_s_size(rng):
     """Their rows' gradient is added to the weight's in place."""
     hidden, weight, labels = jnp.zeros((8, 16)), jnp.zeros((4096, 16)), jnp.zeros(8, jnp.int32)

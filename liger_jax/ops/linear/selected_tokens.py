@@ -72,7 +72,8 @@ def logits_of_selected(
     weight, place = meshes.align_varying(weight, places.entries)
     weight, rows = _rows(weight, place, options.vocab_dim, split)
     own_bias = None if bias is None else bias[place]
-    return weight, _logits(hidden, rows, own_bias, places, counts, options, vocab_axis)
+    z = _logits(hidden, rows, own_bias, places, counts, options, vocab_axis)
+    return weight, _of_first_names(z, ids)
 
 
 def logits_of_quantized(
@@ -87,6 +88,31 @@ def logits_of_quantized(
     places = _places(ids, head.shape[0], vocab_axis)
     rows = head[places.entries].astype(hidden.dtype)
     return _logits(hidden, rows, None, places, counts, options, vocab_axis)
+
+
+def _of_first_names(z: jax.Array, ids: jax.Array) -> jax.Array:
+    """The logits (N, K), those of a token named several times from its first column alone.
+
+    So the token's row of the head has one gradient. Several would be rounded to the head's dtype, each, before they are
+    added, and they may cancel.
+    """
+    return _columns(z, jnp.argmax(ids[:, None] == ids[None, :], axis=1))
+
+
+@jax.custom_vjp
+def _columns(z: jax.Array, first: jax.Array) -> jax.Array:
+    return jnp.take(z, first, axis=1)
+
+
+@compiled_once
+def _into_columns(first: jax.Array, dz: jax.Array) -> jax.Array:
+    # One column at a time: the order in which a scatter adds values of one index is not fixed.
+    is_first = first == jnp.arange(first.size)
+    add = lambda k, total: total.at[:, first[k]].add(jnp.where(is_first[k], 0.0, dz[:, k]))
+    return jax.lax.fori_loop(0, first.size, add, jnp.where(is_first, dz, 0.0))
+
+
+_columns.defvjp(lambda z, first: (_columns(z, first), first), lambda first, dz: (_into_columns(first, dz), None))
 
 
 def _places(ids: jax.Array, entries: int, vocab_axis: str | None) -> _Places:
