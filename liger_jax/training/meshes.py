@@ -26,6 +26,7 @@ from liger_jax.models import KernelOptions, Layout
 from liger_jax.models.core.parallel.mesh_axes import nearest_divisor
 from liger_jax.ops.layout import devices_along
 from liger_jax.training.compiling import compiler_options
+from liger_jax.user_errors import counted
 
 NO_MESH = Mesh(np.empty((), object), ())  # in context, calls run where they would without a mesh
 AUTO = "auto"  # the text of the mesh that is chosen, which is also that of no text
@@ -165,15 +166,18 @@ def chosen(
     rows: int,
     model: Callable[[Layout], Any],
     choose: Callable[[list[Mapping[str, int]]], tuple[int, str]] | None = None,
+    words: str = "",
 ) -> Devices:
     """The devices of a run: the requested mesh, or else the most devices along data and fsdp that divide batch and
     weights.
 
     `choose` is given the sizes of such meshes of equally many devices, the most split one first, and returns an index
-    and the reason. Without it all devices are along fsdp.
+    and the reason. Without it all devices are along fsdp. `words`: what the number of rows is, where it is not that of
+    the rows that are computed at once.
     """
+    words = words or f"the {counted(rows, 'row')} that {'is' if rows == 1 else 'are'} computed at once"
     if text not in (None, AUTO):
-        return _asked(text, devices, rows, model)
+        return _asked(text, devices, rows, model, words)
     if len(devices) == 1:
         return Devices()
     model, why = functools.cache(model), ""
@@ -183,7 +187,7 @@ def chosen(
         for copies in divisors:
             named = f"fsdp={number}" if copies == 1 else f"data={copies},fsdp={number // copies}"
             try:
-                found.append((sizes := parse_mesh(named), _checked(named, sizes, devices, rows, model)))
+                found.append((sizes := parse_mesh(named), _checked(named, sizes, devices, rows, model, words)))
             except ValueError as error:
                 why = why or str(error)
         if not found and jax.process_count() > 1:
@@ -195,7 +199,7 @@ def chosen(
     raise AssertionError("one device divides everything")
 
 
-def _asked(text: str, devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]) -> Devices:
+def _asked(text: str, devices: Sequence[Any], rows: int, model: Callable[[Layout], Any], words: str) -> Devices:
     sizes = parse_mesh(text)
     number, processes = math.prod(sizes.values()), jax.process_count()
     if number > len(devices) or processes > 1 and number != len(devices):
@@ -205,19 +209,23 @@ def _asked(text: str, devices: Sequence[Any], rows: int, model: Callable[[Layout
             f"mesh={text!r} has {number} devices, and there are {len(devices)}{among}. Let the sizes multiply to "
             f"{most}{len(devices)}, as fsdp={len(devices)} does."
         )
-    return dataclasses.replace(_checked(text, sizes, devices, rows, model), line=_line(sizes, devices))
+    return dataclasses.replace(_checked(text, sizes, devices, rows, model, words), line=_line(sizes, devices))
 
 
 def _checked(
-    text: str, sizes: Mapping[str, int], devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]
+    text: str,
+    sizes: Mapping[str, int],
+    devices: Sequence[Any],
+    rows: int,
+    model: Callable[[Layout], Any],
+    words: str,
 ) -> Devices:
     """The mesh, after a check that it divides the rows and the model; `None` for a single device."""
     shards = shards_of_batch(sizes)
     if rows % shards:
         raise ValueError(
-            f"mesh={text!r} splits the batch into {shards} shards, which do not divide the {rows} rows that are "
-            f"computed at once. The nearest number that does is {nearest_divisor(rows, shards)}; or change the batch, "
-            "or its micro-batches."
+            f"mesh={text!r} splits the batch into {shards} shards, which do not divide {words}. The nearest number "
+            f"that does is {nearest_divisor(rows, shards)}; or change the batch, or its micro-batches."
         )
     layout, mesh = layout_of(sizes), mesh_of(sizes, devices)
     layout.shardings(model(layout), mesh)

@@ -21,7 +21,8 @@ OF = lambda size: lambda layout: {"q_proj": {"kernel": jax.ShapeDtypeStruct((siz
         (8, 12, 4, ""),
         (6, 12, 3, "splits the batch into 4 shards, which do not divide the 6 rows"),
         (8, 6, 2, r"fsdp=4 does not divide axis 0 of q_proj.kernel, whose shape is \(6, 4\)"),
-        (7, 12, 1, "which do not divide the 7 rows"),
+        (7, 12, 1, "which do not divide the 7 rows that are computed at once. "),
+        (1, 12, 1, "which do not divide the 1 row that is computed at once. "),
     ],
 )
 def test_the_most_devices_along_fsdp_that_divide_batch_and_weights(rows, width, number, why):
