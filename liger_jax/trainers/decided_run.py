@@ -65,8 +65,7 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
     if callable(task):
         task = task(settings, source, architecture)
     shape = lambda layout: nnx.eval_shape(lambda: run_model.new(settings, task, source, architecture, dtypes, layout))
-    choose = lambda there: mesh_choice.by_time(settings, architecture, dtypes, there)
-    devices = _devices(settings, task, shape, choose)
+    devices = _devices(settings, task, architecture, dtypes, shape)
     data = functools.cache(lambda: run_data.prepared(settings, task, source, architecture.config.vocab_size, out))
     # The estimate of memory is printed before weights are looked for, so that it can be seen without them.
     settings = _fitted(settings, task, architecture, dtypes, source.dtype, devices, lambda: data()[1])
@@ -92,24 +91,25 @@ def _as_stored(placement: Placement, lora: int | None, source: Source) -> Placem
 
 
 def _devices(
-    settings: Settings, task: Task, shape: Callable[[Any], Any], choose: Callable[[Any], Any]
+    settings: Settings,
+    task: Task,
+    architecture: Architecture,
+    precision: dict[str, str],
+    shape: Callable[[Any], Any],
 ) -> meshes.Devices:
-    """The run's devices and its mesh; `shape` returns the model's abstract arrays for a layout, and `choose` what
-    chooses a mesh of these devices.
-    """
-    # A model that samples its batches gathers sharded weights for each token: one process takes several devices only by
-    # --mesh.
-    mesh = settings.placement.mesh
-    sampling = task.sampling
-    there = jax.devices() if sampling is None or mesh or jax.process_count() > 1 else jax.devices()[:1]
+    """The run's devices and its mesh; `shape` returns the model's abstract arrays for a layout."""
+    mesh, there, sampling = settings.placement.mesh, jax.devices(), task.sampling
     rows = settings.recipe.rows_at_once if sampling is None else sampling.rows(settings)
-    # A teacher's weights are split as the student's, which is not counted here.
-    devices = meshes.chosen(mesh, there, rows, shape, choose(there) if task.teacher is None else None)
+    common = f"{rows}, the greatest common divisor of a step's prompts and of a micro-batch's rows"
+    of_mesh = lambda sizes: meshes.Devices(meshes.mesh_of(sizes, there), meshes.layout_of(sizes))
+    its = lambda sizes: _teacher_memory(settings, task, precision["dtype"], of_mesh(sizes))
+    choose = mesh_choice.by_time(settings, architecture, precision, there, its, sampling is not None)
+    devices = meshes.chosen(mesh, there, rows, shape, choose, "" if sampling is None else common)
     if sampling is not None and rows % (number := math.prod(devices.sizes.values())):
         raise UserError(
             f"--mesh={mesh}: each of the {number} devices samples completions of its own prompts, also along tensor "
-            f"and expert, and {number} does not divide {rows}, the greatest common divisor of a step's prompts and of "
-            "a micro-batch's rows. Pass a larger --batch, fewer --micro-batches, or fewer devices."
+            f"and expert, and {number} does not divide {common}. Pass a larger --batch, fewer --micro-batches, or "
+            "fewer devices."
         )
     if settings.method.rows_stay_whole and devices.sizes["sequence"] > 1:
         raise UserError(
@@ -132,14 +132,20 @@ def _fitted(
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes, began=memory.stored_choices(settings))
     if task.sampling is not None:
         options |= dict(sampled=task.sampling.rows(settings) * settings.rows.length)
-    if (teacher := task.teacher) is not None:
-        tokens = settings.recipe.batch * settings.rows.length // meshes.shards_of_batch(devices.sizes)
-        tokens //= devices.sizes["sequence"]
-        its_bytes = functools.cache(lambda cuts: teacher.num_bytes(precision["dtype"], devices, tokens // cuts))
-        options |= dict(teacher=its_bytes, teacher_stays=teacher.stays)
+    options |= dict(teacher=_teacher_memory(settings, task, precision["dtype"], devices))
     if task.sampling is None and not settings.rows.pack and not settings.rows.stream:
         laying = lambda settings: step_sizes.laying(settings, architecture.config, task.teacher, devices)
         options |= dict(largest=lambda settings: run_data.largest_size(data(), settings, laying(settings)))
     if sentence := cards.unclaimed(jax.local_devices()[0], math.prod(devices.sizes.values())):
         print(f"memory: {sentence}")
     return memory.fitted(settings, architecture, **precision, **options)
+
+
+def _teacher_memory(settings: Settings, task: Task, dtype: str, devices: meshes.Devices) -> memory.TeacherMemory:
+    """What the task's teacher needs, if it has one."""
+    if (teacher := task.teacher) is None:
+        return memory.TeacherMemory()
+    tokens = settings.recipe.batch * settings.rows.length // meshes.shards_of_batch(devices.sizes)
+    tokens //= devices.sizes["sequence"]
+    its_bytes = functools.cache(lambda cuts: teacher.num_bytes(dtype, devices, tokens // cuts))
+    return memory.TeacherMemory(its_bytes, teacher.stays)

@@ -93,6 +93,10 @@ class GrpoOptions(Method):
             "(default: {default})"
         ),
         lora_dropout=dict(default=0.0),
+        mesh=dict(
+            help="devices along each mesh axis: fsdp=2,tensor=2 (default: auto, data where whole weights fit on a "
+            "device, else fsdp)"
+        ),
         quantize=dict(first=False),
         pack=dict(default=True),
         eval_share=dict(default=0.0),

@@ -25,6 +25,24 @@ from liger_jax.user_errors import UserError
 CHOICES = ("remat", "micro_batches")  # that a run stores with its checkpoints
 
 
+@dataclasses.dataclass(frozen=True)
+class TeacherMemory:
+    """The memory of a second model on each device."""
+
+    num_bytes: Callable[[int], int] = lambda micro_batches: 0  # by the number of micro-batches
+    stays: bool = True  # whether it is there in each step, or only before the first one
+
+    def needs(self, run: Run) -> tuple[int, int, int]:
+        """Bytes of a step, with a teacher that stays; of the teacher; and of both models before the first step."""
+        estimated, own = estimate(run), self.num_bytes(run.micro_batches)
+        before = own and not self.stays and own + estimated.bytes_of["parameters"]
+        return estimated.total + (own if self.stays else 0), own, before
+
+    def beside(self, run: Run) -> int:
+        """Its bytes in a step."""
+        return self.num_bytes(run.micro_batches) if self.stays else 0
+
+
 def fitted(
     settings: Settings,
     model: Architecture,
@@ -32,24 +50,20 @@ def fitted(
     param_dtype: str,
     stored: str,
     mesh: Mapping[str, int],
-    teacher: Callable[[int], int] = lambda micro_batches: 0,
-    teacher_stays: bool = True,
+    teacher: TeacherMemory = TeacherMemory(),
     largest: Callable[[Settings], Size] | None = None,
     began: Mapping[str, Any] | None = None,
     sampled: int = 0,
 ) -> Settings:
     """Prints the memory that the run needs, and decides what was left open: what layers keep, and in how many
-    micro-batches, as `choosing` finds it for the devices with the least memory. `teacher` returns the bytes of a
-    second model on each device for a number of micro-batches; `teacher_stays` says whether it is there in each step, or
-    only before the first one. `largest` returns the largest size of rows by such decisions, for which data is read: it
-    is asked where rows of the whole length leave no room for the fastest way; `None` if all rows have it. `began`: the
-    choices of the run that is resumed, which stay; `None` for a new one. `sampled`: the tokens whose keys and values a
-    device has beside a step.
+    micro-batches, as `choosing` finds it for the devices with the least memory. `teacher`: what a second model needs.
+    `largest` returns the largest size of rows by such decisions, for which data is read: it is asked where rows of the
+    whole length leave no room for the fastest way; `None` if all rows have it. `began`: the choices of the run that is
+    resumed, which stay; `None` for a new one. `sampled`: the tokens whose keys and values a device has beside a step.
     """
     device = devices.here()
     recipe, placement = settings.recipe, settings.placement
     given = _given(settings)
-    is_open = "remat" not in given
     began = None if placement.remat == AUTO else began
     kept = {**(began or {}), **given}
     if device is None:
@@ -60,21 +74,13 @@ def fitted(
     device = dataclasses.replace(device, capacity_bytes=capacity)
     run = planned(settings, model, device, mesh, dtype, param_dtype)
     run = dataclasses.replace(run, host_memory=there and processes.least(there))
-    device = run.target
     if recipe.micro_batches is None and kept.get("micro_batches", 1) not in run.micro_batch_choices:
         kept.pop("micro_batches", None)  # other devices share the batch now
     run = dataclasses.replace(run, **kept)
-
-    def needs(run: Run) -> tuple[int, int, int]:
-        """Bytes of a step, with a teacher that stays; of the teacher; and of both models before the first step."""
-        estimated, of_teacher = estimate(run), teacher(run.micro_batches)
-        before = of_teacher and not teacher_stays and of_teacher + estimated.bytes_of["parameters"]
-        return estimated.total + (of_teacher if teacher_stays else 0), of_teacher, before
-
     is_left = left_open(settings, kept)
     options: dict[str, Any] = dict(
         keeps_products=began is None,
-        needs=lambda run: max(needs(run)),
+        needs=lambda run: max(teacher.needs(run)),
         spare=None if settings.method.command == "finetune" else devices.NEAR,
         reserved=sampled * _cached_bytes(run),
     )
@@ -100,8 +106,33 @@ def fitted(
     elif placement.risk_memory:
         run = choosing.smallest(run, **is_left, in_steps=in_steps)
     of_step = in_steps(run)
-    needed, of_teacher, before = needs(of_step)
-    beside = of_teacher if teacher_stays else 0
+    text = _check(settings, run, of_step, teacher, stored, kept if began and "remat" not in given else None)
+    most = "" if largest is None or knows else "at most "  # texts may be shorter than the rows that are counted
+    print(f"memory: the run needs {most}{text}")
+    if device.platform != "cpu" and "remat" not in given:
+        why = "as when the run began" if began is not None else choice.reason if choice else "which needs least"
+        print(f"remat: {choosing.in_words(run)}; {why}")
+    for line in places(of_step):
+        print(line)
+    return _chosen(settings, run)
+
+
+def _check(
+    settings: Settings,
+    run: Run,
+    of_step: Run,
+    teacher: TeacherMemory,
+    stored: str,
+    began: Mapping[str, Any] | None,
+) -> str:
+    """Refuses a run that does not fit, unless it is risked. Returns what it needs, in words.
+
+    `of_step`: the run with the rows of its steps. `began`: the choices that a resumed run keeps, if `remat` is one.
+    """
+    device, placement = run.target, settings.placement
+    capacity = device.capacity_bytes
+    needed, of_teacher, before = teacher.needs(of_step)
+    beside = teacher.beside(of_step)
     each = "" if device.count == 1 else " on each device"
     its = f", {gib(beside)} of them for the teacher," if beside else ""
     if of_step != run:
@@ -113,17 +144,16 @@ def fitted(
             f"The teacher needs {gib(of_teacher)}{each} beside the model, and {device.kind} has {gib(capacity)}. Pass "
             "--teacher-quantize nf4, or a smaller teacher."
         )
-    if needed > capacity:
+    if needed > capacity and placement.risk_memory:
+        print("memory: the estimate is more than the device has; the run starts nevertheless, by --risk-memory")
+    elif needed > capacity:
         run = dataclasses.replace(run, target=dataclasses.replace(device, capacity_bytes=capacity - beside))
         cure = _cure(run, needed, placement.param_dtype or stored, beside, settings.method.takes_whole_batches)
-        if not placement.risk_memory and began and is_open:
-            so = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in kept.items())
-            raise UserError(
-                f"The run began with {so}, and needs {text}. --remat auto chooses anew. {cure}{_near(needed, capacity)}"
-            )
-        if not placement.risk_memory:
-            raise UserError(f"The run needs {text}. {cure}{_near(needed, capacity)}")
-        print("memory: the estimate is more than the device has; the run starts nevertheless, by --risk-memory")
+        cure += _near(needed, capacity)
+        if began is not None:
+            so = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in began.items())
+            raise UserError(f"The run began with {so}, and needs {text}. --remat auto chooses anew. {cure}")
+        raise UserError(f"The run needs {text}. {cure}")
     host = estimate(of_step).host * device.count_on_host
     if not has_host_memory(run, host):
         assert run.host_memory is not None
@@ -132,14 +162,7 @@ def fitted(
             f"Layers' {in_words(run.layer.remat)} need {gib(host)} of the host's memory, which has "
             f"{gib(run.host_memory)}. Pass {less}a smaller --length, or more --micro-batches of fewer rows."
         )
-    most = "" if largest is None or knows else "at most "  # texts may be shorter than the rows that are counted
-    print(f"memory: the run needs {most}{text}")
-    if device.platform != "cpu" and is_open:
-        why = "as when the run began" if began is not None else choice.reason if choice else "which needs least"
-        print(f"remat: {choosing.in_words(run)}; {why}")
-    for line in places(of_step):
-        print(line)
-    return _chosen(settings, run)
+    return text
 
 
 def _chosen(settings: Settings, run: Run) -> Settings:

@@ -13,6 +13,7 @@ from liger_jax.planner.links import Links, link_seconds, links
 from liger_jax.planner.speed import speed
 from liger_jax.planner.step import Run
 from liger_jax.trainers import memory
+from liger_jax.trainers.memory import TeacherMemory
 from liger_jax.trainers.options import Settings
 from liger_jax.training import processes
 from liger_jax.training.meshes import AUTO, in_words
@@ -24,11 +25,18 @@ _PAYS = 0.9  # what weights that are less split must take of the time, since the
 
 
 def by_time(
-    settings: Settings, model: Architecture, precision: Mapping[str, str], there: Sequence[Any]
+    settings: Settings,
+    model: Architecture,
+    precision: Mapping[str, str],
+    there: Sequence[Any],
+    teacher: Callable[[Sizes], TeacherMemory] = lambda sizes: TeacherMemory(),
+    samples: bool = False,
 ) -> Callable[[list[Sizes]], tuple[int, str]]:
     """A function that chooses one of several meshes of equally many devices, the most split one first.
 
     It returns the index and the reason. A run that is resumed keeps the mesh that it began with, if that is among them.
+    `teacher`: what a second model needs on a mesh. `samples`: whether the run samples completions, for each token of
+    which weights that are split are gathered.
     """
 
     def choose(meshes: list[Sizes]) -> tuple[int, str]:
@@ -43,17 +51,28 @@ def by_time(
         if device.platform == "cpu":  # its devices share the machine's memory
             device = dataclasses.replace(device, capacity_bytes=device.capacity_bytes // jax.local_device_count())
         runs = [memory.planned(settings, model, device, sizes, **precision) for sizes in meshes]
-        between = links(there[: math.prod(meshes[0].values())])
-        choices = [choosing.chosen(run, **memory.left_open(settings)) for run in runs]
-        ways = [None if choice is None else choice.run for choice in choices]
+        between = NO_LINKS if samples else links(there[: math.prod(meshes[0].values())])
+        ways = []
+        for run, sizes in zip(runs, meshes, strict=True):
+            its = teacher(sizes)
+            choice = choosing.chosen(run, **memory.left_open(settings), needs=lambda run, its=its: max(its.needs(run)))
+            ways.append(None if choice is None else choice.run)
         # What layers compute again, since they keep less on one mesh than on another, counts beside what is sent.
         least = min((speed(way, NO_LINKS).seconds - link_seconds(way, NO_LINKS) for way in ways if way), default=0.0)
         seconds = [speed(way or run, between).seconds - least for way, run in zip(ways, runs, strict=True)]
-        index, reason = fastest(ways, seconds, words)
+        index, reason = least_split(ways) if samples else fastest(ways, seconds, words)
         agreed = -processes.most(-index)  # the most split one that any process's devices need
         return agreed, reason if agreed == index else "what fits the devices of all processes"
 
     return choose
+
+
+def least_split(ways: Sequence[Run | None]) -> tuple[int, str]:
+    """The index of the least split way that fits, and the reason; of the first one where none does."""
+    best = max((i for i, way in enumerate(ways) if way is not None), default=0)
+    if best == len(ways) - 1:
+        return best, "each device samples with whole weights"
+    return best, "since the weights do not fit whole on each device"
 
 
 def fastest(ways: Sequence[Run | None], seconds: Sequence[float], words: Sequence[str]) -> tuple[int, str]:

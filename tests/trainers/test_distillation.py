@@ -24,6 +24,7 @@ from liger_jax.planner.architectures import architecture_of
 from liger_jax.planner.devices import GIB
 from liger_jax.trainers import decided_run, distillation, memory, stored_top_k
 from liger_jax.trainers.distill_options import DistillOptions
+from liger_jax.trainers.memory import TeacherMemory
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.task import TEACHER
 from liger_jax.trainers.teacher import found as find_teacher
@@ -375,31 +376,28 @@ def test_the_planner_counts_the_teacher(source, monkeypatch, capsys):
     found, sizes = architecture_of(find(source)), dict(data=1, fsdp=1, tensor=1, sequence=1)
     check = lambda **of_teacher: memory.fitted(settings, found, "float32", "float32", "float32", sizes, **of_teacher)
     capacity = memory.devices.here().capacity_bytes
-    of = lambda size: dict(teacher=lambda parts: size)
+    of = lambda size, stays=True: dict(teacher=TeacherMemory(lambda parts: size, stays))
     check(**of(GIB))
     assert re.search(r"the run needs 1\.\d GiB, 1\.0 GiB of them for the teacher, by the", capsys.readouterr().out)
     with pytest.raises(ValueError, match="The run needs .* for the teacher, by the planner's estimate, and "):
         check(**of(capacity - 2**18))
     for stays in (True, False):
         with pytest.raises(ValueError, match="The teacher needs .* Pass --teacher-quantize nf4, or a smaller teacher."):
-            check(**of(capacity + 1), teacher_stays=stays)
-    check(**of(capacity // 2), teacher_stays=False)
+            check(**of(capacity + 1, stays))
+    check(**of(capacity // 2, stays=False))
     assert "teacher" not in capsys.readouterr().out
     for stays in (True, False):  # a teacher needs less beside a micro-batch
-        parted = check(teacher=lambda parts: capacity // parts + GIB, teacher_stays=stays)
+        parted = check(teacher=TeacherMemory(lambda parts: capacity // parts + GIB, stays))
         assert parted.recipe.micro_batches == 2
 
 
-def test_a_device_s_part_of_the_teacher_s_tokens_is_counted(source, monkeypatch):
+def test_a_device_s_part_of_the_teacher_s_tokens_is_counted():
     """Each axis of the batch splits them, that of experts among these."""
     seen, sizes = [], dict(data=2, fsdp=1, expert=4, tensor=8, sequence=1)
     teacher = types.SimpleNamespace(num_bytes=lambda dtype, devices, tokens: seen.append(tokens), stays=True)
-    monkeypatch.setattr(memory, "fitted", lambda settings, found, teacher, **others: teacher(2))
     settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", length=64, batch=32)
     task, devices = types.SimpleNamespace(teacher=teacher, sampling=None), types.SimpleNamespace(sizes=sizes)
-    inspect.unwrap(decided_run._fitted)(
-        settings, task, architecture_of(find(source)), dict(dtype="float32"), "float32", devices, lambda: None
-    )
+    inspect.unwrap(decided_run._teacher_memory)(settings, task, "float32", devices).num_bytes(2)
     assert seen == [32 * 64 // (2 * 4) // 2]
 
 

@@ -435,7 +435,7 @@ def test_prompts_of_unknown_roles_are_told(source, tmp_path, capsys):
     [
         ("fsdp=2,tensor=2", "and 4 does not divide 2, the greatest common divisor of a step's prompts and of a "),
         ("sequence=2", "the rows of liger-jax grpo stay whole. Give the devices to fsdp or tensor."),
-        ("data=4", "splits the batch into 4 shards, which do not divide the 2 rows"),
+        ("data=4", "splits the batch into 4 shards, which do not divide 2, the greatest common divisor of a step's"),
     ],
 )
 def test_devices_that_do_not_divide_prompts_or_share_rows_are_refused(mesh, message, source, tmp_path, capsys):

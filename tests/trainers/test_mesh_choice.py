@@ -2,15 +2,18 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from liger_jax.planner import devices
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.links import Links
-from liger_jax.trainers import mesh_choice
+from liger_jax.trainers import decided_run, memory, mesh_choice, policy
 from liger_jax.trainers.finetune_options import FinetuneOptions
+from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
+from liger_jax.training import meshes
 from liger_jax.training.meshes import parse_mesh
 
 MESHES = [parse_mesh("fsdp=4"), parse_mesh("data=2,fsdp=2"), parse_mesh("data=4")]
@@ -21,7 +24,7 @@ ADAPTERS = dict(lora=16)
 def choose(monkeypatch):
     """A function that chooses for four cards of so many GiB."""
 
-    def choose(gib, before=None, mesh=None, rate=330e9, **options):
+    def choose(gib, before=None, mesh=None, rate=330e9, of_method=(), **options):
         size = int(gib * GIB)
         monkeypatch.setattr(mesh_choice, "links", lambda there: Links(rate, rate, rate))
         card = devices.Target("h200", "gpu", "A card", 1, size, "", size, size)
@@ -30,7 +33,7 @@ def choose(monkeypatch):
         settings = Settings.of(FinetuneOptions, model="m", data="d", batch=8, length=2048, mesh=mesh, **options)
         dtypes = settings.placement.precision(options.get("lora"), "bfloat16")
         model = architecture("llama-3-8b")
-        return mesh_choice.by_time(settings, model, dict(dtypes, dtype="bfloat16"), [None] * 4)(MESHES)
+        return mesh_choice.by_time(settings, model, dict(dtypes, dtype="bfloat16"), [None] * 4, *of_method)(MESHES)
 
     return choose
 
@@ -51,6 +54,44 @@ def test_trained_weights_are_split(choose):
     index, reason = choose(1000)
     assert index == 0 and "where data=4 takes" in reason
     assert choose(75) == (0, "since the weights do not fit whole on each device")
+
+
+def test_a_teacher_must_fit_beside_the_whole_weights(choose):
+    def needs(sizes):
+        return memory.TeacherMemory(lambda cuts: 60 * GIB // sizes["fsdp"])
+
+    assert choose(75, **ADAPTERS)[0] == 2
+    assert choose(75, of_method=[needs], **ADAPTERS)[0] == 1
+    before = lambda sizes: dataclasses.replace(needs(sizes), stays=False)  # beside the student's weights alone
+    assert choose(85, of_method=[before], **ADAPTERS)[0] == 2
+
+
+def test_a_run_that_samples_has_whole_weights_wherever_they_fit(choose):
+    samples = dict(of_method=[lambda sizes: memory.TeacherMemory(), True])
+    assert choose(1000, **samples) == (2, "each device samples with whole weights")
+    assert choose(75, **samples) == (1, "since the weights do not fit whole on each device")
+    assert choose(50, **samples)[0] == choose(1, **samples)[0] == 0
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
+@pytest.mark.parametrize(
+    ["batch", "line"],
+    [
+        (64, "devices: data=4 of 4 × {kind}; each device samples with whole weights"),
+        (16, "devices: data=2 of 4 × {kind}; each device samples with whole weights; 2 are idle, since mesh='fsdp=4' "
+         "splits the batch into 4 shards, which do not divide 2, the greatest common divisor of a step's prompts and "
+         "of a micro-batch's rows. The nearest number that does is 2; or change the batch, or its micro-batches."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mesh", [None, "auto"])
+def test_grpo_takes_all_devices(mesh, batch, line, monkeypatch, one_device_unless_a_mesh_is_named):
+    monkeypatch.setattr(meshes, "chosen", one_device_unless_a_mesh_is_named)
+    settings = Settings.of(GrpoOptions, model="m", data="d", reward="m:f", batch=batch, mesh=mesh)
+    model, dtypes = architecture("llama-3-8b"), dict(dtype="bfloat16", param_dtype="bfloat16")
+    card = devices.Target("h200", "gpu", "A card", 1, 1000 * GIB, "", 1000 * GIB, 1000 * GIB)
+    monkeypatch.setattr(devices, "here", lambda: card)
+    taken = decided_run._devices(settings, policy.TASK, model, dtypes, lambda layout: {})
+    assert taken.line == line.format(kind=jax.devices()[0].device_kind)
 
 
 def test_a_resumed_run_keeps_its_mesh_unless_it_has_other_devices_or_auto_is_asked_for(choose):
