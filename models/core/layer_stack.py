@@ -105,12 +105,13 @@ class LayerStack:
         an empty dict.
         """
         keys = jax.random.split(rngs.params(), len(self.kinds))
-        layer = lambda i: make_layer(self.kinds[i], nnx.Rngs(keys[i]))
+        layer_of = lambda kind, key: make_layer(kind, nnx.Rngs(key))
+        layer = lambda i: layer_of(self.kinds[i], keys[i])
         if not self.scan:
             return nnx.List([layer(i) for i in range(len(keys))]), nnx.Dict({})
         stacks = {}
         for name, numbers in self.stacked.items():
-            stacks[name] = _made(make_layer, self.kinds[numbers[0]], keys[jnp.array(numbers)])
+            stacks[name] = nnx.vmap(functools.partial(layer_of, self.kinds[numbers[0]]))(keys[jnp.array(numbers)])
         num_stacked = sum(map(len, self.stacked.values()))
         stacked = nnx.Dict(stacks) if len(stacks) > 1 else next(iter(stacks.values()))
         return stacked, nnx.Dict({str(i): layer(i) for i in range(num_stacked, len(keys))})
@@ -141,8 +142,7 @@ class LayerStack:
         is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
         numbers = tuple(None if known else leaf for known, leaf in zip(is_array, leaves, strict=True))
         arrays = [leaf if known else None for known, leaf in zip(is_array, leaves, strict=True)]
-        call = _Call(self, graphdef, tree, numbers, is_new)
-        return _decoded(call, state, x, arrays, cache, dropout_words)
+        return _decoded(_Call(self, graphdef, tree, numbers, is_new), state, x, arrays, cache, dropout_words)
 
     def _run(
         self,
@@ -242,8 +242,7 @@ class LayerStack:
             groups[name] = state if name else jax.tree.map(in_groups, state)
         # The scan's loop already separates the recomputation from the forward, so no barriers are needed.
         calls = []
-        for i, kind in enumerate(pattern):
-            name = "" if "" in groups else stack_of_place(i, len(pattern))
+        for i, (name, kind) in enumerate(zip(itertools.cycle(groups), pattern, strict=False)):
             place = {} if name else dict(read=functools.partial(jax.tree.map, operator.itemgetter(i)))
             call = self._layer_call(kind, mode, graphdefs[name], inputs, made, is_new, prevent_cse=False, **place)
             calls.append((name, kind, call))
@@ -280,19 +279,16 @@ class LayerStack:
         modes = self.modes[: sum(map(len, self.stacked.values())) : length]
         carry, sums = (carry, stacks), {}
         for mode in ("full", "dots"):
-            calls = []
-            for i, kind in enumerate(pattern):
-                name = "" if "" in stacks else stack_of_place(i, length)
-                call = self._layer_call(
-                    kind, mode, graphdefs[name], inputs, made, False, prevent_cse=False, read=_read_by_number
-                )
-                calls.append((name, kind, call))
+            layer_call = functools.partial(self._layer_call, prevent_cse=False, read=_read_by_number)
+            calls = [
+                (name, kind, layer_call(kind, mode, graphdefs[name], inputs, made, False))
+                for name, kind in zip(itertools.cycle(stacks), pattern, strict=False)
+            ]
 
             def group(carry, number, calls=calls):
                 (carry, stacks), sums = carry, {}
                 for i, (name, kind, call) in enumerate(calls):
                     place = number if name else number * length + i
-                    stacks = stacks | {}
                     leaves, tree = jax.tree.flatten(stacks[name])
                     handed_on = [_handed_on(leaf, place) for leaf in leaves]
                     stacks[name], own = (jax.tree.unflatten(tree, part) for part in zip(*handed_on, strict=True))
@@ -377,21 +373,14 @@ def _made_by(gathered: Callable[[Any, Any], Any], dropout_words: Any) -> Callabl
 
 def _set_mode(layer: nnx.Module, mode: Mode) -> None:
     """Tells the blocks of a layer that was just merged what it keeps, in place."""
-    blocks: list[Any] = [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Module)]
+    blocks: list[Any] = [node for _, node in nnx.iter_graph(layer) if hasattr(node, "remat")]
     for block in blocks:
-        if hasattr(block, "remat"):
-            block.remat = mode
-
-
-def _made(make_layer: Callable[[LayerKind, nnx.Rngs], nnx.Module], kind: LayerKind, keys: Any) -> nnx.Module:
-    """One layer, with parameters stacked for each of the keys."""
-    return nnx.vmap(lambda key: make_layer(kind, nnx.Rngs(key)))(keys)
+        block.remat = mode
 
 
 def kinds_of(config: Any) -> tuple[LayerKind, ...]:
     """The kinds of an architecture's layers."""
-    numbers = range(config.num_hidden_layers)
-    return tuple(LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in numbers)
+    return tuple(LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in range(config.num_hidden_layers))
 
 
 def modes_of(kinds: Sequence[Any], remat: Remat) -> list[Mode]:
