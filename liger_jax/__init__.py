@@ -1,6 +1,7 @@
 """Fused kernels for training language models in JAX, on NVIDIA GPUs, TPUs and CPUs."""
 
-from liger_jax import _packages  # noqa: F401  # first: it says which versions do not work together
+from liger_jax import _interrupt  # noqa: F401, I001  # first: it says what Ctrl-C does during the other imports
+from liger_jax import _packages  # noqa: F401  # then: it says which versions do not work together
 from liger_jax import losses as losses
 from liger_jax.ops import BlockQuantized as BlockQuantized
 from liger_jax.ops import DynamicRope as DynamicRope

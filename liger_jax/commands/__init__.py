@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 
+from liger_jax import _interrupt
 from liger_jax._install import version
 from liger_jax.commands import _warnings, chat, data, distill, doctor, dpo, finetune, generate, grpo, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
@@ -26,7 +27,11 @@ _WITHOUT_DEVICES = ("plan", "data")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns its exit code: 2 for an error of the user's, 1 if the output is closed."""
+    """Runs the command.
+
+    Returns its exit code: 2 for an error of the user's, 1 if the output is closed, and 130 for Ctrl-C.
+    """
+    _interrupt.is_over()
     if argv is not None and list(argv) != sys.argv[1:]:  # called by a program, which must not be ended
         return _main(argv)
     code = _main(argv, owns_process=True)
@@ -52,6 +57,11 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
                 _warnings.retries_reported_once(),
             ):
                 return args.run(args)
+    except KeyboardInterrupt:
+        if not owns_process:
+            raise
+        print(f"liger-jax{name}: {_interrupt.STOPPED.partition(': ')[2]}", file=sys.stderr)
+        return 130
     except OutputError as error:
         if error.is_unread:  # its reader, such as `head`, has closed it
             return 1

@@ -35,3 +35,30 @@ def seconds_of_cpu(modules):
 @pytest.mark.full
 def test_the_import_takes_little_more_than_what_it_stands_on():
     assert seconds_of_cpu("liger_jax") <= seconds_of_cpu("jax, flax.nnx, optax") + 0.3
+
+
+CTRL_C_AT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(name, *others):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.argv[0] = {name!r}
+sys.meta_path.insert(0, Finder)
+from liger_jax.commands import main
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process sends no Ctrl-C to itself there")
+@pytest.mark.parametrize("module", ["jax", "optax", "liger_jax.commands.grpo"])
+def test_ctrl_c_during_the_imports_of_the_command_is_one_sentence(module):
+    run = lambda name: subprocess.run(
+        [sys.executable, "-c", CTRL_C_AT.format(module=module, name=name)], capture_output=True, text=True
+    )
+    stopped = run("/usr/bin/liger-jax")
+    assert (stopped.returncode, stopped.stderr) == (130, "liger-jax: stopped before it began.\n")
+    if module == "jax":  # a program's own Ctrl-C is Python's
+        program = run("train.py")
+        assert program.returncode != 130 and "KeyboardInterrupt" in program.stderr
