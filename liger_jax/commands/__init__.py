@@ -56,7 +56,7 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
                 _warnings.in_one_line(),
                 _warnings.retries_reported_once(),
             ):
-                return args.run(args)
+                return _said_of_file(args)
     except KeyboardInterrupt:
         if not owns_process:
             raise
@@ -68,6 +68,17 @@ def _main(argv: list[str] | None, owns_process: bool = False) -> int:
         with contextlib.suppress(OSError):
             print(f"liger-jax{name}: {error}", file=sys.stderr)
         return 2
+
+
+def _said_of_file(args: argparse.Namespace) -> int:
+    """Runs the command, and says which options of its file are not read: before a run, and after an answer."""
+    tell = lambda: print(*args.of_file, sep="\n", file=sys.stderr) if args.of_file else None
+    if args.command not in _WITHOUT_DEVICES:
+        tell()
+    code = args.run(args)
+    if args.command in _WITHOUT_DEVICES:
+        tell()
+    return code
 
 
 @functools.cache
@@ -97,6 +108,6 @@ def _parsers() -> tuple[Parser, list[Parser]]:
         add("--config", metavar="FILE", help="a TOML file of these options; the command line takes precedence")
         add("--cache", action="store_true", help="cache compiled programs and tokens for other starts (default: yes)")
         named = {action.dest: action.option_strings[0] for action in subparser._actions if action.option_strings}
-        subparser.set_defaults(run=command.run, command=name, options=named)
+        subparser.set_defaults(run=command.run, command=name, options=named, of_file=[])
         parsers.append(subparser)
     return parser, parsers

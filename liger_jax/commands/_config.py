@@ -9,9 +9,8 @@ pack = true
 import argparse
 import json
 import re
-import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from liger_jax.trainers.other_words import in_other_words, meant
 from liger_jax.user_errors import UserError
 
 _COMMAND = re.compile(re.escape(OF_A_RUN) + r" of liger-jax (\w+)\.")
+_MOST_NAMES = 4  # of options that are not read, in a line
 _NO_OPTIONS = ("help", "help_all", "config")
 # Options of one name that mean different things, and the commands that agree on what each means.
 MEANINGS: Any = {
@@ -32,10 +32,12 @@ MEANINGS: Any = {
 _KINDS: Any = {int: "a whole number", float: "a number"}
 
 
-def read(path: str, command: str, actions: Mapping[str, argparse.Action], of_all: Collection[str]) -> dict[str, Any]:
+def read(
+    path: str, command: str, actions: Mapping[str, argparse.Action], of_all: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
     """Reads a file of options: values by name, as parsing the command line would give them. Options that only other
-    commands have, or that mean something else in the command whose run has written the file, are left out, and a line
-    says so. `of_all` are the names of all commands' options.
+    commands have, or that mean something else in the command whose run has written the file, are left out, and lines
+    say so, which are returned, too. `of_all` are the names of all commands' options.
     """
     known = {name: action for name, action in actions.items() if name not in _NO_OPTIONS}
     name_of = {_name(option): name for name, action in known.items() for option in action.option_strings}
@@ -58,12 +60,18 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action], of_all
             options = [f"--{each.replace('_', '-')}" for each in known]
             asked = in_other_words(f"--{name}", options) or meant(f"--{name}", options)
             raise UserError(f"--config {path}: {key} is not an option of liger-jax {command}.{asked}")
-    if others:
-        print(f"{path}: not read, as options of other commands: {', '.join(others)}", file=sys.stderr)
+    lines = [f"{path}: options of other commands are not read: {_some(others)}"] if others else []
     if different:
         means = f"as they mean something else in liger-jax {writer}, which has written the file"
-        print(f"{path}: not read, {means}: {', '.join(different)}", file=sys.stderr)
-    return values
+        lines.append(f"{path}: not read, {means}: {', '.join(different)}")
+    return values, lines
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many there are beside them."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} others"
 
 
 def _name(option: str) -> str:

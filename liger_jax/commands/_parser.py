@@ -142,7 +142,7 @@ class Parser(argparse.ArgumentParser):
         _, equals, path = args[places[0]].partition("=")
         path = self._path("--config", path if equals else args[places[0] + 1])
         actions = {action.dest: action for action in self._actions}
-        values = _config.read(path, self.prog.rpartition(" ")[2], actions, self.known())
+        values, lines = _config.read(path, self.prog.rpartition(" ")[2], actions, self.known())
         given = {self._option_string_actions[name].dest for name in map(_name, args) if self._has(name)}
         for names in self.alternatives:
             if given.intersection(names):
@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
         values = {name: value for name, value in values.items() if name not in given}
         for action in self._actions:
             action.required = action.required and action.dest not in values
-        self.set_defaults(**values)
+        self.set_defaults(**values, of_file=lines)
 
     def error(self, message: str) -> NoReturn:
         """Exits with the message as one sentence, which suggests what was meant; without a command, with the help."""

@@ -1,7 +1,9 @@
 """The command line itself: its version, names that are not known, and files of options."""
 
 import argparse
+import contextlib
 import re
+import sys
 import tomllib
 import types
 from pathlib import Path
@@ -264,18 +266,29 @@ def test_an_option_that_means_something_else_in_the_run_that_wrote_the_file_is_n
         file = options(f"{options_file.heading(writer)}\n{text}")
         found = settings_of(capsys, *file, "--model=x", "--data=y")
         assert (found.seed, found.samples) == (3, samples)
-    assert capsys.readouterr().err.endswith(
-        f"{file[1]}: not read, as they mean something else in liger-jax grpo, which has written the file: samples\n"
-    )
+    assert _parsers()[0].parse_args(["finetune", *file, "--model=x", "--data=y"]).of_file[1:] == [
+        f"{file[1]}: not read, as they mean something else in liger-jax grpo, which has written the file: samples"
+    ]
     args = _parsers()[0].parse_args(["generate", *options(f"{options_file.heading('distill')}\n{text}"), "--model=x"])
     assert (args.seed, args.temperature) == (3, None)
     args = _parsers()[0].parse_args(["generate", *options(text), "--model=x"])
     assert args.temperature == 2.0  # a file of one's own
 
 
+def test_a_plan_of_a_run_s_file_is_told_before_what_it_does_not_read(capfd, options):
+    text = "model = 'qwen2-0.5b'\nbatch = 8\nsteps = 3\nwarmup = 0.1\nclip = 2.0\nsamples = 1\nkeep = 3\n"
+    file = options(text)
+    with contextlib.redirect_stderr(sys.stdout):
+        assert main(["plan", *file, "--device=h200"]) == 0
+    first, *_, last = capfd.readouterr().out.splitlines()
+    assert first.startswith("Fits: ")
+    assert last == f"{file[1]}: options of other commands are not read: steps, warmup, clip and 2 others"
+
+
 def test_options_of_one_name_and_different_meanings_are_known():
     """A name whose help differs between commands that train or generate means the same, or stands in the table."""
-    same = "data dtype learning_rate length batch micro_batches log model out quantize seed stream distributed".split()
+    same = "data dtype learning_rate length batch micro_batches log mesh model out quantize seed stream".split()
+    same.append("distributed")
     helps = {}
     for parser in _parsers()[1]:
         if (name := parser.prog.split()[-1]) not in ("plan", "data", "doctor"):
@@ -342,7 +355,7 @@ def test_every_command_takes_a_file(capsys, options, tmp_path):
     assert main(["data", *file]) == 0
     printed = capsys.readouterr()
     assert len(re.findall(r"^row \d", printed.out, re.MULTILINE)) == 1
-    assert printed.err == f"{file[1]}: not read, as options of other commands: batch\n"
+    assert printed.err == f"{file[1]}: options of other commands are not read: batch\n"
     assert main(f"data --model {folder} --data {tmp_path / 'chats.jsonl'} --length 64 --rows 1".split()) == 0
     assert main(["data", f"--model={folder}"]) == 2 and "such as --data chats.jsonl" in capsys.readouterr().err
     assert main(["plan", *options('model = "qwen2-0.5b"\nlength = 77\npack = true'), "--device=h200"]) == 0
