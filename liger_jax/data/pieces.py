@@ -11,6 +11,7 @@ from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.user_errors import UserError
 
 NO_TOKEN = "no token to train on"  # why a document is left out, where nothing more is known
+NO_TEXT = "no text"  # why one is that has nothing but white space
 _MOST_SAID = 500  # characters of another library's error
 
 

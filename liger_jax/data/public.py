@@ -77,8 +77,7 @@ def read(
             raise ValueError(f"format={format!r} must be one of {', '.join(known)}.")
         if not own:
             return reading.read(names, column, subset, form=format)
-        documents = reading.rows_to_documents(own["data"], "data", column, format)
-        if not (full := [document for document in documents if not document.is_empty]):
+        if not (full := reading.with_text(reading.rows_to_documents(own["data"], "data", column, format))):
             raise reading.no_text(names, rows=own["data"])
         return full
 

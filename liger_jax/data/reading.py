@@ -29,19 +29,32 @@ def read(
     data = [data] if isinstance(data, str) else data
     sources = data_sources(data)
     files.tell([path for source in sources for path in source.paths])
-    documents = [
+    documents = with_text(
         document
         for source in sources
         for document in documents_of(
             source, None if source.paths else dataset(source.name, subset), column, form, refused
         )
-        if not document.is_empty
-    ]
+    )
     if not documents and not refused:
         raise no_text(data)
     if notice := unread(frozenset().union(*(document.unread for document in documents))):
         print(notice)
     return documents
+
+
+def with_text(documents: Iterable[Document]) -> list[Document]:
+    """The documents that have a text, after a line that says how many have none."""
+    documents = list(documents)
+    if empty := [each.where for each in documents if each.is_empty]:
+        have = "1 document has" if len(empty) == 1 else f"{len(empty):,} documents have"
+        print(f"data: {have} no text, and {'is' if len(empty) == 1 else 'are'} left out: {first(empty)}")
+    return [each for each in documents if not each.is_empty]
+
+
+def first(places: Sequence[str]) -> str:
+    """The first places of several, in words."""
+    return ", ".join(places[:3]) + (", …" if len(places) > 3 else "")
 
 
 def documents_of(

@@ -13,7 +13,7 @@ import numpy as np
 
 from liger_jax.data import files, reading, sources
 from liger_jax.data.options import RowOptions
-from liger_jax.data.pieces import Piece, nothing_to_train_on
+from liger_jax.data.pieces import NO_TEXT, Piece, nothing_to_train_on
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.training import digests, pack, pad
 from liger_jax.training.packing import FirstFit
@@ -120,6 +120,9 @@ class Stream:
             for piece in self._encoder.encoded(full, options.length):
                 pieces.setdefault(id(piece.document), []).append(piece)
             notices = self._encoder.notices()
+            if len(full) < len(some):
+                empty = next(each.where for each in some if each.is_empty)
+                notices = {**notices, NO_TEXT: f"data: rows with {NO_TEXT} are left out, such as {empty}"}
             for about in notices.keys() - self._printed:
                 print(notices[about])
             self._printed |= notices.keys()

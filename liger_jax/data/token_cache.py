@@ -161,7 +161,7 @@ def write(
         folder.mkdir(parents=True)
         with Writer(folder) as writer:
             for source in sources:
-                for batch in batches(read(source)):
+                for batch in batches(read(source), writer.leave_out):
                     writer.add(batch, tokenizer.encoded(batch, length, refused), refused, tokenizer.left_out)
                 writer.end_source()
         meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks, "chats": tokenizer.chats}

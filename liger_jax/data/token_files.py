@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from liger_jax.data import files, reading
 from liger_jax.data.documents import Document, Fingerprint
-from liger_jax.data.pieces import NO_TOKEN, Piece
+from liger_jax.data.pieces import NO_TEXT, NO_TOKEN, Piece
 from liger_jax.ops.labels import IGNORE_INDEX
 
 ARRAYS = {  # by name
@@ -81,10 +81,13 @@ class Writer:
                     for text in iter(lambda: file.read(_BATCH_CHARACTERS), ""):
                         self._fingerprint.add_text(text)
             if id(document) not in used:
-                what = why.pop(document.where, NO_TOKEN)
-                self._unused[what] = self._unused.get(what, 0) + 1
-                first = self._first_unused.setdefault(what, [])
-                first += [document.where][: 3 - len(first)]
+                self.leave_out(document, why.pop(document.where, NO_TOKEN))
+
+    def leave_out(self, document: Document, what: str = NO_TEXT) -> None:
+        """Notes a document without a piece, and why it has none."""
+        self._unused[what] = self._unused.get(what, 0) + 1
+        first = self._first_unused.setdefault(what, [])
+        first += [document.where][: 3 - len(first)]
 
     def end_source(self) -> None:
         """Ends the pieces of one source that `--data` names."""
@@ -122,11 +125,12 @@ class Writer:
             self._files[name].write(data)
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents that are not empty, as many at a time as are encoded at once."""
+def batches(documents: Iterable[Document], leave_out: Callable[[Document], None]) -> Iterator[list[Document]]:
+    """Documents that are not empty, as many at a time as are encoded at once. `leave_out` is given each other one."""
     batch, characters = [], 0
     for document in documents:
         if document.is_empty:
+            leave_out(document)
             continue
         batch.append(document)
         characters += len(document.text) + len(str(document.messages or ""))

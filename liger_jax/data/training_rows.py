@@ -14,7 +14,7 @@ from liger_jax.data import reading, token_cache
 from liger_jax.data.files import tell
 from liger_jax.data.laid_rows import LaidRows
 from liger_jax.data.options import RowOptions
-from liger_jax.data.pieces import NO_TOKEN, Piece, nothing_to_train_on
+from liger_jax.data.pieces import NO_TEXT, NO_TOKEN, Piece, nothing_to_train_on
 from liger_jax.data.sources import DataSource, data_sources, in_both
 from liger_jax.data.sources import weight as weight_of
 from liger_jax.data.step_rows import Laying, StepRows
@@ -200,7 +200,7 @@ def tokens_of(
     if not tokens.meta["count"] and not refused:
         raise reading.no_text([source.name for source in sources], flag, sources[0].rows)
     if not len(tokens) and not refused:
-        only_empty = [*tokens.meta["unused"]] == [NO_TOKEN]
+        only_empty = {*tokens.meta["unused"]} - {NO_TEXT} == {NO_TOKEN}
         raise nothing_to_train_on(() if only_empty else _unused(tokens.meta))
     encoder.add_marks(tokens.marks, tokens.meta["chats"])
     for line in (*filter(None, [reading.unread(frozenset(tokens.meta["unread"]))]), *tokens.meta["notes"]):
@@ -248,7 +248,8 @@ def _summary(options: RowOptions, laid: LaidRows, held_out: LaidRows | None, mix
         groups = zip(options.data, mixture, strict=True)
         each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in groups)
         summary += f"\nan epoch has {counted(num_mixed(mixture), 'row')}: {each}"
-    return "\n".join([summary, *_unused(meta)])
+    others = _unused(held_out.tokens.meta) if options.eval_data and held_out is not None else []
+    return "\n".join([summary, *_unused(meta), *others])
 
 
 def _unused(meta: Mapping[str, Any]) -> list[str]:

@@ -198,3 +198,25 @@ def test_rows_of_a_program_may_change_after_they_were_read():
     found = [row for _, row in reading.numbered(rows(), "rows")]
     assert [row["prompt"][0]["content"] for row in found] == ["a", "b"]
     assert all(row["label"] is True for row in found)
+
+
+def test_rows_without_a_text_are_counted(source, tmp_path, capsys):
+    texts = ["one two", "", "three four", " \n", "\t", "", "five"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    path = str(tmp_path / "rows.jsonl")
+    options = RowOptions(data=path, length=64, eval_share=0.0)
+    run = training_rows.prepared(options, 4, 0, training_rows.tokenizer(find(source, weights=False), 320), tmp_path)
+    first, empty = run.summary.splitlines()
+    assert first.startswith("data: 3 documents in 3 pieces; ")
+    where = f"{path}, line 2, {path}, line 4, {path}, line 5, …"
+    assert empty == f"4 documents have no text, and no row: {where}"
+    (tmp_path / "eval.jsonl").write_text('{"text": "six"}\n{"text": ""}')
+    both = RowOptions(data=path, eval_data=(str(tmp_path / "eval.jsonl"),), length=64)
+    run = training_rows.prepared(both, 4, 0, training_rows.tokenizer(find(source, weights=False), 320), tmp_path)
+    told = f"1 document has no text, and no row: {tmp_path / 'eval.jsonl'}, line 2"
+    assert run.summary.splitlines()[1:] == [empty, told]
+    capsys.readouterr()
+    assert len(data.read(path)) == 3
+    assert capsys.readouterr().out == f"data: 4 documents have no text, and are left out: {where}\n"
+    assert len(data.read([{"text": "a"}, {"text": ""}])) == 1
+    assert capsys.readouterr().out == "data: 1 document has no text, and is left out: data, row 2\n"

@@ -114,6 +114,15 @@ def test_what_a_stream_needs_is_said(source, dataset, tmp_path, monkeypatch):
         stream(source, tmp_path)
 
 
+def test_a_stream_says_once_that_rows_have_no_text(source, dataset, tmp_path, capsys):
+    dataset.rows = [{"text": ""}, *ROWS, {"text": " "}]
+    one = stream(source, tmp_path)
+    for step in range(40):  # it begins again
+        one.rows_of(step)
+    told = "data: rows with no text are left out, such as org/words, row 1\n"
+    assert capsys.readouterr().out.count(told) == 1
+
+
 def test_a_stream_that_breaks_or_is_empty_is_a_sentence(source, dataset, tmp_path):
     dataset.rows = [*ROWS[:2], {"words": 3}]
     with pytest.raises(UserError, match="org/words, row 3: there are no messages"):
