@@ -60,6 +60,18 @@ class LoRA:
     rslora: bool = False
     dora: bool = False
 
+    def __new__(cls, *_: Any, **fields: Any):
+        """Refuses a name that is no argument."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in (each for each in fields if each not in names):
+            spelled = {f"--{each}": Spelling(each) for each in names}
+            spelled |= {"--lora": Spelling("rank")} | {f"--lora-{each}": Spelling(each) for each in names}
+            flag = f"--{name.replace('_', '-')}"
+            hint = in_other_words(flag, [*spelled, "--fresh"]) or meant(flag, spelled)
+            hint = in_python(hint, spelled) or f" There are {', '.join(names[:-1])} and {names[-1]}."
+            raise TypeError(f"LoRA: {name} is no argument.{hint}")
+        return super().__new__(cls)
+
     def options(self) -> dict[str, Any]:
         """The options of these adapters, by the names of a run's options."""
         targets: Any = self.targets

@@ -2,9 +2,13 @@
 
 import concurrent.futures
 import contextlib
+import copy
+import dataclasses
 import io
 import itertools
 import json
+import pickle
+import re
 import signal
 import tempfile
 
@@ -540,3 +544,30 @@ def test_a_model_in_memory_needs_a_tokenizer_and_no_adapters(source, rows, comma
     adapted = load_adapters(AutoModelForCausalLM.from_pretrained(source), command / "adapters")
     with pytest.raises(ValueError, match="model has adapters already"):
         finetune(adapted, rows, tokenizer=source)
+
+
+@pytest.mark.parametrize(
+    ["name", "hint"],
+    [
+        ("r", "Did you mean rank?"),
+        ("lora_r", "Did you mean rank?"),
+        ("lora_alpha", "Did you mean alpha?"),
+        ("target_modules", "Did you mean targets?"),
+        ("use_dora", "Did you mean dora?"),
+        ("dropot", "Did you mean dropout?"),
+        (
+            "modules_to_save",
+            "No command has it: in Python add_lora takes patterns of ranks and layers, train_more whole",
+        ),
+        ("task_type", "There are rank, alpha, targets, experts, dropout, rslora and dora."),
+    ],
+)
+def test_a_name_that_lora_has_not_is_refused_with_the_one_that_was_meant(name, hint):
+    with pytest.raises(TypeError, match=rf"^LoRA: {name} is no argument\. {re.escape(hint)}"):
+        trainers.LoRA(**{name: 8})
+
+
+def test_adapters_are_copied_as_they_are():
+    adapters = trainers.LoRA(8, alpha=3.0)
+    assert adapters == copy.deepcopy(adapters) == pickle.loads(pickle.dumps(adapters))
+    assert dataclasses.replace(adapters, alpha=None) == trainers.LoRA(8)
