@@ -18,7 +18,7 @@ from liger_jax.models import Layout
 from liger_jax.models.hugging_face import source
 from liger_jax.ops import fused_linear_cross_entropy
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.trainers import log, outlook, own_mesh, result, step_sizes
+from liger_jax.trainers import log, outlook, own_mesh, result, step_sizes, unchanged
 from liger_jax.trainers.errors import training_errors, writable_folder
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.finish import learned
@@ -189,6 +189,8 @@ def _train(
     elif figures:
         print(learned(TASK, entries, done))
     trained = whole(state[0])
+    for line in unchanged.of_arrays(parts.params, state[0]) if figures and not stopped_by else ():
+        print(line)
     code = stopped_by and 128 + stopped_by
     return Outcome(code, figures, done, best, model=lambda: trained, mesh=devices.mesh)
 
@@ -218,7 +220,37 @@ def _check(settings: Settings[FinetuneOptions], model: Any) -> None:
             f"The model's head {what}, and must be an array of (vocabulary, width), such as an embedding, or the "
             "kernel of nnx.Linear transposed. A property may return it."
         )
+    _check_adapters(model)
     _check_states(model, head)
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuses adapters on which neither the hidden states nor the head depend, as that of a head's layer."""
+    graph, own, rest = nnx.split(model, nnx.LoRAParam, ...)
+    ids = jnp.zeros((1, 8), jnp.int32)
+    given = {name: x for name, x in _alone(ids).items() if name in _parameters(model)}
+
+    def call(own: Any, rest: Any) -> Any:
+        merged = nnx.merge(graph, own, rest)
+        return merged.hidden_states(ids, **given), _head(merged)
+
+    try:
+        program = jax.make_jaxpr(call)(own, rest).jaxpr
+    except Exception:  # as in `_check_states`
+        return
+    read = {id(each) for each in program.outvars}
+    for operation in reversed(program.eqns):
+        if operation.effects or any(id(each) in read for each in operation.outvars):
+            read |= {id(each) for each in operation.invars}
+    paths = [path for path, _ in jax.tree.leaves_with_path(own)]
+    unread = [path for path, each in zip(paths, program.invars, strict=False) if id(each) not in read]
+    names = dict.fromkeys(jax.tree_util.keystr(path[:-1], simple=True, separator=".") for path in unread)
+    names = [*dict.fromkeys(name.rpartition(".")[0] for name in names)]
+    if names:
+        raise UserError(
+            f"Neither hidden_states nor head reads the adapters of {' and '.join(names)}, so that they would not be "
+            "trained. Leave the layer out of add_lora's targets; or let head return its weight with the adapter."
+        )
 
 
 def _is_given(parameter: inspect.Parameter) -> bool:

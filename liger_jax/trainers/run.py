@@ -24,6 +24,7 @@ from liger_jax.trainers import (
     run_loop,
     run_model,
     training_inputs,
+    unchanged,
 )
 from liger_jax.trainers.decided_run import Run, TaskOf
 from liger_jax.trainers.distill_options import DistillOptions
@@ -151,6 +152,7 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     processes.by_first(lambda: _describe(run, target, log, done, chats))
     processes.by_first(lambda: finish.record_result(settings, checkpoints, target, early))
     finish.print_result(run, log, done, target, checkpoints)
+    processes.by_first(lambda: [print(line) for line in unchanged.lines(settings, run.source, target)])
     processes.by_first(lambda: _push(settings, target))
     return Outcome(0, log["steps"], done, best, target, lambda: tuned, chats, devices.mesh)
 

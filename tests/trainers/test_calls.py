@@ -11,6 +11,7 @@ import pickle
 import re
 import signal
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from liger_jax import _options, trainers
 from liger_jax.commands import _cache, main
 from liger_jax.models import AutoModelForCausalLM
-from liger_jax.models.lora import load_adapters
+from liger_jax.models.lora import add_lora, load_adapters
 from liger_jax.trainers import arguments, own_mesh, own_model
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.dpo_options import PairOptions
@@ -431,6 +432,42 @@ def test_a_model_of_the_users_own_that_no_run_could_train_is_refused(model, word
     with pytest.raises(ValueError) as raised:
         finetune(model, rows, adapters=None, pack=False, tokenizer=source)
     assert str(raised.value).startswith(words)
+
+
+class Headed(nnx.Module):
+    """A module whose head is a layer's kernel, which is not called."""
+
+    def __init__(self):
+        self.embed, self.up = nnx.Embed(320, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        self.lm_head = nnx.Linear(8, 320, use_bias=False, rngs=nnx.Rngs(2))
+
+    def hidden_states(self, input_ids):
+        return self.up(self.embed(input_ids))
+
+    @property
+    def head(self):
+        return self.lm_head.kernel[...].T
+
+
+class WithAdapter(Headed):
+    @property
+    def head(self):
+        layer: Any = self.lm_head
+        return (layer.kernel[...] + layer.lora_a[...] @ layer.lora_b[...]).T
+
+
+@pytest.mark.parametrize(
+    ["model", "targets", "is_trained"],
+    [
+        (Headed, ["lm_head"], False), (Headed, ["up", "lm_head"], False), (Headed, ["up"], True),
+        (WithAdapter, ["lm_head"], True),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_a_head_that_no_gradient_reaches_is_refused(model, targets, is_trained, source):
+    own = add_lora(model(), 2, alpha=4, targets=targets, rngs=nnx.Rngs(3))
+    words = "Neither hidden_states nor head reads the adapters of lm_head, so that they would not be trained. Leave the"
+    with contextlib.nullcontext() if is_trained else pytest.raises(ValueError, match=words):
+        own_model._check_adapters(own)
 
 
 def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
