@@ -67,7 +67,7 @@ def prompt(where: str, values: Any) -> Document:
     if not isinstance(asked, list):
         raise UserError(
             f"{where}, must hold an object with a prompt, which is a text, or with messages."
-            f"{f' It has {_names(fields)}.' if fields else ''}"
+            f"{f' It has {_names(fields)}.' if fields else ''}{_in_words([k for k, x in fields.items() if x is None])}"
             f"{near_miss(fields, ('prompt', 'messages')) or of_another_command(fields)}"
         )
     try:
@@ -277,11 +277,17 @@ def _is_missing(value: Any) -> bool:
     return isinstance(value, str | list) and len(value) == 0
 
 
+def _in_words(nulls: list[str]) -> str:
+    """A sentence about fields that are null."""
+    if not nulls:
+        return ""
+    return f" {', '.join(map(repr, nulls))} {'is' if len(nulls) == 1 else 'are'} null, which counts as absent."
+
+
 def _unknown(values: Row, column: str, nulls: list[str]) -> str:
     """Why a row is of no format, and the cure."""
     problem = f"there are no messages, and no text in {column!r}, among {_names(values)}."
-    if nulls:
-        problem += f" {', '.join(map(repr, nulls))} {'is' if len(nulls) == 1 else 'are'} null, which counts as absent."
+    problem += _in_words(nulls)
     if all(name in values for name in _PAIRS):
         return (
             f"{problem} It is a pair of answers: liger-jax dpo trains on such rows, and liger-jax data --loss sigmoid "

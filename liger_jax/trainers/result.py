@@ -47,6 +47,7 @@ def check(settings: Settings, source: Path) -> None:
         raise UserError(
             f"{written} was not written by a run, and would be overwritten. Move it, or pass another --out."
         )
+    _check_method(settings, written)
     if out.resolve() == source.resolve():  # the folder's name would mean both models
         raise UserError(f"--out={out} is the folder of --model itself. Pass another --out.")
     _check_kinds(settings, out, target)
@@ -80,6 +81,18 @@ def write_settings(settings: Settings) -> None:
     """Writes the file of options in OUT by which the run can be repeated."""
     heading = options_file.heading(settings.method.command)
     options_file.write(Path(settings.folder.out) / SETTINGS, settings.to_write(), heading)
+
+
+def _check_method(settings: Settings, written: Path) -> None:
+    """Refuses a folder with a run of another command, which this one would not resume."""
+    if settings.folder.fresh or not written.is_file() or not holds_a_run(written.parent / CHECKPOINTS):
+        return
+    match = re.match(rf"{re.escape(options_file.OF_A_RUN)} of liger-jax (\w+)\.", written.read_text(errors="replace"))
+    if match and match[1] != (own := settings.method.command):
+        raise UserError(
+            f"{written.parent} holds a run of liger-jax {match[1]}, and this one is of liger-jax {own}. Pass "
+            "--fresh to start over, or another --out."
+        )
 
 
 def _is_of_a_run(written: Path) -> bool:

@@ -99,6 +99,9 @@ def found(settings: Settings[DistillOptions], source: Source, student: Architect
         raise UserError(f"The result would be written to {target}, which is --teacher itself. Pass another --out.")
     if its.is_nf4 and options.teacher_quantize is not None:
         raise UserError(f"--teacher-quantize={options.teacher_quantize}, but {name} is nf4 already. Leave it out.")
+    is_itself = its.folder.resolve() == source.folder.resolve() and settings.adapters.adapters is None
+    if is_itself and settings.placement.quantize is None and not options.hard_weight:
+        print(f"{name} is --model itself: their probabilities are equal, so that there is nothing to learn")
     architecture = architecture_of(its)
     if settings.rows.length > (longest := architecture.config.longest_sequence):
         raise UserError(

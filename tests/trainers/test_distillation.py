@@ -371,6 +371,15 @@ def test_a_model_without_weights_is_refused_before_it_is_traced(whose, source, t
     assert "tracing" not in told.out + told.err and told.err.count("\n") == 1
 
 
+def test_a_teacher_that_is_the_student_is_told(source, capsys):
+    options = dict(model=str(source), data="d", teacher=f"{source}/.", length=64)
+    for told, more in (("is --model itself: their probabilities", {}), ("", dict(lora=4, quantize="int8"))):
+        find_teacher(Settings.of(DistillOptions, **options, **more), find(source), architecture_of(find(source)))
+        assert told in capsys.readouterr().out or not told
+    find_teacher(Settings.of(DistillOptions, **options, hard_weight=0.5), find(source), architecture_of(find(source)))
+    assert capsys.readouterr().out == ""
+
+
 def test_the_planner_counts_the_teacher(source, monkeypatch, capsys):
     settings = Settings.of(DistillOptions, model="m", data="d", teacher="t", length=64, batch=4)
     found, sizes = architecture_of(find(source)), dict(data=1, fsdp=1, tensor=1, sequence=1)

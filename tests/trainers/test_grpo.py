@@ -420,6 +420,12 @@ def test_lines_without_a_prompt_are_refused(source, tmp_path, capsys):
     assert "It has ['question']." in told
 
 
+def test_a_prompt_that_is_null_is_told(source, tmp_path, capsys):
+    (tmp_path / "null.jsonl").write_text('{"prompt": null}')
+    assert grpo(source, tmp_path / "out", f"--data={tmp_path / 'null.jsonl'}") == 2
+    assert "It has ['prompt']. 'prompt' is null, which counts as absent." in capsys.readouterr().err
+
+
 def test_prompts_of_unknown_roles_are_told(source, tmp_path, capsys):
     lines = [json.dumps({"messages": [{"role": "human", "content": text}]}) for text in ("one", "one two three four")]
     (tmp_path / "roles.jsonl").write_text("\n".join(lines))

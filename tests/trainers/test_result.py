@@ -1,5 +1,6 @@
 """What a run of `liger-jax finetune` leaves, and what it never replaces."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -265,3 +266,16 @@ def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, capsys):
             log.write({"step": step, "loss": 1.0})
     told = f"{tmp_path / TABLE} cannot be written: No space left on device. It will be whole when the run goes on."
     assert capsys.readouterr().out == told + "\n"
+
+
+def test_a_run_of_another_command_in_the_folder_is_named(tmp_path):
+    out = tmp_path / "out"
+    run_in(out, "model")
+    (out / "settings.toml").write_text(options_file.heading("grpo"))
+    settings = Settings.of(FinetuneOptions, model="m", data="d", out=str(out))
+    told = f"{out} holds a run of liger-jax grpo, and this one is of liger-jax finetune. Pass --fresh to start over, or"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        result.check(settings, tmp_path)
+    result.check(settings.changed(fresh=True), tmp_path)
+    (out / "settings.toml").write_text(options_file.heading("finetune"))
+    result.check(settings, tmp_path)
