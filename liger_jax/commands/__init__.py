@@ -89,7 +89,8 @@ def option_names() -> frozenset[str]:
 
 def _parsers() -> tuple[Parser, list[Parser]]:
     """The parser, and those of the commands."""
-    parser = Parser(prog="liger-jax", description="Kernels and models for training in JAX.")
+    about = "Kernels and models for training in JAX."
+    parser = Parser(prog="liger-jax", description=about, epilog="liger-jax COMMAND --help shows a command's options.")
     parser.add_argument("--version", action="version", version=f"liger-jax {version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
     parsers = []

@@ -24,7 +24,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     command.add_argument("--file", help="read prompts from a file: one text, or JSON lines with a prompt or messages")
     command.add_argument(
-        "--chat", action="store_true", help="treat the prompt as a user message and apply the chat template"
+        "--chat",
+        action="store_true",
+        help="treat --prompt as a user's message, by the chat template (default: as the beginning of a text)",
     )
 
 

@@ -33,7 +33,7 @@ class AdapterOptions:
     group_of_options: ClassVar = "adapters"
 
     lora: int | None = option(
-        None, f"train adapters of this rank (default: {defaults.RANK})", check=within(1, 2**16),
+        None, f"train adapters of this rank, or {defaults.RANK}, instead of all weights", check=within(1, 2**16),
         nargs="?", const=defaults.RANK, metavar="RANK", first=True
     )  # fmt: skip
     lora_alpha: float | None = option(

@@ -21,6 +21,7 @@ class PairOptions(LossOptions, Method):
     peak_rates = 1e-6, 1e-5
     changes = dict(
         data=dict(help="rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"),
+        batch=dict(help="pairs or single answers in a step, or rows with --pack (default: {default})"),
         out=dict(default="runs/dpo"),
         quantize=dict(first=False),
         pack=dict(first=False),

@@ -31,7 +31,11 @@ class GrpoOptions(Method):
     """A policy is trained by rewards. A row of a batch is a completion."""
 
     reward: Sequence[str] = option(
-        (), "functions that score completions; MODULE:FUNCTION=0.5 sets a weight", metavar="MODULE:FUNCTION", first=True
+        (),
+        "functions that score completions; MODULE:FUNCTION=0.5 sets a weight",
+        metavar="MODULE:FUNCTION",
+        first=True,
+        required=True,
     )
     reward_timeout: float = option(
         1800.0, "the most seconds that a call of a reward may take (default: {default:g})", check=_seconds,

@@ -360,3 +360,16 @@ def test_every_command_takes_a_file(capsys, options, tmp_path):
     assert main(["data", f"--model={folder}"]) == 2 and "such as --data chats.jsonl" in capsys.readouterr().err
     assert main(["plan", *options('model = "qwen2-0.5b"\nlength = 77\npack = true'), "--device=h200"]) == 0
     assert "8 × 77 tokens packed" in capsys.readouterr().out  # plan's own names are --seq and --packed
+
+
+def test_the_help_of_a_command_says_what_it_needs_and_does(capsys):
+    said_by = {name: " ".join(said(capsys, name, "--help-all")[0].split()) for name in ("finetune", "dpo", "grpo")}
+    assert "usage: liger-jax grpo --model MODEL --data DATA --reward MODULE:FUNCTION [options]" in said_by["grpo"]
+    assert said(capsys, *"grpo --model x --data y".split())[0].startswith(
+        "liger-jax grpo: the following arguments are required: --reward."
+    )
+    fastest, whole = "auto, the fastest of data and fsdp", "auto, data where whole weights fit on a device, else fsdp"
+    for name, text in said_by.items():
+        assert f"fsdp=2,tensor=2 (default: {whole if name == 'grpo' else fastest})" in text
+        assert "train adapters of this rank, or 16, instead of all weights" in text
+    assert "pairs or single answers in a step" in said_by["dpo"]
