@@ -90,17 +90,22 @@ def add(model: Any, options: AdapterOptions, seed: int) -> None:
     if options.adapters is not None:
         load_adapters(model, options.adapters, dropout=options.lora_dropout)
         return
-    add_lora(
-        model,
-        options.lora,
-        alpha=options.lora_alpha or 2 * options.lora,
-        targets=targets(options.lora_targets),
-        parameters=EXPERT_PARAMETERS if options.lora_experts else (),
-        dropout=options.lora_dropout or 0.0,
-        rslora=options.rslora,
-        dora=options.dora,
-        rngs=nnx.Rngs(seed),
-    )
+    try:
+        add_lora(
+            model,
+            options.lora,
+            alpha=options.lora_alpha or 2 * options.lora,
+            targets=targets(options.lora_targets),
+            parameters=EXPERT_PARAMETERS if options.lora_experts else (),
+            dropout=options.lora_dropout or 0.0,
+            rslora=options.rslora,
+            dora=options.dora,
+            rngs=nnx.Rngs(seed),
+        )
+    except ValueError as error:
+        if not (match := re.match(r"add_lora: targets=(\[.*?\]|'.*?')(:? .*)", str(error))):
+            raise
+        raise UserError(f"--lora-targets={options.lora_targets}{match[2]}") from error
 
 
 def targets(text: str | None) -> tuple[str, ...] | str | None:

@@ -120,3 +120,20 @@ def test_options_of_new_adapters_are_refused_with_a_folder_of_them(tuned):
         options = {name: value}
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is for new adapters, and .* holds adapters"):
             found_adapters(str(tuned / "adapters"), AdapterOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ["text", "told"],
+    [
+        ("q_proj,zz", "--lora-targets=q_proj,zz: no projection is called ['zz']. The model has ['down_proj', "),
+        ("zz.*", "--lora-targets=zz.* must name at least one projection."),
+    ],
+)
+def test_targets_that_the_model_has_not_are_told_by_the_option(text, told, tmp_path, capsys):
+    folder = _tiny.checkpoint(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text(_tiny.chats(4))
+    command = (
+        f"finetune --model={folder} --data={tmp_path / 'chats.jsonl'} --out={tmp_path / 'out'} --lora=4 --length=64"
+    )
+    assert main([*command.split(), f"--lora-targets={text}"]) == 2
+    assert capsys.readouterr().err.startswith(f"liger-jax finetune: {told}")
