@@ -100,12 +100,15 @@ def add(model: Any, options: AdapterOptions, seed: int) -> None:
             dropout=options.lora_dropout or 0.0,
             rslora=options.rslora,
             dora=options.dora,
-            rngs=nnx.Rngs(seed),
+            rngs=nnx.Rngs(_key(np.uint32(seed))),
         )
     except ValueError as error:
         if not (match := re.match(r"add_lora: targets=(\[.*?\]|'.*?')(:? .*)", str(error))):
             raise
         raise UserError(f"--lora-targets={options.lora_targets}{match[2]}") from error
+
+
+_key = jax.jit(jax.random.key)  # as one program
 
 
 def targets(text: str | None) -> tuple[str, ...] | str | None:

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from liger_jax import losses
 from liger_jax.data.prompt_rows import Line, PromptRows
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.generation.checks import why_rows_stay
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.trainers import adapters
+from liger_jax.trainers import adapters, rollout_programs
 from liger_jax.trainers.completions_file import CompletionsFile
 from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import Settings
@@ -180,16 +178,17 @@ class Rollouts:
         """A group of completions for each prompt, one prompt after the other."""
         method, number = self._method, int(rows["number"])
         stops = tuple(stop for stop in self._tokenizer.stops if stop < model.config.vocab_size)
-        prompts = jnp.asarray(rows["input_ids"][:: method.group])
+        of_each = (rows[name][:: method.group] for name in ("input_ids", "attention_mask"))
+        prompts, mask, key = rollout_programs.sampler_inputs(*of_each, np.uint32(self._recipe.seed), np.uint32(number))
         output = model.generate(
             prompts,
-            attention_mask=jnp.asarray(rows["attention_mask"][:: method.group]),
+            attention_mask=mask,
             max_new_tokens=method.completion_length,
             temperature=method.temperature,
             top_p=method.top_p,
             top_k=method.top_k,
             eos_token_id=stops,
-            key=jax.random.fold_in(jax.random.key(self._recipe.seed), number),
+            key=key,
             num_return_sequences=method.group,
             return_log_probs=method.importance_sampling is not None,
             compact=why_rows_stay(model, prompts, method.completion_length) is None,
@@ -282,12 +281,7 @@ class Rollouts:
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:
         """(completions,), 0 where no reward applies."""
-        method, values, where = self._method.advantages, jnp.asarray(rewards, jnp.float32), ~jnp.isnan(rewards)
-        if method.startswith("reinforce"):
-            advantages = losses.reinforce_advantages(values, group_baseline=method == "reinforce_baseline", where=where)
-        else:
-            advantages = losses.group_advantages(values, method, where=where)
-        return np.asarray(advantages).reshape(-1)
+        return np.asarray(rollout_programs.advantages(rewards.astype(np.float32), self._method.advantages)).reshape(-1)
 
     def _packed(
         self, lines: Sequence[Line], completions: Sequence[Completion], advantages: np.ndarray
@@ -306,10 +300,10 @@ class Rollouts:
         for name, values in own.items():
             batch[name][to] = values
         if num_tokens := sum(int(np.count_nonzero(each != IGNORE_INDEX)) for each in labels):
-            mask = jnp.asarray(losses.shifted_labels(batch["labels"], batch["segment_ids"]) != IGNORE_INDEX)
-            options = dict(segment_ids=batch["segment_ids"], num_segments=num_segments(recipe.batch, self._length))
-            types = method.loss_type, method.loss_options()["max_length"]
-            batch["denominator"] = np.float32(losses.policy_weights(mask, *types, **options)[1])
+            types = method.loss_type, method.loss_options()["max_length"], num_segments(recipe.batch, self._length)
+            batch["denominator"] = np.float32(
+                rollout_programs.denominator(batch["labels"], batch["segment_ids"], *types)
+            )
             batch["num_tokens"] = np.float32(num_tokens)
         return batch
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from liger_jax.models.core.parameters import matrices
@@ -16,6 +17,7 @@ from liger_jax.training.eight_bit import adamw_8bit
 from liger_jax.training.rounding import check_numbers, check_rate, held_in, stochastic_rounding
 
 Schedule = Callable[[Any], Any]
+_Factor = Callable[[Any, Any], Any]  # of NumPy or jax.numpy, and a step
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 
 
@@ -30,7 +32,7 @@ def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
         end: the rate after the last step, as a fraction of the peak.
 
     Returns:
-        A function of the step, from 0.
+        A function of the step, from 0: an int, for which the host computes a float32, or an array.
 
     Example:
         >>> [round(float(cosine_schedule_with_warmup(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
@@ -38,8 +40,8 @@ def cosine_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
     """
     _check("cosine_schedule_with_warmup", peak, steps, warm_up=warm_up, end=end)
     rising, done = _phases(steps, warm_up)
-    left = lambda step: 0.5 + 0.5 * jnp.cos(jnp.pi * done(step))
-    return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * left(step))
+    left = lambda lib, step: 0.5 + 0.5 * lib.cos(np.pi * done(lib, step))
+    return _schedule(peak, lambda lib, step: lib.minimum(rising(lib, step), end + (1 - end) * left(lib, step)))
 
 
 def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.0) -> Schedule:
@@ -53,7 +55,8 @@ def linear_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.0
     """
     _check("linear_schedule_with_warmup", peak, steps, warm_up=warm_up, end=end)
     rising, done = _phases(steps, warm_up)
-    return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * (1 - done(step)))
+    left = lambda lib, step: 1 - done(lib, step)
+    return _schedule(peak, lambda lib, step: lib.minimum(rising(lib, step), end + (1 - end) * left(lib, step)))
 
 
 def constant_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0.03) -> Schedule:
@@ -67,7 +70,7 @@ def constant_schedule_with_warmup(peak: float, steps: int, *, warm_up: float = 0
     """
     _check("constant_schedule_with_warmup", peak, steps, warm_up=warm_up)
     rising, _ = _phases(steps, warm_up)
-    return lambda step: peak * rising(step)
+    return _schedule(peak, rising)
 
 
 def adamw(
@@ -233,12 +236,17 @@ def _finished(optimizer, max_norm, state_dtype, seed):
     return optimizer if state_dtype is None else held_in(optimizer, state_dtype, seed or 0)
 
 
-def _phases(steps: int, warm_up: float) -> tuple[Schedule, Schedule]:
+def _schedule(peak: float, factor: _Factor) -> Schedule:
+    """The schedule of this factor. For an int NumPy computes it, since eager JAX compiles each operation."""
+    return lambda step: peak * (factor(np, np.float32(step)) if isinstance(step, int) else factor(jnp, step))
+
+
+def _phases(steps: int, warm_up: float) -> tuple[_Factor, _Factor]:
     """The warm-up's factor, from above 0 to 1 at its last step, and the fraction of the decay, 0 until then."""
     num_rising = math.ceil(warm_up * steps) or 1
     num_falling = steps - num_rising + 1  # from the peak to the step after the last
-    rising = lambda step: jnp.minimum((step + 1) / num_rising, 1.0)
-    done = lambda step: jnp.clip((step + 1 - num_rising) / num_falling, 0.0, 1.0)
+    rising = lambda lib, step: lib.minimum((step + 1) / num_rising, 1.0)
+    done = lambda lib, step: lib.clip((step + 1 - num_rising) / num_falling, 0.0, 1.0)
     return rising, done
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int, Integer
 
@@ -60,15 +61,15 @@ def all_at_once(graph: Any, params: Any, request: Request, sizes: Sizes) -> Deco
 
 def by_parts(graph: Any, params: Any, request: Request, sizes: Sizes) -> Decoding:
     """Does the same, but halves the batch whenever at most half of its rows have not ended."""
-    state = _begin(graph, params, request, sizes)
+    state, numbers = _begin(graph, params, request, sizes)
     while True:
-        count, living = map(int, jax.device_get((state.count, _number_of(~state.ended))))
+        count, living = np.asarray(numbers).tolist()
         left = sizes.new - count
         if not left or not living:
             return state
         if living <= _half(len(state.ended), left):
             state = _without_ended(state, _rows_for(living, len(state.ended)))
-        state = _decode(graph, params, state, request, sizes, jnp.int32(_half(len(state.ended), left)))
+        state, numbers = _decode(graph, params, state, request, sizes, np.int32(_half(len(state.ended), left)))
 
 
 def _half(rows, left):
@@ -188,12 +189,17 @@ def _number_of(is_true):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _begin(graph, params, request, sizes):
-    return _begun(nnx.merge(graph, params), request, sizes)
+    return _with_numbers(_begun(nnx.merge(graph, params), request, sizes))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def _decode(graph, params, state, request, sizes, fewest):
-    return _decoded(nnx.merge(graph, params), state, request, sizes, fewest)
+    return _with_numbers(_decoded(nnx.merge(graph, params), state, request, sizes, fewest))
+
+
+def _with_numbers(state):
+    """The state, and what the host reads of it: how many tokens are there, and how many rows have not ended."""
+    return state, jnp.stack([state.count, _number_of(~state.ended)])
 
 
 @functools.partial(jax.jit, static_argnums=1)

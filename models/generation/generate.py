@@ -207,9 +207,9 @@ def _asked(
     check_prompts(model.config, input_ids, mask, max_new_tokens)
     choice = None
     if temperature > 0:
-        top_p, top_k = None if top_p == 1 else jnp.float32(top_p), None if top_k is None else jnp.int32(top_k)
-        choice = as_key("generate", key), jnp.float32(temperature), top_p, top_k
-    return input_ids, mask, choice, (jnp.asarray(stops, jnp.int32), jnp.asarray(pad, jnp.int32))
+        top_p, top_k = None if top_p == 1 else np.float32(top_p), None if top_k is None else np.int32(top_k)
+        choice = as_key("generate", key), np.float32(temperature), top_p, top_k
+    return input_ids, mask, choice, (np.asarray(stops, np.int32), np.asarray(pad, np.int32))
 
 
 def _spread(model, input_ids, mask):

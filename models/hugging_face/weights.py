@@ -264,7 +264,7 @@ def _read(
 
 def _is_for_host(shardings: list[Any] | None) -> bool:
     """Whether what is read stays in the host's memory."""
-    return transfers.is_cpu(shardings[0].device_set if shardings else jnp.zeros(()).devices())
+    return transfers.is_cpu(shardings[0].device_set if shardings else jax.device_put(np.zeros(())).devices())
 
 
 def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[tuple[Any, ...], list[slice]] | None:

@@ -150,10 +150,25 @@ def add_outside(
 def _add(path, projection, each, rslora, key, *, with_scales):
     """A and B of a projection whose layers have these ranks and alphas; with scales for each if they differ."""
     *layers, in_width, out_width = projection.kernel.shape
-    ranks, present = [rank for rank, _ in each], [options for options in each if options[0]]
-    rank, bound = max(ranks), 1 / math.sqrt(in_width)
-    keys = keys_of(key, path, projection)
-    a = jnp.zeros((*layers, in_width, rank), jnp.float32)
+    ranks, present = tuple(rank for rank, _ in each), [options for options in each if options[0]]
+    rank = max(ranks)
+    a, b = _drawn(key, _numbers_of(path, projection), tuple(layers), (in_width, out_width), ranks)
+    projection.lora_a = nnx.LoRAParam(_placed(a, projection, -2))
+    projection.lora_b = nnx.LoRAParam(_placed(b, projection, -1))
+    projection.alpha, projection.rslora = present[0][1], rslora
+    if len(set(each)) > 1:
+        projection.each = each
+        scales = [scale_of(rank, alpha, rslora) if rank else 0.0 for rank, alpha in each]
+        if with_scales or len({scale_of(rank, alpha, rslora) for rank, alpha in present}) > 1 or present[0][0] != rank:
+            projection.lora_scale = LoRAScale(_placed(jnp.asarray(scales, jnp.float32), projection, None))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _drawn(key, numbers, layers, widths, ranks):
+    """A and B of a projection, whose layers have these numbers and ranks: one program for each of its shapes."""
+    (in_width, out_width), rank = widths, max(ranks)
+    keys, bound = _folded(key, numbers, layers), 1 / math.sqrt(in_width)
+    a, b = (jnp.zeros((*layers, *shape), jnp.float32) for shape in ((in_width, rank), (rank, out_width)))
     for width in sorted(set(ranks) - {0}):  # each layer's numbers depend on its own rank alone
         uniform = functools.partial(
             jax.random.uniform, shape=(in_width, width), dtype=jnp.float32, minval=-bound, maxval=bound
@@ -164,20 +179,21 @@ def _add(path, projection, each, rslora, key, *, with_scales):
         else:
             is_own = np.array([own == width for own in ranks]).reshape(*layers, 1, 1)
             a = jnp.where(is_own, jnp.pad(drawn, [(0, 0)] * (drawn.ndim - 1) + [(0, rank - width)]), a)
-    projection.lora_a = nnx.LoRAParam(_placed(a, projection, -2))
-    projection.lora_b = nnx.LoRAParam(_placed(jnp.zeros((*layers, rank, out_width), jnp.float32), projection, -1))
-    projection.alpha, projection.rslora = present[0][1], rslora
-    if len(set(each)) > 1:
-        projection.each = each
-        scales = [scale_of(rank, alpha, rslora) if rank else 0.0 for rank, alpha in each]
-        if with_scales or len({scale_of(rank, alpha, rslora) for rank, alpha in present}) > 1 or present[0][0] != rank:
-            projection.lora_scale = LoRAScale(_placed(jnp.asarray(scales, jnp.float32), projection, None))
+    return a, b
 
 
 def keys_of(key: Key[Array, ""], path: tuple[Any, ...], projection: nnx.Linear) -> Key[Array, "*layers"]:
     """A key for each layer of the projection, stacked like the layers."""
-    numbers = np.array([zlib.crc32(name.encode()) for name in names(path, projection)], np.uint32)
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers).reshape(projection.kernel.shape[:-2])
+    return _folded(key, _numbers_of(path, projection), projection.kernel.shape[:-2])
+
+
+def _numbers_of(path, projection):
+    """A number for each layer of the projection, from its name."""
+    return np.array([zlib.crc32(name.encode()) for name in names(path, projection)], np.uint32)
+
+
+def _folded(key, numbers, layers):
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers).reshape(layers)
 
 
 def _placed(array: jax.Array, projection: nnx.Linear, shared_axis: int | None) -> jax.Array:
