@@ -70,10 +70,17 @@ def policy_loss(settings: Settings[GrpoOptions], data: Any) -> Callable[..., Any
 
         if settings.recipe.num_micro_batches == 1:
             return of_tokens()
-        nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_tokens))
-        return jax.lax.cond(jnp.any(mask), of_tokens, nothing)
+        zero = jnp.zeros((), jnp.float32)
+        return jax.lax.cond(jnp.any(mask), of_tokens, lambda: (zero, dict.fromkeys(_figures(method), zero)))
 
     return loss
+
+
+def _figures(method: GrpoOptions) -> tuple[str, ...]:
+    """The names of the figures of `policy_loss`."""
+    corrected = (DIFFERENCE,) if method.importance_sampling else ()
+    penalised = ("kl",) if method.beta else ()
+    return (*corrected, *penalised, "clip_ratio/low_mean", "clip_ratio/high_mean")
 
 
 class GroupSampling:
