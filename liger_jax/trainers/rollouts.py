@@ -12,6 +12,7 @@ from flax import nnx
 
 from liger_jax.data.prompt_rows import Line, PromptRows
 from liger_jax.data.tokenizer import Tokenizer
+from liger_jax.models.generation import generate as generation
 from liger_jax.models.generation.checks import why_rows_stay
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.trainers import adapters, rollout_programs
@@ -62,7 +63,7 @@ class Rollouts:
         names, weights, metrics = processes.of_first(self._tried)
         self._names, self._weights, self._metrics = names, np.array(weights, np.float64), tuple(metrics)
         self._score: Any = None  # compiled with the first step
-        self._has_sampled = False
+        self._is_compiled = self._has_sampled = False
         self._equal_steps = 0  # consecutive steps in which no group's rewards differ
 
     def _tried(self) -> tuple[list[str], list[float], list[str]]:
@@ -146,11 +147,11 @@ class Rollouts:
 
     @contextlib.contextmanager
     def _announced(self) -> Iterator[None]:
-        """A context for sampling, whose programs are compiled in the first step."""
+        """A context for sampling, whose programs may be compiled in the first step."""
         if self._has_sampled:
             yield
             return
-        tell("sampling is compiled, and the first completions are sampled …")
+        tell(f"{'' if self._is_compiled else 'sampling is compiled, and '}the first completions are sampled …")
         start, self._has_sampled = time.perf_counter(), True
         yield
         tell(f"sampling took {time.perf_counter() - start:.1f} s")
@@ -174,26 +175,38 @@ class Rollouts:
         scored = self._score(params, frozen, of_micro_batches(batch))
         return processes.whole(scored).reshape(-1, self._length)
 
-    def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
-        """A group of completions for each prompt, one prompt after the other."""
-        method, number = self._method, int(rows["number"])
-        stops = tuple(stop for stop in self._tokenizer.stops if stop < model.config.vocab_size)
+    def lowered(self, model: Any) -> list[Any]:
+        """The sampler's programs for a model of types, lowered: they must be compiled, and kept, before the first step
+        asks for them.
+        """
+        self._is_compiled = True
+        prompts, options = self._asked(model, {**self._data.batches()(0), "number": np.int32(0)})
+        return generation.lowered(model, prompts, **options)
+
+    def _asked(self, model: Any, rows: Rows) -> tuple[Any, dict[str, Any]]:
+        """A step's prompts on the devices, and the options of `generate`."""
+        method = self._method
         of_each = (rows[name][:: method.group] for name in ("input_ids", "attention_mask"))
-        prompts, mask, key = rollout_programs.sampler_inputs(*of_each, np.uint32(self._recipe.seed), np.uint32(number))
-        output = model.generate(
-            prompts,
+        seeds = np.uint32(self._recipe.seed), np.uint32(rows["number"])
+        prompts, mask, key = rollout_programs.sampler_inputs(*of_each, *seeds)
+        return prompts, dict(
             attention_mask=mask,
             max_new_tokens=method.completion_length,
             temperature=method.temperature,
             top_p=method.top_p,
             top_k=method.top_k,
-            eos_token_id=stops,
+            eos_token_id=tuple(stop for stop in self._tokenizer.stops if stop < model.config.vocab_size),
             key=key,
             num_return_sequences=method.group,
             return_log_probs=method.importance_sampling is not None,
             compact=why_rows_stay(model, prompts, method.completion_length) is None,
         )
-        tokens, *others = map(processes.whole, output if method.importance_sampling else (output,))
+
+    def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
+        """A group of completions for each prompt, one prompt after the other."""
+        number, (prompts, options) = int(rows["number"]), self._asked(model, rows)
+        stops, output = options["eos_token_id"], model.generate(prompts, **options)
+        tokens, *others = map(processes.whole, output if options["return_log_probs"] else (output,))
         new = tokens[:, prompts.shape[1] :]
         if (new < 0).any():
             error = NotFiniteError if number else NotFiniteAtStartError

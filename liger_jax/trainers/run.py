@@ -109,7 +109,10 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
         inputs = dataclasses.replace(inputs, examples=rollouts.examples)
     reading = beside(initial_state.read_model, run)
     with user_errors(), telling("tracing"):
-        programs, shapes = run_loop.programs(run, inputs, like)
+        # On a mesh the sampler is compiled when it is called, for the shardings that its weights have then.
+        alone = rollouts is not None and devices.mesh is None
+        sampler = (lambda: rollouts.lowered(shown)) if alone else None
+        programs, shapes = run_loop.programs(run, inputs, like, sampler)
     checkpoints.check_space(shapes, result.most_bytes(settings, run.source, shapes[0]))
     graph, state, frozen, keeps = initial_state.initial_state(run, inputs, reading, made_of)
     del reading  # it holds the weights that were read

@@ -18,11 +18,15 @@ from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 
 
-def programs(run: Run, inputs: TrainingInputs, like: Any) -> tuple[list[Future[Any]], Any]:
+def programs(
+    run: Run, inputs: TrainingInputs, like: Any, sampler: Callable[[], list[Any]] | None = None
+) -> tuple[list[Future[Any]], Any]:
     """Begins to compile the step and the scoring while the weights are read, since both depend on shapes alone.
 
-    Returns the programs, each to be waited for: a step for each size of rows, and the scoring; and the shapes of the
-    state.
+    `sampler`: lowers programs that are compiled while the step is traced, if there are any.
+
+    Returns the programs, each to be waited for: those of the sampler, a step for each size of rows, and the scoring;
+    and the shapes of the state.
     """
     settings, task, devices, data, optimizer = run.settings, run.task, run.devices, inputs.data, inputs.optimizer
     graph, params, frozen = nnx.split(like, run_model.trained(settings.adapters), ...)
@@ -30,7 +34,7 @@ def programs(run: Run, inputs: TrainingInputs, like: Any) -> tuple[list[Future[A
     options: dict[str, Any] = dict(has_aux=True, normalizer=task.normalizer(settings, data))
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
     compiling, scored = Compiling(), devices.place(inputs.some_of(0))
-    started = []
+    started = [compiling.lowered(program) for program in (sampler() if sampler is not None else ())]
     for batch, micro_batches in inputs.examples:
         step = make_step(graph, optimizer, loss, micro_batches=micro_batches, **options)
         started.append(compiling.start(devices.jitted(step, state, optimizer), state, batch, frozen))
@@ -48,7 +52,8 @@ def loop(
 ) -> Loop:
     """Makes the loop over a run's steps, with what is done between them."""
     settings, task, devices, data = run.settings, run.task, run.devices, inputs.data
-    (*steps, sums), (graph, frozen, shown) = compiled, models
+    (*others, sums), (graph, frozen, shown) = compiled, models
+    steps = others[len(others) - len(inputs.examples) :]
     step_of_shape = {_shape(batch): step for (batch, _), step in zip(inputs.examples, steps, strict=True)}
     update = lambda state, batch, frozen: step_of_shape[_shape(batch)](state, batch, frozen)
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)

@@ -57,4 +57,8 @@ class Compiling:
 
         Returns the compiled program's future. The program takes arguments of these very types.
         """
-        return _noted(self._threads.submit(program.lower(*types).compile))
+        return self.lowered(program.lower(*types))
+
+    def lowered(self, program: Any) -> Future[Any]:
+        """Begins to compile a program that is lowered already."""
+        return _noted(self._threads.submit(program.compile))

@@ -72,6 +72,16 @@ def by_parts(graph: Any, params: Any, request: Request, sizes: Sizes) -> Decodin
         state, numbers = _decode(graph, params, state, request, sizes, np.int32(_half(len(state.ended), left)))
 
 
+def lowered(graph: Any, params: Any, request: Request, sizes: Sizes, by_parts: bool) -> list[Any]:
+    """The program of `all_at_once`, or those with which `by_parts` begins, for parameters of these types."""
+    if not by_parts:
+        return [all_at_once.lower(graph, params, request, sizes)]
+    begin = _begin.lower(graph, params, request, sizes)
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), begin.out_info[0])
+    half = _half(len(state.ended), sizes.new - 1)
+    return [begin, _decode.lower(graph, params, state, request, sizes, np.int32(half))]
+
+
 def _half(rows, left):
     """Half of the rows: if no more than these have not ended, the others are removed. 0 if that is not worth it.
 

@@ -104,23 +104,41 @@ def generate(
         (2, 8)
         >>> sampled = model.generate(prompts, max_new_tokens=5, temperature=0.7, top_p=0.9, key=jax.random.key(0))
     """
-    input_ids, mask, choice, ends = _asked(
-        model, input_ids, attention_mask, max_new_tokens, temperature, top_p, top_k, eos_token_id, pad_token_id, key
-    )
-    if num_return_sequences < 1:
-        raise ValueError(f"generate: num_return_sequences={num_return_sequences} must be at least 1.")
-    if compact and (reason := why_rows_stay(model, input_ids, max_new_tokens)) is not None:
-        raise ValueError(f"generate: compact=True, but {reason} Leave compact out.")
-    prompts, mask = _padded_left(*_spread(model, input_ids, mask))
-    request = decoding.Request(prompts, mask, choice, ends)
+    asked = attention_mask, max_new_tokens, temperature, top_p, top_k, eos_token_id, pad_token_id, key
+    input_ids, request = _requested(model, input_ids, asked, num_return_sequences, compact)
     sizes = decoding.Sizes(max_new_tokens, num_return_sequences, return_log_probs)
     decode = decoding.by_parts if compact else decoding.all_at_once
     decoded = decode(*nnx.split(model), request, sizes)
     new, log_probs = decoded.tokens, decoded.log_probs
-    if len(new) > (asked := len(input_ids) * num_return_sequences):
-        new, log_probs = new[:asked], None if log_probs is None else log_probs[:asked]
+    if len(new) > (number := len(input_ids) * num_return_sequences):
+        new, log_probs = new[:number], None if log_probs is None else log_probs[:number]
     tokens = _joined(input_ids, new, num_return_sequences)
     return (tokens, log_probs) if return_log_probs else tokens
+
+
+def lowered(
+    model: Any,
+    input_ids: Any,
+    *,
+    max_new_tokens: int,
+    attention_mask: Any,
+    temperature: float,
+    top_p: float,
+    top_k: int | None,
+    eos_token_id: Sequence[int],
+    key: Any,
+    num_return_sequences: int,
+    return_log_probs: bool,
+    compact: bool,
+) -> list[Any]:
+    """The programs with which `generate` begins, lowered for a model that may have types in the place of arrays.
+
+    As long as they are kept once they are compiled, `generate` compiles them no more.
+    """
+    asked = attention_mask, max_new_tokens, temperature, top_p, top_k, eos_token_id, None, key
+    _, request = _requested(model, input_ids, asked, num_return_sequences, compact)
+    sizes = decoding.Sizes(max_new_tokens, num_return_sequences, return_log_probs)
+    return decoding.lowered(*nnx.split(model), request, sizes, compact)
 
 
 def stream(
@@ -210,6 +228,17 @@ def _asked(
         top_p, top_k = None if top_p == 1 else np.float32(top_p), None if top_k is None else np.int32(top_k)
         choice = as_key("generate", key), np.float32(temperature), top_p, top_k
     return input_ids, mask, choice, (np.asarray(stops, np.int32), np.asarray(pad, np.int32))
+
+
+def _requested(model, input_ids, asked, times, compact):
+    """The prompts, and the request of `times` rows for each; `asked` are the last arguments of `_asked`."""
+    input_ids, mask, choice, ends = _asked(model, input_ids, *asked)
+    if times < 1:
+        raise ValueError(f"generate: num_return_sequences={times} must be at least 1.")
+    if compact and (reason := why_rows_stay(model, input_ids, asked[1])) is not None:
+        raise ValueError(f"generate: compact=True, but {reason} Leave compact out.")
+    prompts, mask = _padded_left(*_spread(model, input_ids, mask))
+    return input_ids, decoding.Request(prompts, mask, choice, ends)
 
 
 def _spread(model, input_ids, mask):
