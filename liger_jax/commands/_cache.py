@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from liger_jax.training.user_caches import user_caches
 
-_LEAST_SECONDS = 0.1  # to compile; a program is read back in some milliseconds, and JAX's own default is a whole second
+_LEAST_SECONDS = 0.0  # to compile; a small program is read back faster than compiled, and JAX's own default is 1.0
 _DIRECTORY, _LEAST, _ENABLED = (
     "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache",
 )  # fmt: skip

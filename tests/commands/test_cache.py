@@ -15,7 +15,6 @@ HIT = "/jax/compilation_cache/cache_hits"
 def folder(tmp_path, monkeypatch):
     """The folder of compiled programs, which is not there yet; the suite's own is put aside."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_cache, "_LEAST_SECONDS", 0.0)
     suite = setting("compilation_cache_dir")
     cache_in(None)
     yield tmp_path / "liger-jax" / "compiled"

@@ -2,7 +2,6 @@
 
 import pytest
 
-from liger_jax.commands import _cache
 from liger_jax.training import meshes
 
 
@@ -20,5 +19,4 @@ def each_program_is_compiled_once(caches):
     """Runs compile the same programs as the runs before them, and read them from the cache of commands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(caches))  # fixtures of a module run commands, too
-        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
         yield
