@@ -125,21 +125,22 @@ def leftovers_removed(out: Path) -> Iterator[None]:
 
 def find(place: Path, key: str) -> Tokens | None:
     """The tokens of an earlier start, or of another run of the same data by this user, if they are complete."""
-    if (tokens := _whole(place / key, key)) is not None:
+    if (tokens := _whole(place / key, key, f"of an earlier start, in {place}")) is not None:
         return tokens
     taken = place / f"{key}{NEW}"
     if not kept_tokens.take(key, taken):
         return None
-    if (tokens := _whole(taken, key)) is None:
+    if (tokens := _whole(taken, key, f"of an earlier run with this data, from {kept_tokens.folder()}")) is None:
         kept_tokens.forget(key)
     return tokens
 
 
-def _whole(folder: Path, key: str) -> Tokens | None:
+def _whole(folder: Path, key: str, which: str) -> Tokens | None:
+    """The tokens of a folder, after a check that they are complete; prints `which` they are."""
     meta = read_json(folder / META)
     if meta.get("format") != _FORMAT or meta.get("key") != key:
         return None
-    with contextlib.suppress(OSError), telling(f"checking {disk.size(folder_size(folder))} of tokens"):
+    with contextlib.suppress(OSError), telling(f"checking {disk.size(folder_size(folder))} of tokens {which}"):
         if all(digests.of_file(folder / name) == meta["digests"].get(name) for name in ARRAYS):
             return Tokens(folder)
     return None

@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax.models import AutoModelForCausalLM
-from liger_jax.trainers import adapters, run_model
+from liger_jax.trainers import adapters, result, run_model
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.training_inputs import TrainingInputs
-from liger_jax.training import disk
+from liger_jax.training import disk, steps
 from liger_jax.training.errors import memory_errors
 from liger_jax.training.waiting import beside, telling
 from liger_jax.user_errors import user_errors
@@ -24,6 +25,15 @@ def read_model(run: Run) -> Any:
     options |= dict(remat=placement.remat, quantize=placement.quantize, scan_layers=run_model.scans_layers(run.task))
     options |= dict(length=rows.length, rope_scaling=rows.rope_scaling)
     return AutoModelForCausalLM.from_pretrained(run.source, mesh=devices.mesh, kernels=devices.kernels, **options)
+
+
+def reading_early(run: Run) -> Future[Any] | None:
+    """Begins to read the weights before rows are made, if the run begins: it needs them whatever its rows are.
+
+    One that goes on has its rows already, and may be finished. Several processes check first what they read.
+    """
+    begins = run.settings.folder.result_of is None and not steps.holds_a_run(run.out / result.CHECKPOINTS)
+    return beside(read_model, run) if begins and jax.process_count() == 1 else None
 
 
 def initial_state(

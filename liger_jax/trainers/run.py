@@ -81,6 +81,7 @@ def _train(asked: Settings, task: Task | TaskOf, out: Path, after: After | None)
 def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     """Trains. `like` has the types of the model that is trained, and `shown` those of the one that writes samples."""
     settings, task, devices = run.settings, run.task, run.devices
+    reading = initial_state.reading_early(run)
     inputs = training_inputs.training_inputs(run)
     data, steps = inputs.data, inputs.steps
     with user_errors():
@@ -107,12 +108,9 @@ def _train_on(run: Run, like: Any, shown: Any, after: After | None) -> Outcome:
     if sampling is not None:
         rollouts = sampling.begin(settings, data, inputs.tokenizer, devices.place, sizes)
         inputs = dataclasses.replace(inputs, examples=rollouts.examples)
-    reading = beside(initial_state.read_model, run)
+    reading = reading or beside(initial_state.read_model, run)
     with user_errors(), telling("tracing"):
-        # On a mesh the sampler is compiled when it is called, for the shardings that its weights have then.
-        alone = rollouts is not None and devices.mesh is None
-        sampler = (lambda: rollouts.lowered(shown)) if alone else None
-        programs, shapes = run_loop.programs(run, inputs, like, sampler)
+        programs, shapes = run_loop.programs(run, inputs, like, rollouts, shown)
     checkpoints.check_space(shapes, result.most_bytes(settings, run.source, shapes[0]))
     graph, state, frozen, keeps = initial_state.initial_state(run, inputs, reading, made_of)
     del reading  # it holds the weights that were read

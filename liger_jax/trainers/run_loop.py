@@ -19,11 +19,9 @@ from liger_jax.user_errors import UserError
 
 
 def programs(
-    run: Run, inputs: TrainingInputs, like: Any, sampler: Callable[[], list[Any]] | None = None
+    run: Run, inputs: TrainingInputs, like: Any, rollouts: Any = None, shown: Any = None
 ) -> tuple[list[Future[Any]], Any]:
     """Begins to compile the step and the scoring while the weights are read, since both depend on shapes alone.
-
-    `sampler`: lowers programs that are compiled while the step is traced, if there are any.
 
     Returns the programs, each to be waited for: those of the sampler, a step for each size of rows, and the scoring;
     and the shapes of the state.
@@ -34,7 +32,9 @@ def programs(
     options: dict[str, Any] = dict(has_aux=True, normalizer=task.normalizer(settings, data))
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
     compiling, scored = Compiling(), devices.place(inputs.some_of(0))
-    started = [compiling.lowered(program) for program in (sampler() if sampler is not None else ())]
+    # On a mesh the sampler is compiled when it is called, for the shardings that its weights have then.
+    sampler = rollouts.lowered(shown) if rollouts is not None and devices.mesh is None else []
+    started = [compiling.lowered(program) for program in sampler]
     for batch, micro_batches in inputs.examples:
         step = make_step(graph, optimizer, loss, micro_batches=micro_batches, **options)
         started.append(compiling.start(devices.jitted(step, state, optimizer), state, batch, frozen))

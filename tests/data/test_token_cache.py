@@ -155,6 +155,16 @@ def test_a_run_in_another_folder_finds_the_tokens_of_the_same_data(source, tmp_p
     assert not is_made(source, tmp_path / "f", capsys)
 
 
+def test_a_start_says_where_the_tokens_are_that_it_finds(source, tmp_path, capsys, kept):
+    def said(place):
+        rows_of(options_of(source, "chats.jsonl"), tokenizer(source), place, 0).keep()
+        return capsys.readouterr().out
+
+    assert "tokenising" in said(tmp_path / "a")
+    assert f"of tokens of an earlier start, in {tmp_path / 'a'} …" in said(tmp_path / "a")
+    assert f"of tokens of an earlier run with this data, from {kept} …" in said(tmp_path / "b")
+
+
 @pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_COPIED"])
 def test_tokens_that_are_too_large_are_not_kept(limit, source, tmp_path, capsys, kept, monkeypatch):
     monkeypatch.setattr(kept_tokens, limit, 9)
