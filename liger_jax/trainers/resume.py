@@ -17,7 +17,7 @@ from liger_jax.trainers.grpo_options import REWARD_CALL
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.training_inputs import TrainingInputs
 from liger_jax.training import Checkpoints, disk, identity
-from liger_jax.training.waiting import telling
+from liger_jax.training.waiting import is_busy, telling
 from liger_jax.user_errors import UserError, counted
 
 _PATHS = ("model", "adapters", "teacher", "data", "eval_data")  # settings that name files and folders
@@ -107,7 +107,8 @@ def restored(checkpoints: Checkpoints, state: Any, inputs: TrainingInputs) -> tu
     """
     before = checkpoints.latest_settings
     step = checkpoints.latest_step
-    with contextlib.nullcontext() if step is None else telling(f"reading the checkpoint of step {step}"):
+    meanwhile = ", while the step is compiled" if is_busy() else ""  # which a small program of reading may wait for
+    with contextlib.nullcontext() if step is None else telling(f"reading the checkpoint of step {step}{meanwhile}"):
         start = checkpoints.restore(state) or (state, {"steps": []})
     if step is not None:
         print(f"resumed at step {step}")

@@ -8,7 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +23,7 @@ from liger_jax.commands import main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face import source
 from liger_jax.trainers import resume
-from liger_jax.training import cosine_schedule_with_warmup, lock
+from liger_jax.training import cosine_schedule_with_warmup, lock, waiting
 from tests import _tiny
 from tests.models._hugging_face import GOLDEN
 
@@ -391,3 +394,17 @@ def test_a_chain_of_kills_ends_with_the_same_bytes(command, tmp_path, kind):
         pytest.skip("another command has it: a run goes on by one code in all")
     told = check_kills(command, tmp_path, KINDS[kind], 12, "all")
     assert len(told["codes"]) >= 8
+
+
+def test_a_checkpoint_that_is_read_while_the_step_is_compiled_says_so(capsys, unchecked_types):
+    kept: Any = types.SimpleNamespace(latest_settings={}, latest_step=3, restore=lambda state: (state, {"steps": []}))
+    inputs: Any = types.SimpleNamespace(steps=9, rate=float, data=types.SimpleNamespace(num_in_epoch=9))
+    compiled = threading.Event()
+    compiling = waiting.beside(compiled.wait)
+    resume.restored(kept, None, inputs)
+    compiled.set()
+    compiling.result()
+    resume.restored(kept, None, inputs)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("reading"))
+    assert first.startswith("reading the checkpoint of step 3, while the step is compiled … ")
+    assert second.startswith("reading the checkpoint of step 3 … ")
