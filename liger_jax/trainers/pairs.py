@@ -121,11 +121,10 @@ def _check_trains(options: PairOptions) -> None:
     The optimizer and the clipping of gradients take squares: 0 and infinity both leave the model as it is. At the first
     step the policy is the reference.
     """
-    chosen, unpaired, tokens = jnp.array([-20.0, -21.0, -22.0, -23.0]), options.unpaired, jnp.full(4, 10.0)
-    rejected = chosen[::-1]
+    chosen, unpaired = np.array([-20.0, -21.0, -22.0, -23.0], np.float32), options.unpaired
 
     def of_pairs(chosen: jax.Array, rejected: jax.Array) -> jax.Array:
-        references = jax.lax.stop_gradient((chosen, rejected))
+        references, tokens = jax.lax.stop_gradient((chosen, rejected)), jnp.full(4, 10.0)
         pairs = Pairs(chosen, rejected, tokens, tokens, jnp.ones(4, bool), -chosen / tokens, references)
         return jnp.sum(options.preference.losses(pairs, jnp.float32(10)).losses)
 
@@ -135,7 +134,7 @@ def _check_trains(options: PairOptions) -> None:
         references = jax.lax.stop_gradient(log_probs)
         return jnp.sum(unpaired.losses(log_probs, references, jnp.arange(8) < 4, jnp.float32(0)).losses)
 
-    gradients = jax.jit(jax.grad(of_pairs if unpaired is None else of_answers, (0, 1)))(chosen, rejected)
+    gradients = jax.jit(jax.grad(of_pairs if unpaired is None else of_answers, (0, 1)))(chosen, chosen[::-1])
     size, limits = np.abs(jax.device_get(gradients)).max(), jnp.finfo(jnp.float32)
     if not limits.tiny**0.5 <= size <= limits.max**0.5:
         names = ("loss_weights", "beta", "desirable_weight", "undesirable_weight")
