@@ -32,12 +32,14 @@ class MemoryPlan:
         estimates: the estimate for each of "fused" and "logits".
         compiled: the compiler's figures for each of them; empty if the step was not compiled.
         choice: why the run's layers keep what they keep, where the planner chose it; `None` where it did not.
+        is_open: what the planner decides, as `left_open` returns it.
     """
 
     run: Run
     estimates: dict[str, Estimate]
     compiled: dict[str, Compiled]
     choice: Choice | None = None
+    is_open: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -109,6 +111,14 @@ class MemoryPlan:
         """
         return changes_to_fit(self.run, self._correction, precisions)
 
+    def then_needed(self, change: Change) -> int:
+        """Bytes on each device after a change that makes the run fit, with what the planner decides then."""
+        stays = lambda name: getattr(change.run, name) == getattr(self.run, name)
+        remat, cuts = (self.is_open.get(name, False) for name in ("remat_is_open", "cuts_are_open"))
+        is_open = dict(remat_is_open=remat and stays("remat"), cuts_are_open=cuts and stays("micro_batches"))
+        choice = chosen(change.run, **is_open)
+        return self.estimated(change.run if choice is None else choice.run)
+
     @property
     def adapters_that_fit(self) -> Change | None:
         """Adapters that fit instead of training all weights; `None` if they are trained already, or do not fit."""
@@ -148,6 +158,8 @@ def make_run(
         model_architecture = dataclasses.replace(model_architecture, config=config)
     if seq is None:
         seq = min(defaults.LENGTH, model_architecture.config.longest_sequence)
+    if isinstance(options.get("lora_targets"), list):
+        options["lora_targets"] = tuple(options["lora_targets"])
     options.setdefault("param_dtype", defaults.param_dtype(options.get("lora"), model_architecture.dtype))
     if model_architecture.quantized is not None:
         options = _beside_quantized(model_architecture, options)
@@ -245,4 +257,4 @@ def plan(
     both = {loss: dataclasses.replace(run, loss=loss) for loss in LOSSES}
     compiled = {loss: compile_run(each) for loss, each in both.items()} if level == "compiled" else {}
     estimates = {loss: estimate(each) for loss, each in both.items()}
-    return MemoryPlan(run, estimates, compiled, choice if is_open["remat_is_open"] else None)
+    return MemoryPlan(run, estimates, compiled, choice if is_open["remat_is_open"] else None, is_open)

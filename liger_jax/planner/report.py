@@ -119,6 +119,11 @@ def _needed_of(target: Target, needed: int) -> str:
     return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{left}"
 
 
+def _then(plan: MemoryPlan, change: Change) -> str:
+    """What the run needs after a change that makes it fit, as its own plan says it."""
+    return _needed_of(change.run.target, plan.then_needed(change))
+
+
 def _apart(*sizes: int) -> list[str]:
     """GiB with one digit, or with two where one digit does not distinguish the sizes."""
     texts = [f"{size / GIB:.1f}" for size in sizes]
@@ -160,8 +165,7 @@ def _to_fit(plan: MemoryPlan, changes: list[Change]) -> list[str]:
     run, adapters = plan.run, plan.adapters_that_fit
     instead = []
     if adapters is not None:
-        needed = _needed_of(run.target, adapters.total_bytes)
-        instead = [f"Or train adapters: {adapters.name}, {needed}."]
+        instead = [f"Or train adapters: {adapters.name}, {_then(plan, adapters)}."]
     if not changes:
         return [
             f"Nothing here makes it fit, and no number of {run.target.kind}s does. Take a shorter sequence, larger "
@@ -176,12 +180,12 @@ def _to_fit(plan: MemoryPlan, changes: list[Change]) -> list[str]:
             f"  {change.name:<{width}}  saves {change.saved_bytes / GIB:.1f} GiB: {change.total_bytes / GIB:.1f} needed"
         )
     last = changes[-1]
-    lines.append(f"Then it fits: {_needed_of(last.run.target, last.total_bytes)}.")
+    lines.append(f"Then it fits: {_then(plan, last)}.")
     if any(getattr(last.run, name) != getattr(run, name) for name in PRECISIONS) and (
         exact := plan.changes_to_fit(precisions=())
     ):
         last = exact[-1]
-        lines.append(f"Or in float32: {options(run, last.run)}, {_needed_of(last.run.target, last.total_bytes)}.")
+        lines.append(f"Or in float32: {options(run, last.run)}, {_then(plan, last)}.")
     return lines + instead
 
 
