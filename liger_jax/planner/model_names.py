@@ -80,9 +80,11 @@ VARIANTS: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 
 _HYBRID = re.compile(r"qwen3-next|qwen3\.5|olmo-hybrid")  # families that are here, whichever sizes are known
+_MIXTURE = re.compile(r"mixtral|qwen3-\d+b-a\d|olmoe|gpt-oss")  # mixtures that are here, whichever sizes are known
+_OTHER_MIXTURE = "a mixture of experts of another family"
 # What a name says of a model that none of the families here is. The first kind that fits counts.
 _KINDS = {
-    "a mixture of experts of another family": (
+    _OTHER_MIXTURE: (
         r"mixtral|\d+x\d+(\.\d+)?b|\d+b-a\d+(\.\d+)?b|(?<![a-z])moe(?![a-z])|olmoe|phimoe|gpt-oss|llama-?4|dbrx|grok"
         r"|deepseek-(v2|v3|r1(?!-distill|-0528-qwen)|coder-v2)|kimi-k2|glm-(4\.[5-9]|5)|minimax|qwen3-coder"
         r"|qwen2-57b|arctic|jetmoe"
@@ -120,6 +122,8 @@ def refusal(name: str, families: Iterable[str]) -> str | None:
     if _HYBRID.match(name):
         return None
     for kind, pattern in _KINDS.items():
+        if kind == _OTHER_MIXTURE and _MIXTURE.match(name):
+            continue
         if (match := re.search(pattern, name)) is not None:
             what = f"{kind}, {match[0]!r}" if kind.startswith("of ") else kind
             return f"is {what}, which is not supported. The families here are {', '.join(families)}."

@@ -146,7 +146,7 @@ def test_every_variant_has_a_model():
 @pytest.mark.parametrize(
     "name, kind",
     {
-        "mistralai/Mixtral-8x7B-v9.9": "is a mixture of experts of another family",
+        "microsoft/Phi-3.5-MoE-instruct": "is a mixture of experts of another family",
         "Qwen/Qwen1.5-MoE-A2.7B": "is a mixture of experts of another family",
         "deepseek-ai/DeepSeek-R1": "is a mixture of experts",
         "state-spaces/mamba-2.8b": "is a state-space or recurrent model",
@@ -173,6 +173,8 @@ def test_a_name_with_a_known_model_in_it_is_no_other_model():
     with pytest.raises(ValueError) as refusal:
         architecture("qwen3-11b")
     assert "Did you mean" not in str(refusal.value)  # no neighbour of another size
+    with pytest.raises(ValueError, match="Did you mean 'mixtral-8x7b-v0.1'"):  # its family is here
+        architecture("mistralai/Mixtral-8x7B-v9.9")
 
 
 def test_a_checkpoint_of_bitsandbytes_keeps_its_codes(tmp_path):
