@@ -72,7 +72,8 @@ def balanced(sizes: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
         return np.broadcast_to(np.arange(number), sizes.shape), tokens
     flat = sizes.reshape(-1, number)
     tokens, row_of, every = np.zeros((len(flat), rows), np.int64), np.zeros(flat.shape, np.int64), np.arange(len(flat))
-    for document in np.argsort(-flat, axis=1, kind="stable").T:
+    most = int(np.count_nonzero(flat, axis=1).max(initial=0))  # the empty ones come last, and change nothing
+    for document in np.argsort(-flat, axis=1, kind="stable").T[:most]:
         row = tokens.argmin(axis=1)
         row_of[every, document] = row
         tokens[every, row] += flat[every, document]
