@@ -13,7 +13,6 @@ Adapters are written in the same way. A link in the folder is replaced and never
 changes. All files have the mode that the process gives to new files.
 """
 
-import collections
 import contextlib
 import itertools
 import json
@@ -26,8 +25,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
+from liger_jax.models.hugging_face import tensor_files
 from liger_jax.models.hugging_face.checkpoint import (
     ADAPTERS,
     INDEX,
@@ -45,14 +44,14 @@ _SHARD = re.compile(r"model.*-\d+-of-\d+\.safetensors")
 
 def write(
     folder: pathlib.Path,
-    shards: Iterable[Mapping[str, np.ndarray]],
+    shards: Iterable[tensor_files.Tensors],
     small_files: Mapping[str, bytes | None],
     meaning: Callable[[pathlib.Path], Any],
 ) -> None:
     """Writes a checkpoint into a folder, in place of one that the folder may hold.
 
-    Each shard is written before the next is made. Until the end the disk holds both models. Of several processes, the
-    first one writes, and the others make the shards with it.
+    Tensors are fetched one after another. Until the end the disk holds both models. Of several processes, the
+    first one writes, and the others fetch the tensors with it.
 
     `shards`: groups of tensors. One becomes model.safetensors; several become files and an index. `small_files`:
     config.json and other files, by name or relative path. `None` for a file that the model lacks; an earlier model's
@@ -61,7 +60,8 @@ def write(
     absent.
     """
     if jax.process_index() > 0:
-        collections.deque(shards, maxlen=0)
+        for shard in shards:
+            tensor_files.fetch_all(shard)
         return
     with _mended(folder, MODEL, small_files):
         _replace(folder, MODEL, _write_weights(folder, shards), small_files, meaning)
@@ -75,7 +75,7 @@ def write_adapters(
         return
     (weights,) = ADAPTERS.weights
     with _mended(folder, ADAPTERS, small_files):
-        _save_tensors(tensors, folder / ADAPTERS.saving / "new" / weights)
+        tensor_files.write(folder / ADAPTERS.saving / "new" / weights, tensors)
         _replace(folder, ADAPTERS, weights, small_files, lambda folder: (folder / ADAPTERS.config).read_bytes())
 
 
@@ -117,20 +117,11 @@ def _replace(
     _move_all(new, folder, last=names.config)
 
 
-def _save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
-    """Writes a safetensors file, and returns once it is on the disk."""
-    path.touch()
-    mode = path.stat().st_mode & 0o777  # by the umask, while safetensors hides its files from all other users
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-    path.chmod(mode)
-    _sync(path)
-
-
-def _write_weights(folder: pathlib.Path, shards: Iterable[Mapping[str, np.ndarray]]) -> str:
+def _write_weights(folder: pathlib.Path, shards: Iterable[tensor_files.Tensors]) -> str:
     """Writes the weights. Returns the file in `new` that must be renamed last: it switches to the new model."""
     saving, in_shard, total = folder / SAVING, {}, 0
     for i, shard in enumerate(shards):
-        _save_tensors(shard, saving / str(i))
+        tensor_files.write(saving / str(i), shard)
         in_shard |= dict.fromkeys(shard, i)
         total += sum(x.nbytes for x in shard.values())
     count = max(in_shard.values()) + 1

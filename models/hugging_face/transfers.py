@@ -6,10 +6,11 @@ A CPU's array is made by the host, since it may share its memory. Any other devi
 import collections
 import functools
 import json
+import math
 import os
 import pathlib
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 _DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}  # safetensors' names
-_BLOCK, _COLUMNS = 16, 1024  # rows and columns that are transposed at a time
+BLOCK, _APART = 256, 32  # rows and columns that are transposed at a time, and numbers between such rows
+_ALIGNMENT = 64  # bytes
 _LEAST_BYTES = 2**20  # of a tensor that several threads copy
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _IN_FLIGHT = 2  # tensors on their way to a device
 
@@ -66,34 +68,67 @@ def mapped_floats(path: pathlib.Path) -> dict[str, MappedTensor]:
     return tensors
 
 
-def copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
-    """Copies a tensor, or its transpose, by bands of rows on the threads of a pool.
+def aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """An array for values to come, which a CPU's device takes as it is: XLA copies those that begin elsewhere."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
 
-    A band goes by blocks that stay in the processor's cache. Numbers of one dtype are copied as integers of its size:
-    NumPy copies those without Python's lock, and bfloat16 with it. For bfloat16 (8192, 4096), blocks of 16 rows take
-    0.4 of the processor's time of blocks of 64 rows.
+
+def copy(tensors: Iterable[tuple[np.ndarray, np.ndarray, bool]]) -> None:
+    """Copies tensors into arrays, or their transposes, by bands of rows on a few threads.
+
+    `tensors`: sources, targets, and whether the target is the transpose. A source is let go once the next but one is
+    asked for.
     """
-    if source.dtype == target.dtype and source.dtype.itemsize in _INTEGERS:
-        source, target = (x.view(_INTEGERS[x.dtype.itemsize]) for x in (source, target))
+    with ThreadPoolExecutor(THREADS) as pool:
+        before: list[Any] = []
+        for source, target, transposed in tensors:
+            copied = [pool.submit(part) for part in _bands(source, target, transposed)]
+            for part in before:
+                part.result()
+            before = copied
+        for part in before:
+            part.result()
+
+
+def _bands(source: np.ndarray, target: np.ndarray, transposed: bool) -> Iterator[Callable[[], None]]:
+    """Functions that copy a tensor together."""
+    source, target = as_integers(source, target)
     if source.ndim < 2 or source.nbytes < _LEAST_BYTES:
-        target[...] = source.T if transposed else source
+        yield functools.partial(np.copyto, target, source.T if transposed else source, casting="unsafe")
         return
-    rows = len(source)
-    size = -(-rows // (_THREADS * _BLOCK)) * _BLOCK
+    size = -(-len(source) // (THREADS * BLOCK)) * BLOCK
+    for first in range(0, len(source), size):
+        band = slice(first, first + size)
+        if transposed:
+            yield functools.partial(transpose, source[band], target[..., band])
+        else:
+            yield functools.partial(np.copyto, target[band], source[band], casting="unsafe")
 
-    def band(first: int) -> None:
-        last = min(first + size, rows)
-        if not transposed:
-            target[first:last] = source[first:last]
-            return
-        for row in range(first, last, _BLOCK):
-            end = min(row + _BLOCK, last)
-            for column in range(0, source.shape[1], _COLUMNS):
-                block = slice(column, column + _COLUMNS)
-                target[..., block, row:end] = source[row:end, block].T
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(band, range(0, rows, size)))
+def as_integers(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays of one dtype as integers of its size, which NumPy copies without Python's lock; others as they are."""
+    if source.dtype == target.dtype and source.dtype.itemsize in _INTEGERS:
+        return source.view(_INTEGERS[source.dtype.itemsize]), target.view(_INTEGERS[target.dtype.itemsize])
+    return source, target
+
+
+def transpose(source: np.ndarray, target: np.ndarray) -> None:
+    """Writes the transpose of a matrix, by blocks that stay in the processor's cache.
+
+    A block is first copied to rows that do not begin a power of 2 apart, which would share the cache's lines.
+    """
+    held = np.empty((BLOCK, BLOCK + _APART), target.dtype)
+    rows, columns = source.shape
+    for row in range(0, rows, BLOCK):
+        for column in range(0, columns, BLOCK):
+            values = source[row : row + BLOCK, column : column + BLOCK]
+            block = held[: values.shape[0], : values.shape[1]]
+            block[...] = values
+            target[column : column + BLOCK, row : row + BLOCK] = block.T
 
 
 def in_turn(read: Callable[..., Any], each: Iterable[tuple[Any, ...]]) -> list[Any]:

@@ -1,6 +1,7 @@
 """The weights of a Hugging Face checkpoint: how a parameter's tensors are read, and how they are written."""
 
 import contextlib
+import functools
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from liger_jax.models.core.parameters import ParameterInfo, Piece, describe, kernel_of, parameter, path_of, projections
 from liger_jax.models.hugging_face import mxfp4, nf4, other_forms, transfers
 from liger_jax.models.hugging_face.checkpoint import weight_file, weight_files, why_no_weights
+from liger_jax.models.hugging_face.tensor_files import Stored
 from liger_jax.models.quantized import QuantizedParam
 from liger_jax.ops.block_quantized import BlockQuantized
 
@@ -238,9 +240,8 @@ def _read(
 
     def on_host(index):
         ranges = ranges_of(index)
-        whole = np.empty([len(axis) for axis in ranges], leaf.dtype)
-        for target, values, transposed in slices(ranges):
-            transfers.copy(values, whole[target], transposed=transposed)
+        whole = transfers.aligned([len(axis) for axis in ranges], leaf.dtype)
+        transfers.copy((values, whole[target], transposed) for target, values, transposed in slices(ranges))
         return whole
 
     def on_device(index, device):
@@ -305,40 +306,48 @@ def interleaved(width: int) -> np.ndarray:
 
 
 def fetched(x: Any) -> np.ndarray:
-    """The whole array on the host, in every process; what several processes hold shards of is gathered for it."""
+    """The whole array on the host, in every process."""
+    return np.asarray(_gathered(x))
+
+
+def _gathered(x: Any) -> Any:
+    """An array that each process holds whole; what several processes hold shards of is gathered on their devices."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
-        x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
-    return np.asarray(x)
+        return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+    return x
 
 
-def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, Stored]]:
     """Yields a state's tensors in groups of at most `max_shard_bytes`, unless one tensor has more.
 
     A CPU's parameters are transposed by the host, and those of other devices tensor by tensor on the device. What
-    several processes hold is fetched by all of them: all iterate, and each gets all tensors.
+    several processes hold is fetched by all of them: all iterate and fetch, and each gets all tensors.
     """
     shard, size = {}, 0
-    is_quantized = lambda x: isinstance(x, BlockQuantized)
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, BlockQuantized))
+    for keys, leaf in leaves:
         info = parameter(path_of(keys), leaf.shape)
-        of_host = not isinstance(leaf, BlockQuantized) and _is_of_host(leaf)
-        whole = np.asarray(leaf) if of_host else leaf
         for piece in info.pieces(leaf.shape):
-            array: Any = whole[piece.index] if piece.index else whole
-            array = array.astype(array.dtype) if is_quantized(array) else array
-            if piece.interleaved:
-                array = array[..., np.argsort(interleaved(array.shape[-1]))]
-            if of_host:
-                tensor = np.empty(array.shape[::-1] if piece.transposed else array.shape, array.dtype)
-                transfers.copy(array, tensor, transposed=piece.transposed)
-            else:
-                tensor = fetched(array.T if piece.transposed else array)
+            fetch = functools.partial(_stored, leaf, piece)
+            tensor = Stored(info.tensor_shape(leaf.shape), leaf.dtype, fetch)
             if shard and size + tensor.nbytes > max_shard_bytes:
                 yield shard
                 shard, size = {}, 0
             shard[piece.name], size = tensor, size + tensor.nbytes
     yield shard
+
+
+def _stored(leaf: Any, piece: Piece) -> Any:
+    """A piece of a parameter as a checkpoint has it: a view of the host's memory, or made on the device."""
+    of_host = not isinstance(leaf, BlockQuantized) and _is_of_host(leaf)
+    array: Any = np.asarray(leaf) if of_host else leaf
+    array = array[piece.index] if piece.index else array
+    array = array.astype(array.dtype) if isinstance(array, BlockQuantized) else array
+    if piece.interleaved:
+        array = array[..., np.argsort(interleaved(array.shape[-1]))]
+    array = array.T if piece.transposed else array
+    return array if of_host else _gathered(array)
 
 
 def _is_of_host(x: Any) -> bool:

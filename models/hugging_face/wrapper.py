@@ -9,10 +9,9 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from liger_jax.models.hugging_face import checkpoint, nf4, weights
 from liger_jax.models.hugging_face.checkpoint import Whole
+from liger_jax.models.hugging_face.tensor_files import Tensors
 
 # Files that turn images, video and sound into the inputs of the other modules.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -49,9 +48,7 @@ def _of_images(text: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if name.startswith("mrope")}
 
 
-def shards(
-    whole: Whole, own: Iterable[Mapping[str, np.ndarray]], max_shard_bytes: int
-) -> Iterator[dict[str, np.ndarray]]:
+def shards(whole: Whole, own: Iterable[Tensors], max_shard_bytes: int) -> Iterator[Tensors]:
     """Yields the language model's tensors by their names in the whole model, and then all others, as files hold them.
 
     `own`: groups of the language model's tensors. Each group of others has at most `max_shard_bytes`, unless one tensor
@@ -66,9 +63,7 @@ def shards(
     return _shards(folder, own, max_shard_bytes)
 
 
-def _shards(
-    folder: pathlib.Path, own: Iterable[Mapping[str, np.ndarray]], max_shard_bytes: int
-) -> Iterator[dict[str, np.ndarray]]:
+def _shards(folder: pathlib.Path, own: Iterable[Tensors], max_shard_bytes: int) -> Iterator[Tensors]:
     with contextlib.ExitStack() as stack:
         files = weights.open_files(folder, stack)
         names = weights.language_part(files)
