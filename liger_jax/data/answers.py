@@ -36,7 +36,10 @@ class PairTokenizer(Tokenizer):
         train on, or both are the same within the row.
         """
         sides = [side for each in documents for side in (each, each.rejected) if side is not None]
-        pieces = {id(piece.document): piece for piece in super().encoded(sides, MOST, refused)}
+        return self._paired(documents, super().encoded(sides, MOST, refused), length)
+
+    def _paired(self, documents: Sequence[Document], sides: Iterator[Piece], length: int) -> Iterator[Piece]:
+        pieces = {id(piece.document): piece for piece in sides}
         for document in documents:
             if document.is_doubted:
                 self._first_doubted = self._first_doubted or document.where
@@ -87,8 +90,12 @@ class UnpairedTokenizer(Tokenizer):
     ) -> Iterator[Piece]:
         """Encodes some of the documents, and cuts them to the length of a row."""
         self.left_out |= {document.where: EMPTY for document in documents if document.is_blank}
-        full, there = [document for document in documents if not document.is_blank], set()
-        for piece in super().encoded(full, length, refused):
+        full = [document for document in documents if not document.is_blank]
+        return self._labelled(full, super().encoded(full, length, refused), length)
+
+    def _labelled(self, full: Sequence[Document], pieces: Iterator[Piece], length: int) -> Iterator[Piece]:
+        there = set()
+        for piece in pieces:
             there.add(id(piece.document))
             assert piece.document is not None
             yield dataclasses.replace(piece, is_good=bool(piece.document.desirable))
@@ -117,7 +124,12 @@ class UnpairedWithOthers(UnpairedTokenizer):
         Yields two pieces for each answer: the answer itself, and its prompt with the answer to another prompt that
         `_others` chooses. Where all of these documents have one prompt, the other answer is of earlier documents.
         """
-        pieces = list(super().encoded(documents, MOST, refused))
+        return self._with_others(super().encoded(documents, MOST, refused), length, refused)
+
+    def _with_others(
+        self, answers: Iterator[Piece], length: int, refused: dict[str, UserError] | None
+    ) -> Iterator[Piece]:
+        pieces = list(answers)
         asked = [_asked(piece) for piece in pieces]
         for piece, prompt, number in zip(pieces, asked, _others(asked), strict=True):
             before = (each for other, each in self._before.items() if other != prompt)

@@ -45,6 +45,9 @@ class Document:
         return parts + ([] if self.rejected is None else [self.rejected.content])
 
 
+_ENCODER = json.JSONEncoder(default=str)  # `json.dumps` makes one at each call
+
+
 class Fingerprint:
     """A digest of documents, which are added one after the other.
 
@@ -60,7 +63,7 @@ class Fingerprint:
 
     def add(self, document: Document) -> None:
         """Adds a document."""
-        content = json.dumps(document.content, default=str)
+        content = _ENCODER.encode(document.content)
         self._digest.update((b", " if self.count else b"[") + content.encode())
         self.count += 1
 

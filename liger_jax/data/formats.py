@@ -22,6 +22,7 @@ ROLES = {  # ShareGPT's roles, and those that chat templates know
     "system": "system", "tool": "tool",
 }  # fmt: skip
 _PAIRS = ("chosen", "rejected")
+_ENCODER = json.JSONEncoder(default=str, ensure_ascii=False)
 _TEXTS = ("text", "instruction", "output", "prompt", "completion")  # fields of `FORMATS` that may hold texts
 _ANSWER = {"role": "assistant", "content": "."}  # follows the messages of a prompt while they are checked
 Row = dict[str, Any]
@@ -49,7 +50,7 @@ def checked(where: str, values: Row, read: Callable[[Row], Document]) -> Documen
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     try:
-        json.dumps(document.content, default=str, ensure_ascii=False).encode()
+        _ENCODER.encode(document.content).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
         raise UserError(f"{where}: {error.object[error.start]!r} is not a valid character.") from error
     return document

@@ -162,8 +162,9 @@ def write(
         folder.mkdir(parents=True)
         with Writer(folder) as writer:
             for source in sources:
-                for batch in batches(read(source), writer.leave_out):
-                    writer.add(batch, tokenizer.encoded(batch, length, refused), refused, tokenizer.left_out)
+                encode = lambda batch: tokenizer.encoded(batch, length, refused)
+                for batch, pieces in _ahead(batches(read(source), writer.leave_out), encode, ahead=refused is None):
+                    writer.add(batch, pieces, refused, tokenizer.left_out)
                 writer.end_source()
         meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks, "chats": tokenizer.chats}
         meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments, "kind": tokenizer.kind}
@@ -173,6 +174,34 @@ def write(
             raise disk.full("The tokens of the data", place, folder_size(folder)) from error
         raise UserError(f"The tokens of the data cannot be written to {place}: {error.strerror or error}.") from error
     return Tokens(folder)
+
+
+def _ahead(
+    documents: Iterable[list[Document]], encode: Callable[[list[Document]], Iterable[Piece]], *, ahead: bool
+) -> Iterator[tuple[list[Document], Iterable[Piece]]]:
+    """Some documents at a time and their pieces, while the next ones are being read and encoded if `ahead`.
+
+    An error of the next ones follows those of the ones before.
+    """
+    before, failed, each = None, None, iter(documents)
+    while failed is None:
+        try:
+            batch = next(each)
+            following = batch, encode(batch)
+        except StopIteration:
+            break
+        except Exception as error:
+            failed = error
+            continue
+        if before is not None:
+            yield before
+        before = following if ahead else None
+        if not ahead:
+            yield following
+    if before is not None:
+        yield before
+    if failed is not None:
+        raise failed
 
 
 def keep(tokens: Sequence[Tokens]) -> None:

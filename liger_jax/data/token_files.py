@@ -27,6 +27,7 @@ ARRAYS = {  # by name
 }
 _BATCH = 1024  # documents that are encoded at once
 _BATCH_CHARACTERS = 2**20
+_MOST_HELD = 1024  # pieces that are written at once
 
 
 class Writer:
@@ -34,6 +35,7 @@ class Writer:
 
     def __init__(self, folder: Path):
         self._stack = contextlib.ExitStack()
+        self._held: dict[str, list[Any]] = {name: [] for name in ARRAYS}  # what follows in each file
         self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         self._digests = {name: hashlib.sha256() for name in ARRAYS}
         self._trained_on = hashlib.sha256()  # `scored`, with an answer's label at its first token, which no loss reads
@@ -63,13 +65,15 @@ class Writer:
             total = max(total, piece.total, end)
             self._tokens += len(piece.tokens)
             scored = piece.labels != IGNORE_INDEX
-            self._write(tokens=piece.tokens, scored=scored, ends=[self._tokens])
-            self._write(labels=[-1 if piece.is_good is None else piece.is_good])
+            self._hold(tokens=piece.tokens, scored=scored, ends=self._tokens, begins=piece.begin)
+            self._hold(document=used[id(piece.document)], labels=-1 if piece.is_good is None else piece.is_good)
             first = scored[:1] if piece.is_good is None else np.array([piece.is_good])
             self._trained_on.update(np.concatenate([first, scored[1:]]).tobytes())
-            self._write(begins=[piece.begin], document=[used[id(piece.document)]])
             self._pieces[-1] += 1
+            if len(self._held["tokens"]) == _MOST_HELD:
+                self._write()
         self._end_document(total)
+        self._write()
         for document in documents:
             if refused and document.where in refused:
                 continue
@@ -112,17 +116,25 @@ class Writer:
         title = json.dumps([where, roles, document is not None and document.prompt is not None]).encode()
         self._titles += len(title)
         self._documents += 1
-        self._write(titles=np.frombuffer(title, np.uint8), title_ends=[self._titles])
+        self._hold(titles=np.frombuffer(title, np.uint8), title_ends=self._titles)
 
     def _end_document(self, total: int) -> None:
         if total:
-            self._write(totals=[total])
+            self._hold(totals=total)
 
-    def _write(self, **arrays: Any) -> None:
-        for name, values in arrays.items():
-            data = np.asarray(values, ARRAYS[name]).tobytes()
-            self._digests[name].update(data)
-            self._files[name].write(data)
+    def _hold(self, **values: Any) -> None:
+        for name, value in values.items():
+            self._held[name].append(value)
+
+    def _write(self) -> None:
+        """Writes what is held: numbers, or arrays one after the other."""
+        for name, held in self._held.items():
+            if held:
+                values = np.concatenate(held) if isinstance(held[0], np.ndarray) else held
+                data = np.asarray(values, ARRAYS[name]).tobytes()
+                self._digests[name].update(data)
+                self._files[name].write(data)
+                held.clear()
 
 
 def batches(documents: Iterable[Document], leave_out: Callable[[Document], None]) -> Iterator[list[Document]]:

@@ -1,9 +1,11 @@
 """A checkpoint's tokenizer: documents become token ids, with a label for each token that is trained on."""
 
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,10 @@ class Tokenizer:
         eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
         self._stops: list[int] = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
-        self.conversations = Conversations(self._tokenizer, self._chat_templates, self._special, folder)
+        self.conversations = Conversations(self._tokenizer, lambda: self._chat_templates, self._special, folder)
         self.left_out: dict[str, str] = {}  # the reasons of documents without a piece, by their places
         self._once = AddedOnce(self.text)
+        self._adds_none = not self._tokenizer.num_special_tokens_to_add(is_pair=False)
         self._chats_before = False  # whether documents that were encoded earlier were conversations
         self._has_joined = False  # whether a prompt that is a text was joined to its answer
         self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
@@ -89,7 +92,7 @@ class Tokenizer:
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> Iterator[Piece]:
-        """Encodes some of the documents, and cuts them to the length of a row.
+        """Encodes some of the documents, in a thread that begins at once, and cuts them to the length of a row.
 
         A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
         and so is a prompt with its completion; tokens beyond `length` are dropped. A token that ends a last answer is
@@ -98,12 +101,35 @@ class Tokenizer:
         chats = [each for each in documents if each.messages is not None]
         completions = [each for each in documents if each.messages is None and each.prompt is not None]
         texts = [each for each in documents if each.messages is None and each.prompt is None and each.path is None]
+        joined = [(each.prompt or "") + each.text for each in completions]
+        begun_texts = _Begun(texts, [each.text for each in texts], self._tokenizer.encode_batch_fast)
+        begun = _Begun(completions, joined, self._tokenizer.encode_batch)
+        refused_chats, failed = None if refused is None else dict[str, UserError](), None
+        rendered: list[tuple[Document, Any]] = []
+        try:
+            rendered = self._rendered(chats, refused_chats)
+        except UserError as error:  # those of texts and completions come first
+            failed = error
+        encode = functools.partial(self._tokenizer.encode_batch, add_special_tokens=False)
+        begun_chats = _Begun([each for each, _ in rendered], [chat.text for _, chat in rendered], encode)
+
+        def pieces_of() -> Iterator[Piece]:
+            yield from self._texts(begun_texts, length, refused)
+            yield from self._completions(begun, length, refused)
+            if failed is not None:
+                raise failed
+            if refused is not None:
+                refused.update(refused_chats or {})
+            yield from self._chats([chat for _, chat in rendered], begun_chats, length, refused)
+
+        return self._of_documents(documents, pieces_of(), length, refused)
+
+    def _of_documents(
+        self, documents: Sequence[Document], each: Iterator[Piece], length: int, refused: dict[str, UserError] | None
+    ) -> Iterator[Piece]:
+        """The pieces in the order of the documents, those that are trained on."""
         pieces: dict[int, list[Piece]] = {}
-        for piece in [
-            *self._texts(texts, length, refused),
-            *self._completions(completions, length, refused),
-            *(self._chats(chats, length, refused) if chats else []),
-        ]:
+        for piece in each:
             pieces.setdefault(id(piece.document), []).append(piece)
         for document in documents:
             own = pieces.get(id(document), []) if document.path is None else self._long(document, length, refused)
@@ -178,7 +204,7 @@ class Tokenizer:
     @property
     def tells_the_time(self) -> bool:
         """Whether a chat template may print the date, so that it gives other tokens on another day."""
-        return any("strftime_now" in source for source in self._chat_templates().values())
+        return any("strftime_now" in source for source in self._chat_templates.values())
 
     def prompt(self, document: Document) -> np.ndarray:
         """The prompt's tokens, for a text that the model continues or a conversation that it answers."""
@@ -198,15 +224,14 @@ class Tokenizer:
     @property
     def has_template(self) -> bool:
         """Whether there is a chat template."""
-        return bool(self._chat_templates())
+        return bool(self._chat_templates)
 
-    def _texts(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
-        pieces, texts = [], [document.text for document in documents]
-        encodings = self._encoded(documents, texts, self._tokenizer.encode_batch_fast, refused)
-        for document, encoded in zip(documents, encodings, strict=True):
+    def _texts(self, begun: "_Begun", length: int, refused: dict[str, UserError] | None) -> list[Piece]:
+        pieces = []
+        for document, encoded in zip(begun.documents, begun.encodings(refused), strict=True):
             if encoded is None:
                 continue
-            ids = encoded.ids[self._once.of(encoded)]
+            ids = self._ids(encoded)
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids = [*ids, self._eos]
             with refusals_kept(refused, document.where):
@@ -216,17 +241,13 @@ class Tokenizer:
                     pieces.append(Piece(some, some, document, i, len(tokens)))
         return pieces
 
-    def _completions(
-        self, documents: list[Document], length: int, refused: dict[str, UserError] | None
-    ) -> Iterator[Piece]:
-        texts = [(document.prompt or "") + document.text for document in documents]
-        self._has_joined |= any((document.prompt or "").strip() for document in documents)
-        encodings = self._encoded(documents, texts, self._tokenizer.encode_batch, refused)
-        for document, encoded in zip(documents, encodings, strict=True):
+    def _completions(self, begun: "_Begun", length: int, refused: dict[str, UserError] | None) -> Iterator[Piece]:
+        self._has_joined |= any((document.prompt or "").strip() for document in begun.documents)
+        for document, encoded in zip(begun.documents, begun.encodings(refused), strict=True):
             if encoded is None:
                 continue
-            once = self._once.of(encoded)
-            ids, is_scored = encoded.ids[once], completed(np.array(encoded.offsets[once]), len(document.prompt or ""))
+            once = slice(None) if self._adds_none else self._once.of(encoded)
+            ids, is_scored = encoded.ids[once], completed(_offsets(encoded)[once], len(document.prompt or ""))
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids, is_scored = [*ids, self._eos], np.append(is_scored, is_scored.any())
             with refusals_kept(refused, document.where):
@@ -247,26 +268,26 @@ class Tokenizer:
                     yield Piece(tokens, tokens, document, begin)
                     ids, begin = ids[length:], begin + length
 
-    def _chats(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
-        rendered = self._rendered(documents, refused)
-        encode = lambda texts: self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        encodings = self._encoded([d for d, _ in rendered], [chat.text for _, chat in rendered], encode, refused)
+    def _chats(
+        self, chats: Sequence[Any], begun: "_Begun", length: int, refused: dict[str, UserError] | None
+    ) -> list[Piece]:
         pieces = []
-        for (document, chat), encoded in zip(rendered, encodings, strict=True):
+        for document, chat, encoded in zip(begun.documents, chats, begun.encodings(refused), strict=True):
             if encoded is None:
                 continue
             with refusals_kept(refused, document.where):
-                is_answer = np.zeros(len(encoded.ids), bool)
+                ids, offsets = encoded.ids, _offsets(encoded)
+                is_answer = np.zeros(len(ids), bool)
                 ends = []
                 for span in chat.spans:
-                    answer = places(np.array(encoded.offsets), chat.text, span)
+                    answer = places(offsets, chat.text, span)
                     is_answer[answer] = True
-                    ends += [encoded.ids[i] for i in answer[-1:]]
+                    ends += [ids[i] for i in answer[-1:]]
                 messages = document.messages or []
                 if by_weight := _left_out_by(messages):
                     self.left_out[document.where] = f"only answers that {by_weight} leaves out"
                 self.conversations.look_at_ends(messages, chat, ends)
-                pieces.append(self._one(document, encoded.ids, is_answer, length, "conversations"))
+                pieces.append(self._one(document, ids, is_answer, length, "conversations"))
         return pieces
 
     def _one(self, document: Document, ids: list[int], is_scored: np.ndarray, length: int, kind: str) -> Piece:
@@ -288,6 +309,7 @@ class Tokenizer:
                 rendered.append((document, self.conversations.rendered(document)))
         return rendered
 
+    @functools.cached_property
     def _chat_templates(self) -> dict[str, str]:
         """The chat templates by name, from the files that transformers reads."""
         names = {"default": "chat_template.jinja"}
@@ -317,26 +339,14 @@ class Tokenizer:
             reason = str(error)
         raise UserError(f"{self._folder / name} cannot be read: {reason}.")
 
-    def _encoded(
-        self,
-        documents: list[Document],
-        texts: list[str],
-        encode: Callable[[list[str]], list[Any]],
-        refused: dict[str, UserError] | None,
-    ) -> list[Any]:
-        """The encodings of texts, `None` for one that is refused. If all at once fail, they are encoded one by one."""
-        try:
-            with failures():
-                return encode(texts)
-        except UserError:
-            encodings: list[Any] = [None] * len(texts)
-            for i, document in enumerate(documents):
-                with refusals_kept(refused, document.where), errors_at(document.where), failures():
-                    (encodings[i],) = encode(texts[i : i + 1])
-            return encodings
+    def _ids(self, encoded: Any) -> list[int]:
+        """The tokens of a text, each of those that the tokenizer adds once."""
+        return encoded.ids if self._adds_none else encoded.ids[self._once.of(encoded)]
 
     def _checked(self, ids: list[int], document: Document) -> np.ndarray:
-        wrong = next((i for i in (max(ids, default=0), min(ids, default=0)) if not 0 <= i < self._vocab_size), None)
+        tokens = np.fromiter(ids, np.int64, len(ids))
+        ends = (int(tokens.max(initial=0)), int(tokens.min(initial=0)))
+        wrong = next((i for i in ends if not 0 <= i < self._vocab_size), None)
         if wrong is not None:
             name = self._tokenizer.id_to_token(wrong) if 0 <= wrong < 2**32 else "that ends a text"
             raise UserError(
@@ -349,7 +359,38 @@ class Tokenizer:
                 f"{document.where}: the token {self._tokenizer.id_to_token(media)!r} is config.json's "
                 f"{self._media[media]}, and stands for what is no text. Only text can be trained on: leave the row out."
             )
-        return np.asarray(ids, np.int32)
+        return tokens.astype(np.int32)
+
+
+class _Begun:
+    """The encodings of texts, which a thread makes while this one does other work."""
+
+    def __init__(self, documents: list[Document], texts: list[str], encode: Callable[[list[str]], list[Any]]):
+        self.documents, self._texts, self._encode = documents, texts, encode
+        pool = ThreadPoolExecutor(1)
+        self._made = pool.submit(self._all) if texts else None
+        pool.shutdown(wait=False)
+
+    def encodings(self, refused: dict[str, UserError] | None) -> list[Any]:
+        """The encodings, `None` for one that is refused. If all at once fail, they are encoded one by one."""
+        try:
+            return [] if self._made is None else self._made.result()
+        except UserError:
+            encodings: list[Any] = [None] * len(self._texts)
+            for i, document in enumerate(self.documents):
+                with refusals_kept(refused, document.where), errors_at(document.where), failures():
+                    (encodings[i],) = self._encode(self._texts[i : i + 1])
+            return encodings
+
+    def _all(self) -> list[Any]:
+        with failures():
+            return self._encode(self._texts)
+
+
+def _offsets(encoded: Any) -> np.ndarray:
+    """Where each token begins and ends in the text, (tokens, 2)."""
+    numbers = itertools.chain.from_iterable(encoded.offsets)
+    return np.fromiter(numbers, np.int64, 2 * len(encoded)).reshape(-1, 2)
 
 
 def _left_out_by(messages: Sequence[Mapping[str, Any]]) -> str:

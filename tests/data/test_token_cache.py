@@ -263,6 +263,49 @@ def test_a_long_text_has_the_tokens_of_the_whole(source, tmp_path, monkeypatch):
         np.testing.assert_array_equal(part.tokens, expected.tokens)
 
 
+def test_the_next_documents_are_read_and_encoded_meanwhile_with_the_same_tokens(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("liger_jax.data.token_files._BATCH", 7)
+    monkeypatch.setattr("liger_jax.data.token_files._MOST_HELD", 3)
+    events, made = [], []
+
+    class Begun(Tokenizer):
+        def encoded(self, documents, length, refused=None):
+            begun = super().encoded(documents, length, refused)
+            events.append(("begin", documents[0].where))
+            return (events.append(("piece", piece.document.where)) or piece for piece in begun)
+
+    for refused in ({}, None):
+        options = options_of(source, "mixed.jsonl")
+        encoder = Begun(Source(source), 320, [])
+        place = tmp_path / str(refused)
+        sources = training_rows.sources_of(options)["--data"]
+        made.append(training_rows.tokens_of(options, encoder, place, sources, refused=refused, is_kept=False))
+        second = [i for i, (event, _) in enumerate(events) if event == "begin"][1]
+        assert (second < next(i for i, (event, _) in enumerate(events) if event == "piece")) == (refused is None)
+        events.clear()
+    one, other = (dict(tokens.meta) for tokens in made)
+    assert one == other and len(made[0]) > 7
+
+
+@pytest.mark.parametrize("bad", [7, 8, 30])
+def test_the_first_error_is_raised_though_the_next_documents_have_another(bad, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("liger_jax.data.token_files._BATCH", 7)
+    rows: list[dict] = [{"text": "one two"} for _ in range(40)]
+    rows[bad] = {"text": "one", "messages": "two"}
+    rows[4] = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    encoder = tokenizer(source)
+
+    def refuse(document):
+        raise UserError("the template fails")
+
+    monkeypatch.setattr(encoder.conversations, "rendered", refuse)
+    options = options_of(source, str(tmp_path / "rows.jsonl"))
+    sources = training_rows.sources_of(options)["--data"]
+    with pytest.raises(UserError, match=r"line 5: the template fails"):
+        training_rows.tokens_of(options, encoder, tmp_path / "tokens", sources)
+
+
 def test_windows_that_nowhere_agree_are_refused(monkeypatch):
     monkeypatch.setattr(long_text, "WINDOW", 20)
     monkeypatch.setattr(long_text, "OVERLAP", 8)
