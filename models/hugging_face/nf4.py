@@ -24,12 +24,12 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models.core.config_fields import short
 from liger_jax.models.core.parallel.mesh_axes import put
 from liger_jax.models.core.parameters import ParameterInfo
+from liger_jax.models.hugging_face import transfers
 from liger_jax.ops.block_quantized import NF4, BlockQuantized
 from liger_jax.ops.layout import full_spec
 
 _STATE = ".quant_state.bitsandbytes__"
 _ENDS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", f"{_STATE}nf4")
-_STRIP = 64  # rows that are transposed at a time
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors calls them
 
 
@@ -158,7 +158,7 @@ def read(info: ParameterInfo, like: BlockQuantized, tensors: Mapping[str, Any], 
     splits the codes' output, so that blocks stay whole.
     """
     quantized = [tensors[name] for name in info.tensor_names]
-    codes = _layers(like.codes, (_swapped(tensor.codes()) for tensor in quantized))
+    codes = _layers(like.codes, (tensor.codes() for tensor in quantized), _swapped)
     scales = _layers(like.scales, (tensor.scales() for tensor in quantized))
     if isinstance(sharding, NamedSharding):
         spec = [*full_spec(sharding.spec, like.codes.ndim)]
@@ -173,14 +173,12 @@ def _swapped(codes: np.ndarray) -> np.ndarray:
     return (codes << 4) | (codes >> 4)
 
 
-def _layers(like: Any, arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """The arrays, transposed, and stacked if there is an axis of layers. A few rows are copied at a time."""
-    whole = np.empty(like.shape, like.dtype)
-    for i, array in enumerate(arrays):
-        target = whole[i] if whole.ndim > 2 else whole
-        rows = array.reshape(target.shape[::-1])
-        for row in range(0, len(rows), _STRIP):
-            target[:, row : row + _STRIP] = rows[row : row + _STRIP].T
+def _layers(like: Any, arrays: Iterable[np.ndarray], change: transfers.Change = None) -> np.ndarray:
+    """The arrays, transposed, and stacked if there is an axis of layers."""
+    whole = transfers.aligned(like.shape, like.dtype)
+    targets = whole if whole.ndim > 2 else [whole]
+    layers = zip(arrays, targets, strict=True)
+    transfers.copy(((array.reshape(target.shape[::-1]), target, True) for array, target in layers), change)
     return whole
 
 

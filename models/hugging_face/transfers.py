@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}  # safetensors' names
+# By safetensors' names: floats, and the codes of quantised weights.
+_DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64, "U8": np.uint8}
 BLOCK, _APART = 256, 32  # rows and columns that are transposed at a time, and numbers between such rows
 _ALIGNMENT = 64  # bytes
 _LEAST_BYTES = 2**20  # of a tensor that several threads copy
 THREADS = min(8, os.cpu_count() or 1)
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _IN_FLIGHT = 2  # tensors on their way to a device
+Change = Callable[[np.ndarray], np.ndarray] | None
 
 
 class MappedTensor:
@@ -51,17 +53,17 @@ def is_cpu(devices: Iterable[Any]) -> bool:
     return next(iter(devices)).platform == "cpu"
 
 
-def mapped_floats(path: pathlib.Path) -> dict[str, MappedTensor]:
-    """The tensors of floats in a safetensors file that was opened before, and so has a right header, by their names."""
+def mapped_tensors(path: pathlib.Path) -> dict[str, MappedTensor]:
+    """The floats and bytes in a safetensors file that was opened before, and so has a right header, by their names."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    floats = {name: fields for name, fields in header.items() if fields["dtype"] in _DTYPES}
-    if not floats:
+    known = {name: fields for name, fields in header.items() if fields["dtype"] in _DTYPES}
+    if not known:
         return {}
     content, tensors = np.asarray(np.memmap(path, np.uint8, "r")), {}
-    for name, fields in floats.items():
+    for name, fields in known.items():
         first, last = (8 + size + offset for offset in fields["data_offsets"])
         array = content[first:last].view(_DTYPES[fields["dtype"]]).reshape(fields["shape"])
         tensors[name] = MappedTensor(fields["dtype"], array)
@@ -77,16 +79,16 @@ def aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-def copy(tensors: Iterable[tuple[np.ndarray, np.ndarray, bool]]) -> None:
+def copy(tensors: Iterable[tuple[np.ndarray, np.ndarray, bool]], change: Change = None) -> None:
     """Copies tensors into arrays, or their transposes, by bands of rows on a few threads.
 
     `tensors`: sources, targets, and whether the target is the transpose. A source is let go once the next but one is
-    asked for.
+    asked for. `change`: what is made of each number on its way.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         before: list[Any] = []
         for source, target, transposed in tensors:
-            copied = [pool.submit(part) for part in _bands(source, target, transposed)]
+            copied = [pool.submit(part) for part in _bands(source, target, transposed, change)]
             for part in before:
                 part.result()
             before = copied
@@ -94,19 +96,23 @@ def copy(tensors: Iterable[tuple[np.ndarray, np.ndarray, bool]]) -> None:
             part.result()
 
 
-def _bands(source: np.ndarray, target: np.ndarray, transposed: bool) -> Iterator[Callable[[], None]]:
+def _bands(source: np.ndarray, target: np.ndarray, transposed: bool, change: Change) -> Iterator[Callable[[], None]]:
     """Functions that copy a tensor together."""
     source, target = as_integers(source, target)
     if source.ndim < 2 or source.nbytes < _LEAST_BYTES:
-        yield functools.partial(np.copyto, target, source.T if transposed else source, casting="unsafe")
+        yield functools.partial(_put_all, source.T if transposed else source, target, change)
         return
     size = -(-len(source) // (THREADS * BLOCK)) * BLOCK
     for first in range(0, len(source), size):
         band = slice(first, first + size)
         if transposed:
-            yield functools.partial(transpose, source[band], target[..., band])
+            yield functools.partial(transpose, source[band], target[..., band], change)
         else:
-            yield functools.partial(np.copyto, target[band], source[band], casting="unsafe")
+            yield functools.partial(_put_all, source[band], target[band], change)
+
+
+def _put_all(source: np.ndarray, target: np.ndarray, change: Change) -> None:
+    target[...] = source if change is None else change(source)
 
 
 def as_integers(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +122,7 @@ def as_integers(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.
     return source, target
 
 
-def transpose(source: np.ndarray, target: np.ndarray) -> None:
+def transpose(source: np.ndarray, target: np.ndarray, change: Change = None) -> None:
     """Writes the transpose of a matrix, by blocks that stay in the processor's cache.
 
     A block is first copied to rows that do not begin a power of 2 apart, which would share the cache's lines.
@@ -127,7 +133,7 @@ def transpose(source: np.ndarray, target: np.ndarray) -> None:
         for column in range(0, columns, BLOCK):
             values = source[row : row + BLOCK, column : column + BLOCK]
             block = held[: values.shape[0], : values.shape[1]]
-            block[...] = values
+            block[...] = values if change is None else change(values)
             target[column : column + BLOCK, row : row + BLOCK] = block.T
 
 

@@ -161,7 +161,7 @@ def tensors_of(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, A
     mapped: dict[str, Any] = {}
     for path in (weight_file(folder, name) for name in weight_files(folder)):
         assert path is not None
-        mapped.update(transfers.mapped_floats(path))
+        mapped.update(transfers.mapped_tensors(path))
     tensors = {own: mapped.get(name) or files[name].get_slice(name) for own, name in language_part(files).items()}
     return other_forms.as_in_models(nf4.with_dense_views(mxfp4.with_dense_views(tensors)))
 

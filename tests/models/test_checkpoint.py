@@ -193,7 +193,7 @@ def test_a_parameter_s_name_says_layers_once(scan, name, mesh, tmp_path):
 
 def test_of_a_sharded_parameter_parts_are_read_and_each_once(mesh, tmp_path, monkeypatch):
     make_model().save_pretrained(tmp_path)
-    most, total, mapped = {}, {}, weights.transfers.mapped_floats
+    most, total, mapped = {}, {}, weights.transfers.mapped_tensors
 
     class Slice:
         def __init__(self, name, inner):
@@ -207,7 +207,7 @@ def test_of_a_sharded_parameter_parts_are_read_and_each_once(mesh, tmp_path, mon
             return part
 
     noted = lambda path: {name: Slice(name, inner) for name, inner in mapped(path).items()}
-    monkeypatch.setattr(weights.transfers, "mapped_floats", noted)
+    monkeypatch.setattr(weights.transfers, "mapped_tensors", noted)
     LlamaForCausalLM.from_pretrained(tmp_path, mesh=mesh, partition_specs=lambda _, shape: split_last(shape))
     assert most["model.layers.1.mlp.up_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
     assert most["model.layers.1.mlp.down_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
