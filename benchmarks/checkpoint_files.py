@@ -2,8 +2,10 @@
 
 A model with random weights is saved and read in turns with the raw operations, in one process, and a figure is the
 median over the turns. A raw write puts 64 MiB at a time into one file, and waits until the file is on the disk, as a
-save does. A raw read copies the saved files from the page cache into new memory in two threads, each half of a file.
-Peaks are of the process's memory, less what it had before the call. With `--nf4` the projections are codes of random
+save does. A raw read copies the saved files from the page cache in two threads, each half of a file: into new memory,
+which is what a model needs, or as `cat` does, into a small buffer that stays in the processor's cache.
+Beside the time stands the processor's time of all threads, which other programs on the machine change less. Peaks are
+of the process's memory, less what it had before the call. With `--nf4` the projections are codes of random
 bits, as bitsandbytes writes them, and are read only.
 """
 
@@ -55,23 +57,27 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
         "raw write": lambda: raw_write(folder / "raw", size),
         "save": lambda: save(model, path, options.shard_bytes),
         "raw read": lambda: raw_read(path),
+        "cat": lambda: raw_read(path, is_kept=False),
         "read": lambda: LlamaForCausalLM.from_pretrained(path, scan_layers=not options.unrolled, **how),
     }
     if options.nf4:
-        calls = {name: call for name, call in calls.items() if "read" in name}
+        calls = {name: call for name, call in calls.items() if name in ("raw read", "cat", "read")}
     seconds, peaks = {name: [] for name in calls}, dict.fromkeys(calls, 0.0)
+    processor = {name: [] for name in calls}
     for turn in range(options.turns + 1):
         for name, call in calls.items():
-            taken, peak = timed(call)
+            taken, of_processor, peak = timed(call)
             if turn:  # the first turn gets the process's memory from the system
                 seconds[name].append(taken)
+                processor[name].append(of_processor)
                 peaks[name] = max(peaks[name], peak)
     rates = {name: size / statistics.median(taken) / 1e9 for name, taken in seconds.items()}
     print(f"{size / 1e9:.2f} GB;", "; ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items()))
+    print("processor's s:", "; ".join(f"{name} {statistics.median(each):.2f}" for name, each in processor.items()))
     print("peak, GiB:", "; ".join(f"{name} {peaks[name]:.2f}" for name in ("save", "read") if name in peaks))
     if "save" in rates:
         print(f"save / raw write: {rates['save'] / rates['raw write']:.2f}")
-    print(f"read / raw read: {rates['read'] / rates['raw read']:.2f}")
+    print("; ".join(f"read / {name}: {rates['read'] / rates[name]:.2f}" for name in ("raw read", "cat")))
 
 
 def model_of(options: argparse.Namespace) -> LlamaForCausalLM:
@@ -122,38 +128,40 @@ def raw_write(path: pathlib.Path, size: int) -> None:
     path.unlink()
 
 
-def raw_read(path: pathlib.Path) -> None:
+def raw_read(path: pathlib.Path, *, is_kept: bool = True) -> None:
     """Reads a folder's tensors in two threads."""
+    files = {file: file.stat().st_size for file in path.glob("*.safetensors")}
+    arrays = {file: np.empty(size, np.uint8) for file, size in files.items()} if is_kept else {}
 
-    def half(number: int, arrays: list[tuple[pathlib.Path, np.ndarray]]) -> None:
-        for file, array in arrays:
-            begin = number * (len(array) // 2)
-            left = memoryview(array)[begin : begin + (len(array) + 1) // 2]
+    def half(number: int) -> None:
+        buffer = memoryview(bytearray(2**20))
+        for file, size in files.items():
+            at, end = number * (size // 2), size if number else size // 2
             with file.open("rb", buffering=0) as opened:
-                opened.seek(begin)
-                while len(left):
-                    left = left[opened.readinto(left[:CHUNK]) :]
+                opened.seek(at)
+                while at < end:
+                    into = memoryview(arrays[file])[at : at + CHUNK] if is_kept else buffer
+                    at += opened.readinto(into[: end - at])
 
-    arrays = [(file, np.empty(file.stat().st_size, np.uint8)) for file in path.glob("*.safetensors")]
-    threads = [threading.Thread(target=half, args=(number, arrays)) for number in range(2)]
+    threads = [threading.Thread(target=half, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """A call's seconds, and the GiB by which it lets the process grow at most."""
+def timed(call: Callable[[], object]) -> tuple[float, float, float]:
+    """A call's seconds, those of the processor, and the GiB by which it lets the process grow at most."""
     status = lambda name: next(
         int(line.split()[1]) for line in pathlib.Path("/proc/self/status").read_text().splitlines() if name in line
     )
     before = status("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    began = time.perf_counter()
+    began, of_processor = time.perf_counter(), time.process_time()
     result = call()
-    taken = time.perf_counter() - began
+    taken, of_processor = time.perf_counter() - began, time.process_time() - of_processor
     del result
-    return taken, (status("VmHWM") - before) / 2**20
+    return taken, of_processor, (status("VmHWM") - before) / 2**20
 
 
 def arguments() -> argparse.Namespace:

@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from liger_jax.data.documents import Document
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.user_errors import UserError
+from liger_jax.user_errors import UserError, refusals_kept
 
 NO_TOKEN = "no token to train on"  # why a document is left out, where nothing more is known
 NO_TEXT = "no text"  # why one is that has nothing but white space
@@ -50,6 +53,37 @@ def errors_at(where: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+
+
+class Begun:
+    """The encodings of texts, which a thread makes while this one does other work."""
+
+    def __init__(self, documents: list[Document], texts: list[str], encode: Callable[[list[str]], list[Any]]):
+        self.documents, self._texts, self._encode = documents, texts, encode
+        pool = ThreadPoolExecutor(1)
+        self._made = pool.submit(self._all) if texts else None
+        pool.shutdown(wait=False)
+
+    def encodings(self, refused: dict[str, UserError] | None) -> list[Any]:
+        """The encodings, `None` for one that is refused. If all at once fail, they are encoded one by one."""
+        try:
+            return [] if self._made is None else self._made.result()
+        except UserError:
+            encodings: list[Any] = [None] * len(self._texts)
+            for i, document in enumerate(self.documents):
+                with refusals_kept(refused, document.where), errors_at(document.where), failures():
+                    (encodings[i],) = self._encode(self._texts[i : i + 1])
+            return encodings
+
+    def _all(self) -> list[Any]:
+        with failures():
+            return self._encode(self._texts)
+
+
+def offsets_of(encoded: Any) -> np.ndarray:
+    """Where each token begins and ends in the text, (tokens, 2)."""
+    numbers = itertools.chain.from_iterable(encoded.offsets)
+    return np.fromiter(numbers, np.int64, 2 * len(encoded)).reshape(-1, 2)
 
 
 def places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:

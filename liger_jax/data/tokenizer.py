@@ -4,8 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,17 @@ from liger_jax.data.added_tokens import AddedOnce, check_growth
 from liger_jax.data.conversations import Conversations
 from liger_jax.data.documents import Document
 from liger_jax.data.files import checked, opened
+from liger_jax.data.pieces import (
+    Begun,
+    completed,
+    errors_at,
+    failures,
+    no_place,
+    nothing_to_train_on,
+    offsets_of,
+    places,
+)
 from liger_jax.data.pieces import Piece as Piece
-from liger_jax.data.pieces import completed, errors_at, failures, no_place, nothing_to_train_on, places
 from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face.checkpoint import TEMPLATES
 from liger_jax.models.hugging_face.source import Source, find
@@ -102,8 +110,8 @@ class Tokenizer:
         completions = [each for each in documents if each.messages is None and each.prompt is not None]
         texts = [each for each in documents if each.messages is None and each.prompt is None and each.path is None]
         joined = [(each.prompt or "") + each.text for each in completions]
-        begun_texts = _Begun(texts, [each.text for each in texts], self._tokenizer.encode_batch_fast)
-        begun = _Begun(completions, joined, self._tokenizer.encode_batch)
+        begun_texts = Begun(texts, [each.text for each in texts], self._tokenizer.encode_batch_fast)
+        begun = Begun(completions, joined, self._tokenizer.encode_batch)
         refused_chats, failed = None if refused is None else dict[str, UserError](), None
         rendered: list[tuple[Document, Any]] = []
         try:
@@ -111,7 +119,7 @@ class Tokenizer:
         except UserError as error:  # those of texts and completions come first
             failed = error
         encode = functools.partial(self._tokenizer.encode_batch, add_special_tokens=False)
-        begun_chats = _Begun([each for each, _ in rendered], [chat.text for _, chat in rendered], encode)
+        begun_chats = Begun([each for each, _ in rendered], [chat.text for _, chat in rendered], encode)
 
         def pieces_of() -> Iterator[Piece]:
             yield from self._texts(begun_texts, length, refused)
@@ -226,7 +234,7 @@ class Tokenizer:
         """Whether there is a chat template."""
         return bool(self._chat_templates)
 
-    def _texts(self, begun: "_Begun", length: int, refused: dict[str, UserError] | None) -> list[Piece]:
+    def _texts(self, begun: Begun, length: int, refused: dict[str, UserError] | None) -> list[Piece]:
         pieces = []
         for document, encoded in zip(begun.documents, begun.encodings(refused), strict=True):
             if encoded is None:
@@ -241,13 +249,13 @@ class Tokenizer:
                     pieces.append(Piece(some, some, document, i, len(tokens)))
         return pieces
 
-    def _completions(self, begun: "_Begun", length: int, refused: dict[str, UserError] | None) -> Iterator[Piece]:
+    def _completions(self, begun: Begun, length: int, refused: dict[str, UserError] | None) -> Iterator[Piece]:
         self._has_joined |= any((document.prompt or "").strip() for document in begun.documents)
         for document, encoded in zip(begun.documents, begun.encodings(refused), strict=True):
             if encoded is None:
                 continue
             once = slice(None) if self._adds_none else self._once.of(encoded)
-            ids, is_scored = encoded.ids[once], completed(_offsets(encoded)[once], len(document.prompt or ""))
+            ids, is_scored = encoded.ids[once], completed(offsets_of(encoded)[once], len(document.prompt or ""))
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids, is_scored = [*ids, self._eos], np.append(is_scored, is_scored.any())
             with refusals_kept(refused, document.where):
@@ -269,14 +277,14 @@ class Tokenizer:
                     ids, begin = ids[length:], begin + length
 
     def _chats(
-        self, chats: Sequence[Any], begun: "_Begun", length: int, refused: dict[str, UserError] | None
+        self, chats: Sequence[Any], begun: Begun, length: int, refused: dict[str, UserError] | None
     ) -> list[Piece]:
         pieces = []
         for document, chat, encoded in zip(begun.documents, chats, begun.encodings(refused), strict=True):
             if encoded is None:
                 continue
             with refusals_kept(refused, document.where):
-                ids, offsets = encoded.ids, _offsets(encoded)
+                ids, offsets = encoded.ids, offsets_of(encoded)
                 is_answer = np.zeros(len(ids), bool)
                 ends = []
                 for span in chat.spans:
@@ -360,37 +368,6 @@ class Tokenizer:
                 f"{self._media[media]}, and stands for what is no text. Only text can be trained on: leave the row out."
             )
         return tokens.astype(np.int32)
-
-
-class _Begun:
-    """The encodings of texts, which a thread makes while this one does other work."""
-
-    def __init__(self, documents: list[Document], texts: list[str], encode: Callable[[list[str]], list[Any]]):
-        self.documents, self._texts, self._encode = documents, texts, encode
-        pool = ThreadPoolExecutor(1)
-        self._made = pool.submit(self._all) if texts else None
-        pool.shutdown(wait=False)
-
-    def encodings(self, refused: dict[str, UserError] | None) -> list[Any]:
-        """The encodings, `None` for one that is refused. If all at once fail, they are encoded one by one."""
-        try:
-            return [] if self._made is None else self._made.result()
-        except UserError:
-            encodings: list[Any] = [None] * len(self._texts)
-            for i, document in enumerate(self.documents):
-                with refusals_kept(refused, document.where), errors_at(document.where), failures():
-                    (encodings[i],) = self._encode(self._texts[i : i + 1])
-            return encodings
-
-    def _all(self) -> list[Any]:
-        with failures():
-            return self._encode(self._texts)
-
-
-def _offsets(encoded: Any) -> np.ndarray:
-    """Where each token begins and ends in the text, (tokens, 2)."""
-    numbers = itertools.chain.from_iterable(encoded.offsets)
-    return np.fromiter(numbers, np.int64, 2 * len(encoded)).reshape(-1, 2)
 
 
 def _left_out_by(messages: Sequence[Mapping[str, Any]]) -> str:
