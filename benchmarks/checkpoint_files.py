@@ -5,11 +5,12 @@ median over the turns. A raw write puts 64 MiB at a time into one file, and wait
 save does. A raw read copies the saved files from the page cache in two threads, each half of a file: into new memory,
 which is what a model needs, or as `cat` does, into a small buffer that stays in the processor's cache.
 Beside the time stands the processor's time of all threads, which other programs on the machine change less. Peaks are
-of the process's memory, less what it had before the call. With `--nf4` the projections are codes of random
+of the process's memory with the pages of mapped files, less what it had before the call. With `--nf4` the projections are codes of random
 bits, as bitsandbytes writes them, and are read only.
 """
 
 import argparse
+import gc
 import json
 import os
 import pathlib
@@ -155,6 +156,7 @@ def timed(call: Callable[[], object]) -> tuple[float, float, float]:
     status = lambda name: next(
         int(line.split()[1]) for line in pathlib.Path("/proc/self/status").read_text().splitlines() if name in line
     )
+    gc.collect()
     before = status("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     began, of_processor = time.perf_counter(), time.process_time()

@@ -1,7 +1,7 @@
 """Tokenising a run's data beside the tokenizer's `encode_batch` alone, on texts of as many bytes.
 
 The data is Python's standard library: texts of some 1,500 characters, conversations of one to three turns of them,
-and prompts with completions, 8 MB of each. The tokenizer is a byte-level BPE of 16,000 tokens that is trained on a part
+and prompts with completions. The tokenizer is a byte-level BPE of 16,000 tokens that is trained on a part
 of it. A run's tokenising reads JSON lines, renders conversations, makes labels, and writes tokens with their digests.
 Both run in turns in one process, and figures are medians. Beside the rates stands the processor's time of all threads.
 """
@@ -24,7 +24,7 @@ from liger_jax.data import reading, token_cache
 from liger_jax.data.sources import data_sources
 from liger_jax.data.tokenizer import Tokenizer
 
-BYTES, CHARACTERS, TOGETHER, LENGTH = 8 * 10**6, 1500, 1024, 2048
+CHARACTERS, TOGETHER, LENGTH = 1500, 1024, 2048
 END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -36,27 +36,28 @@ def main() -> None:
     """Prints a row for each kind of data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5, help="turns of which medians are taken")
-    turns = parser.parse_args().turns
+    parser.add_argument("--megabytes", type=int, default=8, help="of each kind of data")
+    options = parser.parse_args()
     print("| data | MB | encode_batch, MB/s | ours, MB/s | ratio | processor's s, alone | ours | beyond, ms/MB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         place = pathlib.Path(folder)
         write_checkpoint(place)
         for kind, rows in (("texts", texts()), ("conversations", conversations()), ("completions", completions())):
-            measure(place, kind, rows, turns)
+            measure(place, kind, rows, options)
 
 
-def measure(folder: pathlib.Path, kind: str, rows: Iterator[dict[str, Any]], turns: int) -> None:
+def measure(folder: pathlib.Path, kind: str, rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> None:
     """Times both on rows of one kind."""
     path, size, plain = folder / f"{kind}.jsonl", 0, []
     with path.open("w") as file:
-        while size < BYTES:
+        while size < options.megabytes * 10**6:
             row = next(rows)
             plain.append(printed(row))
             size += len(plain[-1].encode())
             file.write(json.dumps(row) + "\n")
     alone, ours = [], []
-    for _ in range(turns):
+    for _ in range(options.turns):
         tokenizer = Tokenizer(str(folder), 16_000, [])
         alone.append(timed(lambda tokenizer=tokenizer: encode(tokenizer, plain)))
         ours.append(timed(lambda tokenizer=tokenizer: tokenise(tokenizer, folder, path)))
