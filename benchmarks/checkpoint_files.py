@@ -3,10 +3,10 @@
 A model with random weights is saved and read in turns with the raw operations, in one process, and a figure is the
 median over the turns. A raw write puts 64 MiB at a time into one file, and waits until the file is on the disk, as a
 save does. A raw read copies the saved files from the page cache in two threads, each half of a file: into new memory,
-which is what a model needs, or as `cat` does, into a small buffer that stays in the processor's cache.
-Beside the time stands the processor's time of all threads, which other programs on the machine change less. Peaks are
-of the process's memory with the pages of mapped files, less what it had before the call. With `--nf4` the projections are codes of random
-bits, as bitsandbytes writes them, and are read only.
+which is what a model needs, or as `cat` does, into a small buffer that stays in the processor's cache. Beside the time
+stands the processor's time of all threads, which other programs on the machine change less. Peaks are of the process's
+memory with the pages of mapped files, less what it had before the call. With `--nf4` the projections are codes of
+random bits, as bitsandbytes writes them, and are read only.
 """
 
 import argparse
