@@ -31,10 +31,7 @@ class RowOptions:
     format: str | None = option(None, "the format, if rows have the fields of several formats", offered=list(FORMATS))
     stream: bool = option(False, "stream a dataset from the hub during the run")
     pack: bool = option(
-        False,
-        "fill rows with documents of all the data; --batch then counts rows",
-        group="speed and memory",
-        first=True,
+        False, "fill rows of --length tokens with documents of all the data", group="speed and memory", first=True
     )
     length: int = option(
         LENGTH,
