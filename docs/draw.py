@@ -1,8 +1,8 @@
 """Draws pictures of the pages: `python -m docs.draw`.
 
 They are those of how-it-works.md, whose heights are to scale, and of distributed.md, and the loss's frontier and the
-norms in performance.md. The step's heights are the planner's estimates, and the loss's are those of its plan. On the site the
-pictures take the page's colours; where they are shown by themselves they follow the browser's preference.
+norms in performance.md. The step's heights are the planner's estimates, and the loss's are those of its plan. On the
+site the pictures take the page's colours; where they are shown by themselves they follow the browser's preference.
 """
 
 import dataclasses
@@ -274,7 +274,8 @@ def norms() -> str:
         shapes = list(dict.fromkeys(row[0].strip("*") for row in rows))
         for j, (direction, column) in enumerate((("forward", 4), ("backward", 7))):
             left, top = 34 + i * (width + 44), 32 + j * (height + 68)
-            x = lambda k, left=left: left + 8 + k * (width - 16) / (len(shapes) - 1)
+            step = (width - 16) / (len(shapes) - 1)
+            x = lambda k, left=left, step=step: left + 8 + k * step
             y = lambda share, top=top: top + (105 - share) / 105 * height
             drawn.append(f'<text class="ink small strong" x="{left}" y="{top - 12}">{op}, {direction}</text>')
             drawn.append(f'<path class="line" d="M{left},{top}V{top + height}H{left + width}"/>')
@@ -283,9 +284,7 @@ def norms() -> str:
             for k, shape in enumerate(shapes):
                 if k % 2 == 1 - len(shapes) % 2:
                     label = f"{int(shape.split(' × ')[1]):,}"
-                    drawn.append(
-                        f'<text class="ink small tight" x="{x(k):.0f}" y="{top + height + 16}">{label}</text>'
-                    )
+                    drawn.append(f'<text class="ink small tight" x="{x(k):.0f}" y="{top + height + 16}">{label}</text>')
             for name, colour in names.items():
                 found = {row[0]: _number(row[column].rstrip(" %")) for row in rows if row[1] == name}
                 points = " ".join(f"{x(k):.1f},{y(found[shape]):.1f}" for k, shape in enumerate(shapes))
