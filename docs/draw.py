@@ -1,8 +1,8 @@
 """Draws pictures of the pages: `python -m docs.draw`.
 
-They are those of how-it-works.md, whose heights are to scale, and of distributed.md, and the loss's frontier in
-performance.md. The step's heights are the planner's estimates, and the loss's are those of its plan. On the site the
-pictures take the page's colours; where they are shown by themselves they follow the browser's preference.
+They are those of how-it-works.md, whose heights are to scale, and of distributed.md, and the loss's frontier and the
+norms in performance.md. The step's heights are the planner's estimates, and the loss's are those of its plan. On the
+site the pictures take the page's colours; where they are shown by themselves they follow the browser's preference.
 """
 
 import dataclasses
@@ -263,6 +263,42 @@ def frontier() -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" {size}>{STYLE}{"".join(drawn)}</svg>\n'
 
 
+def norms() -> str:
+    """Per cent of a copy's speed against columns, of 16,384 rows: the first tables of benchmarks/results/norms.md."""
+    text = (FOLDER.parent / "benchmarks/results/norms.md").read_text(encoding="utf-8")
+    names = {"liger-jax, default": OURS, "liger-jax, xla": "#26a69a", "torch.compile": "#607d8b", "Liger": "#d9a441"}
+    drawn, width, height = [], 204, 130
+    for i, op in enumerate(("rms_norm", "layer_norm", "fused_add_rms_norm")):
+        section = text.partition(f"\n## {op}\n")[2].strip().partition("\n\n")[0]
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if " × " in line]
+        shapes = list(dict.fromkeys(row[0].strip("*") for row in rows))
+        for j, (direction, column) in enumerate((("forward", 4), ("backward", 7))):
+            left, top = 34 + i * (width + 44), 32 + j * (height + 68)
+            step = (width - 16) / (len(shapes) - 1)
+            x = lambda k, left=left, step=step: left + 8 + k * step
+            y = lambda share, top=top: top + (105 - share) / 105 * height
+            drawn.append(f'<text class="ink small strong" x="{left}" y="{top - 12}">{op}, {direction}</text>')
+            drawn.append(f'<path class="line" d="M{left},{top}V{top + height}H{left + width}"/>')
+            for share in (0, 50, 100):
+                drawn.append(f'<text class="ink small" x="{left - 28}" y="{y(share) + 4:.0f}">{share}</text>')
+            for k, shape in enumerate(shapes):
+                if k % 2 == 1 - len(shapes) % 2:
+                    label = f"{int(shape.split(' × ')[1]):,}"
+                    drawn.append(f'<text class="ink small tight" x="{x(k):.0f}" y="{top + height + 16}">{label}</text>')
+            for name, colour in names.items():
+                found = {row[0]: _number(row[column].rstrip(" %")) for row in rows if row[1] == name}
+                points = " ".join(f"{x(k):.1f},{y(found[shape]):.1f}" for k, shape in enumerate(shapes))
+                wide = 2.5 if colour == OURS else 1.5
+                drawn.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{wide}"/>')
+    for i, (name, colour) in enumerate(names.items()):
+        at = 34 + 150 * i
+        drawn.append(f'<rect x="{at}" y="426" width="12" height="12" rx="2" fill="{colour}"/>')
+        drawn.append(f'<text class="ink small" x="{at + 18}" y="436">{name}</text>')
+    drawn.append('<text class="ink small" x="34" y="412">per cent of a copy\'s speed, against columns</text>')
+    size = 'viewBox="0 0 760 446" width="760" height="446"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" {size}>{STYLE}{"".join(drawn)}</svg>\n'
+
+
 def _number(text: str) -> float:
     return float(text.replace(",", ""))
 
@@ -271,4 +307,5 @@ if __name__ == "__main__":
     (FOLDER / "how_step.svg").write_text(step(), encoding="utf-8")
     (FOLDER / "how_loss.svg").write_text(loss(), encoding="utf-8")
     (FOLDER / "loss_frontier.svg").write_text(frontier(), encoding="utf-8")
+    (FOLDER / "norms.svg").write_text(norms(), encoding="utf-8")
     (FOLDER / "who_holds_what.svg").write_text(shares(), encoding="utf-8")

@@ -98,7 +98,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--remat",
         type=as_remat,
         choices=REMATS,
-        help="what layers recompute in the backward, or how many of the last ones keep their products (default: auto, "
+        help="what layers keep for the backward, or how many of the last ones keep their products (default: auto, "
         "the fastest that fits)",
     )
     command.add_argument(

@@ -31,10 +31,14 @@ class RowOptions:
     format: str | None = option(None, "the format, if rows have the fields of several formats", offered=list(FORMATS))
     stream: bool = option(False, "stream a dataset from the hub during the run")
     pack: bool = option(
-        False, "pack several documents into a row; none attends to another", group="speed and memory", first=True
+        False, "fill rows of --length tokens with documents of all the data", group="speed and memory", first=True
     )
     length: int = option(
-        LENGTH, "tokens in a row (default: {default})", check=within(2), group="speed and memory", first=True
+        LENGTH,
+        "the most tokens of a document, and with --pack those of a row (default: {default})",
+        check=within(2),
+        group="speed and memory",
+        first=True,
     )
     rope_scaling: str | None = option(
         None, "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)",
