@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,8 @@ def test_a_checkpoint_that_is_read_while_the_step_is_compiled_says_so(capsys, un
     resume.restored(kept, None, inputs)
     compiled.set()
     compiling.result()
+    while waiting.is_busy():  # a moment more than its result takes
+        time.sleep(0.001)
     resume.restored(kept, None, inputs)
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("reading"))
     assert first.startswith("reading the checkpoint of step 3, while the step is compiled … ")
