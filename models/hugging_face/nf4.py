@@ -12,7 +12,7 @@ where every operation is in float32, as on GPUs and CPUs in bitsandbytes.
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.config_fields import short
-from liger_jax.models.core.parallel.mesh_axes import put
 from liger_jax.models.core.parameters import ParameterInfo
 from liger_jax.models.hugging_face import transfers
 from liger_jax.ops.block_quantized import NF4, BlockQuantized
@@ -158,28 +157,34 @@ def read(info: ParameterInfo, like: BlockQuantized, tensors: Mapping[str, Any], 
     splits the codes' output, so that blocks stay whole.
     """
     quantized = [tensors[name] for name in info.tensor_names]
-    codes = _layers(like.codes, (tensor.codes() for tensor in quantized), _swapped)
-    scales = _layers(like.scales, (tensor.scales() for tensor in quantized))
     if isinstance(sharding, NamedSharding):
         spec = [*full_spec(sharding.spec, like.codes.ndim)]
         if spec[-1] is None:
             spec[-2:] = [None, spec[-2]]
         sharding = NamedSharding(sharding.mesh, P(*spec))
-    return dataclasses.replace(like, codes=put(codes, sharding), scales=put(scales, sharding))
+    codes = _read(like.codes, [tensor.codes for tensor in quantized], sharding, _swapped)
+    scales = _read(like.scales, [tensor.scales for tensor in quantized], sharding)
+    return dataclasses.replace(like, codes=codes, scales=scales)
 
 
-def _swapped(codes: np.ndarray) -> np.ndarray:
+def _swapped(codes: Any) -> Any:
     """Bytes with the even code in the low bits."""
     return (codes << 4) | (codes >> 4)
 
 
-def _layers(like: Any, arrays: Iterable[np.ndarray], change: transfers.Change = None) -> np.ndarray:
-    """The arrays, transposed, and stacked if there is an axis of layers."""
-    whole = transfers.aligned(like.shape, like.dtype)
-    targets = whole if whole.ndim > 2 else [whole]
-    layers = zip(arrays, targets, strict=True)
-    transfers.copy(((array.reshape(target.shape[::-1]), target, True) for array, target in layers), change)
-    return whole
+def _read(
+    like: Any, layers: list[Callable[[], np.ndarray]], sharding: Any, change: transfers.Change = None
+) -> jax.Array:
+    """The layers' arrays (out, in), transposed, and stacked if there is an axis of layers."""
+
+    def slices(index):
+        *stack, rows, columns = (slice(*axis.indices(size)) for axis, size in zip(index, like.shape, strict=True))
+        own = tuple(slice(0, axis.stop - axis.start) for axis in (rows, columns))
+        for place, layer in enumerate(layers[stack[0]] if stack else layers):
+            values = layer().reshape(like.shape[:-3:-1])[columns, rows]
+            yield (place, *own) if stack else own, values, True
+
+    return transfers.placed(like.shape, like.dtype, slices, sharding, change)
 
 
 def _fields(weight: str, tensors: Mapping[str, Any]) -> dict[str, Any]:

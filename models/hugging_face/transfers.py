@@ -26,7 +26,9 @@ _LEAST_BYTES = 2**20  # of a tensor that several threads copy
 THREADS = min(8, os.cpu_count() or 1)
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _IN_FLIGHT = 2  # tensors on their way to a device
-Change = Callable[[np.ndarray], np.ndarray] | None
+Change = Callable[[Any], Any] | None  # of each number on its way
+# A part of an array: its place (an index or a slice for each axis), its values, and whether it is stored transposed.
+Slice = tuple[tuple[Any, ...], np.ndarray, bool]
 
 
 class MappedTensor:
@@ -51,6 +53,11 @@ class MappedTensor:
 def is_cpu(devices: Iterable[Any]) -> bool:
     """Whether devices compute in the host's memory."""
     return next(iter(devices)).platform == "cpu"
+
+
+def is_for_host(sharding: Any) -> bool:
+    """Whether an array of this sharding, or on the default device, stays in the host's memory."""
+    return is_cpu(jax.device_put(np.zeros(())).devices() if sharding is None else sharding.device_set)
 
 
 def mapped_tensors(path: pathlib.Path) -> dict[str, MappedTensor]:
@@ -158,17 +165,45 @@ def at_once(read: Callable[..., Any], each: Iterable[tuple[Any, ...]], count: in
         return list(pool.map(waited, each))
 
 
-def made_on_device(
+def placed(
     shape: tuple[int, ...],
     dtype: Any,
-    slices: Iterable[tuple[tuple[Any, ...], np.ndarray, bool]],
-    device: Any,
+    slices: Callable[[tuple[slice, ...]], Iterable[Slice]],
+    sharding: Any,
+    change: Change = None,
 ) -> jax.Array:
-    """An array of slices that are sent as they are stored, one after another, and transposed on the device.
+    """An array on its devices, each of whose shards is made once. The host of CPUs makes theirs.
 
-    A slice is given by its place (an index or a slice for each axis), its values, and whether it is transposed. The
-    slices cover the array.
+    `slices`: a function that gets the place of a shard, and gives the slices that cover it. `sharding`: `None` for the
+    default device.
     """
+
+    def make(index: tuple[slice, ...], device: Any) -> Any:
+        own = tuple(len(range(*axis.indices(size))) for axis, size in zip(index, shape, strict=True))
+        if not for_host:
+            return _made_on_device(own, dtype, slices(index), device, change)
+        whole = aligned(own, dtype)
+        copy(((values, whole[target], transposed) for target, values, transposed in slices(index)), change)
+        return whole
+
+    for_host = is_for_host(sharding)
+    if sharding is None:
+        everything = make((slice(None),) * len(shape), None)
+        return jax.device_put(everything) if for_host else everything
+    shards: dict[str, Any] = {}
+    arrays = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        known = shards.get(str(index))
+        if known is None:
+            known = shards[str(index)] = make(index, device)
+        arrays.append(jax.device_put(known, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _made_on_device(
+    shape: tuple[int, ...], dtype: Any, slices: Iterable[Slice], device: Any, change: Change
+) -> jax.Array:
+    """An array of slices that are sent as they are stored, one after another, and transposed on the device."""
     whole, in_flight = None, collections.deque()
     for target, values, transposed in slices:
         values = values if values.dtype == dtype else values.astype(dtype)
@@ -176,10 +211,10 @@ def made_on_device(
         starts = [axis if isinstance(axis, int) else axis.start for axis in target]
         sizes = tuple(1 if isinstance(axis, int) else axis.stop - axis.start for axis in target)
         if sizes == shape:
-            return _turned(sent, sizes, transposed)
+            return _turned(sent, sizes, transposed, change)
         if whole is None:
             whole = jnp.zeros(shape, dtype, device=device)
-        whole = _put(whole, sent, np.asarray(starts, np.int32), sizes, transposed)
+        whole = _put(whole, sent, np.asarray(starts, np.int32), sizes, transposed, change)
         in_flight.append(sent)
         if len(in_flight) > _IN_FLIGHT:
             in_flight.popleft().block_until_ready()
@@ -187,13 +222,14 @@ def made_on_device(
     return whole
 
 
-def _oriented(sent: jax.Array, sizes: tuple[int, ...], transposed: bool) -> jax.Array:
+def _oriented(sent: jax.Array, sizes: tuple[int, ...], transposed: bool, change: Any) -> jax.Array:
+    sent = sent if change is None else change(sent)
     return (sent.T if transposed else sent).reshape(sizes)
 
 
-_turned = jax.jit(_oriented, static_argnums=(1, 2))
+_turned = jax.jit(_oriented, static_argnums=(1, 2, 3))
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
-def _put(whole: jax.Array, sent: jax.Array, starts: Any, sizes: tuple[int, ...], transposed: bool) -> jax.Array:
-    return jax.lax.dynamic_update_slice(whole, _oriented(sent, sizes, transposed), tuple(starts))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
+def _put(whole: Any, sent: Any, starts: Any, sizes: tuple[int, ...], transposed: bool, change: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, _oriented(sent, sizes, transposed, change), tuple(starts))

@@ -105,12 +105,11 @@ def read(
         each = [(*pair, sharding) for pair, sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)]
         # Programs over several devices begin in one order on all of them, and 64 bits are a setting of this thread.
         is_wide = any(leaf.dtype.itemsize > 4 for leaf in leaves)
-        if _is_for_host(shardings) or is_wide or (shardings and kept_as):
+        if transfers.is_for_host(shardings[0] if shardings else None) or is_wide or (shardings and kept_as):
             parameters = transfers.in_turn(one, each)
         else:
-            # What is made of a tensor on its way to codes, or of codes by the host, takes memory beside it.
-            has_codes = kept_as or any(isinstance(tensor, nf4.Nf4Tensor) for tensor in tensors.values())
-            parameters = transfers.at_once(one, each, count=2 if has_codes else 4)
+            # What is made of a tensor on its way to codes takes memory beside it.
+            parameters = transfers.at_once(one, each, count=2 if kept_as else 4)
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
 
 
@@ -222,50 +221,18 @@ def _say_what_becomes_dense(folder, tensors, wanted) -> None:
 def _read(
     info: ParameterInfo, leaf: Any, sharding: Any, tensors: Mapping[str, Any], layer: int | None = None
 ) -> jax.Array:
-    """Reads one parameter, or one layer of it, to its devices.
+    """Reads one parameter, or one layer of it, to its devices."""
 
-    The host of a CPU holds the shards of its own devices. Other devices get one tensor after another.
-    """
-    shape = leaf.shape if layer is None else (1, *leaf.shape[1:])
-
-    def ranges_of(index):
+    def slices(index):
         index = index if layer is None else (slice(layer, layer + 1), *index[1:])
-        return [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
-
-    def slices(ranges):
+        ranges = [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
         for piece in info.pieces(leaf.shape):
             if (places := _places(piece, leaf.shape, ranges)) is not None:
                 target, stored = places
                 yield target, _of_tensor(tensors[piece.name], piece, stored), piece.transposed
 
-    def on_host(index):
-        ranges = ranges_of(index)
-        whole = transfers.aligned([len(axis) for axis in ranges], leaf.dtype)
-        transfers.copy((values, whole[target], transposed) for target, values, transposed in slices(ranges))
-        return whole
-
-    def on_device(index, device):
-        ranges = ranges_of(index)
-        return transfers.made_on_device(tuple(map(len, ranges)), leaf.dtype, slices(ranges), device)
-
-    everything = (slice(None),) * len(leaf.shape)
-    if sharding is None:
-        return jax.device_put(on_host(everything)) if _is_for_host(None) else on_device(everything, None)
-    make = on_host if transfers.is_cpu(sharding.device_set) else None
-    shards: dict[str, Any] = {}
-    arrays = []
-    # A shard is read once, for all devices that hold it.
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        known = shards.get(str(index))
-        if known is None:
-            known = shards[str(index)] = on_device(index, device) if make is None else make(index)
-        arrays.append(jax.device_put(known, device))
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _is_for_host(shardings: list[Any] | None) -> bool:
-    """Whether what is read stays in the host's memory."""
-    return transfers.is_cpu(shardings[0].device_set if shardings else jax.device_put(np.zeros(())).devices())
+    shape = leaf.shape if layer is None else (1, *leaf.shape[1:])
+    return transfers.placed(shape, leaf.dtype, slices, sharding)
 
 
 def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[tuple[Any, ...], list[slice]] | None:
