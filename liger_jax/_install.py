@@ -13,7 +13,7 @@ def version() -> str:
     """The version of this copy of liger-jax: a checkout's own, whatever is installed beside it.
 
     Returns:
-        Such as "0.1.0".
+        Such as "0.2.0".
     """
     if (project := checkout() / "pyproject.toml").is_file():
         return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]

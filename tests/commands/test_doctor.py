@@ -15,7 +15,7 @@ from liger_jax.commands import _machine, _ops_here, doctor, main
 from liger_jax.ops.kernels import Kernels
 
 WELL = _machine.Machine(
-    versions={"jax": "0.10.2", "jaxlib": "0.10.2", "liger-jax": "0.1.0"},
+    versions={"jax": "0.10.2", "jaxlib": "0.10.2", "liger-jax": "0.2.0"},
     has_driver=False, platforms="", devices=("cpu 0: cpu",), platform="cpu",
 )  # fmt: skip
 PLUGIN = {"jax-cuda13-plugin": "0.10.2", "nvidia-cublas": "13.0"}
