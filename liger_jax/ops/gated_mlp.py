@@ -32,6 +32,7 @@ class _Options:
 
     forward: Kernel  # the kernel of up and the gated product
     backward: Kernel  # the kernel of the gradients of gate and up, and of the gated product
+    input_gradient: Kernel  # the kernel of x's gradient, of those of gate and up
     activation: str  # as `gated_mlp` takes it
     recomputed: bool  # as `gated_mlp` takes it
     precision: Any  # of the products
@@ -123,7 +124,8 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
         dup_kernel = options.kernel_gradient(x, dup)
     if by_x:
         dgate, dup = options.after((dgate_kernel, dup_kernel), dgate, dup)
-        dx = options.times(dgate, gate_kernel, axis=1) + options.times(dup, up_kernel, axis=1)
+        both = options.input_gradient.guarded(dgate, dup, gate_kernel, up_kernel)
+        dx = options.input_gradient.run(*both)
     return dx, dgate_kernel, dup_kernel, ddown_kernel
 
 
@@ -205,6 +207,7 @@ def gated_mlp(
     options = _Options(
         forward.kernel("up_and_product", **static),
         backward.kernel("gradients_and_product", **static, in_place=recomputed),
+        backward.kernel("input_gradient", precision=precision),
         activation,
         recomputed,
         precision,

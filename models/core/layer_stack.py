@@ -21,7 +21,7 @@ from liger_jax.models.core.gated_convolution import CONVOLUTION
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.linear_attention import LINEAR
 from liger_jax.models.core.parameters import stack_of_place
-from liger_jax.models.core.remat import POLICIES, Mode, Remat
+from liger_jax.models.core.remat import Mode, Remat
 from liger_jax.models.core.stream import Stream, as_input
 from liger_jax.ops.eager import compiled_once, is_part_of_a_program
 
@@ -221,7 +221,8 @@ class LayerStack:
 
         if mode == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):
             return call  # JAX's TPU interpreter has effects, which jax.checkpoint refuses
-        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[mode])
+        policy = remats.policy(mode, stacked=not prevent_cse)
+        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)
 
     def _scanned(
         self,

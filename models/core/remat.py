@@ -60,16 +60,21 @@ def _is_cudnn(primitive: Any) -> bool:
     return primitive.name.startswith("dot_product_attention")
 
 
-def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
+def _more_than_one_pass(primitive: Any, *shapes: Any, one_pass: Any = ("norm", "glu", "rope"), **params: Any) -> bool:
     """Whether a result costs more than one pass over memory; norms, gates, rotations and sums cost one."""
     if primitive.name == "pallas_call":
-        return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
+        return not any(kind in params["name"] for kind in one_pass)
     if primitive.name == "reduce_scatter":  # a sublayer's result, summed over devices: theirs is not kept, then
         return True
     if primitive.name == "name":
         return params["name"] in _KEPT
     is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
     return _is_cudnn(primitive) or is_product
+
+
+def _passes_of_norms_too(primitive: Any, *shapes: Any, **params: Any) -> bool:
+    """The same, with what kernels of norms return."""
+    return _more_than_one_pass(primitive, *shapes, one_pass=("glu", "rope"), **params)
 
 
 def _to_host(*names: str) -> Any:
@@ -105,3 +110,8 @@ POLICIES = {
     "offload": _to_host(INPUT),
     "offload_attention": _input_and_attention,
 }
+
+
+def policy(mode: Mode, *, stacked: bool) -> Any:
+    """What a layer keeps, for `jax.checkpoint`. `stacked`: whether a scan stacks what its layers keep."""
+    return _passes_of_norms_too if mode == "none" and not stacked else POLICIES[mode]
