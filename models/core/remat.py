@@ -7,6 +7,7 @@ from jax import lax
 
 from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
+from liger_jax.ops.fused_add_rms_norm import SUBLAYER_INPUT
 from liger_jax.ops.gated_mlp import UP_PROJECTION
 from liger_jax.pallas_kernels.gated_delta_rule.config import GATED_DELTA_RULE_STATES
 
@@ -60,10 +61,10 @@ def _is_cudnn(primitive: Any) -> bool:
     return primitive.name.startswith("dot_product_attention")
 
 
-def _more_than_one_pass(primitive: Any, *shapes: Any, one_pass: Any = ("norm", "glu", "rope"), **params: Any) -> bool:
+def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     """Whether a result costs more than one pass over memory; norms, gates, rotations and sums cost one."""
     if primitive.name == "pallas_call":
-        return not any(kind in params["name"] for kind in one_pass)
+        return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
     if primitive.name == "reduce_scatter":  # a sublayer's result, summed over devices: theirs is not kept, then
         return True
     if primitive.name == "name":
@@ -72,9 +73,10 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, one_pass: Any = ("norm", "
     return _is_cudnn(primitive) or is_product
 
 
-def _passes_of_norms_too(primitive: Any, *shapes: Any, **params: Any) -> bool:
-    """The same, with what kernels of norms return."""
-    return _more_than_one_pass(primitive, *shapes, one_pass=("glu", "rope"), **params)
+def _sublayer_inputs_too(primitive: Any, *shapes: Any, **params: Any) -> bool:
+    """The same, and the results of the kernels that normalise the residual stream."""
+    is_input = primitive.name == "name" and params["name"] == SUBLAYER_INPUT
+    return is_input or _more_than_one_pass(primitive, *shapes, **params)
 
 
 def _to_host(*names: str) -> Any:
@@ -113,5 +115,9 @@ POLICIES = {
 
 
 def policy(mode: Mode, *, stacked: bool) -> Any:
-    """What a layer keeps, for `jax.checkpoint`. `stacked`: whether a scan stacks what its layers keep."""
-    return _passes_of_norms_too if mode == "none" and not stacked else POLICIES[mode]
+    """What a layer keeps, for `jax.checkpoint`. `stacked`: whether a scan stacks what its layers keep.
+
+    Without a scan "none" keeps the inputs of a layer's products, too: a pass over memory less for each in the backward.
+    A scan would copy them into its stacks, which takes as long.
+    """
+    return _sublayer_inputs_too if mode == "none" and not stacked else POLICIES[mode]
