@@ -218,7 +218,8 @@ class _Block(NamedTuple):
             slot = scheduler.slot(i, step)
             pl.when(i * scheduler.steps + step >= tiles.stages)(lambda: plgpu.barrier_wait(ring.emptied.at[slot]))
 
-            def copy_pair(operands, depth):
+            def copy_pair(pair, depth):
+                operands = self.operands[2 * pair : 2 * pair + 2]
                 indices = (
                     (pl.ds(row_tile * ROWS, ROWS), pl.ds(depth, tiles.depth)),
                     (
@@ -230,12 +231,11 @@ class _Block(NamedTuple):
                     source = ref.at[index if axis == 1 else index[::-1]]
                     plgpu.copy_gmem_to_smem(source, stage.at[slot], scheduler.filled(ring.filled, i, step))
 
-            pairs = [self.operands[k : k + 2] for k in range(0, len(self.operands), 2)]
-            if len(pairs) == 1:
-                return copy_pair(*pairs, step * tiles.depth)
+            if len(self.operands) == 2:
+                return copy_pair(0, step * tiles.depth)
             half = scheduler.steps // 2
-            pl.when(step < half)(lambda: copy_pair(pairs[0], step * tiles.depth))
-            pl.when(step >= half)(lambda: copy_pair(pairs[1], (step - half) * tiles.depth))
+            pl.when(step < half)(lambda: copy_pair(0, step * tiles.depth))
+            pl.when(step >= half)(lambda: copy_pair(1, (step - half) * tiles.depth))
 
         jax.lax.fori_loop(0, scheduler.steps, copy_step, None)
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,8 @@ def _backward_rule(sections, layout, mirrors, tables, cotangents):
     cos, sin = (_of_sections(table, sections) for table in tables)
     # The transpose of the rotation, which is its inverse where both halves of a table are equal.
     sin = -jnp.flip(_halves(sin), axis=-2).reshape(sin.shape)
-    return *_rotate(*cotangents, cos, sin, None, layout, mirrors), None, None
+    gradients: Any = _rotate(*cotangents, cos, sin, None, layout, mirrors)
+    return *gradients, None, None
 
 
 _rotate.defvjp(_forward_rule, _backward_rule)

@@ -264,7 +264,9 @@ def test_unrolled_layers_keep_what_a_gpu_s_norms_return(platform, remat, count):
     kinds = {"gpu": "NVIDIA H200", "tpu": "TPU v5 lite"}
 
     def kept(params, x):
-        run = lambda params, x: nnx.merge(graph, params).run_layers(x, {"full_attention": (None, None, None, None)}).hidden
+        run = lambda params, x: (
+            nnx.merge(graph, params).run_layers(x, {"full_attention": (None, None, None, None)}).hidden
+        )
         return jax.vjp(run, params, x)[1]
 
     with described(kinds[platform], platform):
