@@ -153,10 +153,11 @@ def gated_mlp(
 ) -> Float[Array, "*batch D"]:
     """The gated feed-forward without biases: y = (act(x · gate_kernel) · (x · up_kernel)) · down_kernel.
 
-    Values and gradients equal those of three products and `swiglu` or `geglu`, with the same rounding. The gradients
-    need less memory and fewer passes. `x`, gate and up are kept for the backward, or only `x`. The backward computes
-    the gradients of gate and up and their gated product in one pass, on a GPU in place, and on Hopper in the epilogue
-    of a product. The order of its products frees arrays early. Gradients that are not needed are not computed.
+    Values and gradients equal those of three products and `swiglu` or `geglu`, with the same rounding; but Hopper's
+    kernel sums both terms of x's gradient in float32, and rounds them once. The gradients need less memory and fewer
+    passes. `x`, gate and up are kept for the backward, or only `x`. The backward computes the gradients of gate and up
+    and their gated product in one pass, on a GPU in place, and on Hopper in the epilogue of a product. The order of its
+    products frees arrays early. Gradients that are not needed are not computed.
 
     On a mesh with Explicit axes, the op is three separate products and `swiglu` or `geglu`.
 

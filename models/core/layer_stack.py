@@ -69,9 +69,9 @@ class LayerStack:
     kinds: tuple[LayerKind, ...]  # the kind of each of the L layers
     scan: bool  # stack the parameters along a leading axis and scan over it
     # What a layer keeps for the backward. `"none"` keeps all but norms, gates and sums, which take one pass over memory
-    # to compute again, and without a scan norms too (`remat.policy`); `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the host's
-    # memory; `"offload_attention"` attention's result there, too; a number is that of the last layers that are as with
-    # `"dots"`, and the others are as with `"full"`.
+    # to compute again, and without a scan norms too (`remat.policy`); `"full"` only its input; `"dots"` its matrix
+    # products too; `"offload"` its input, in the host's memory; `"offload_attention"` attention's result there, too; a
+    # number is that of the last layers that are as with `"dots"`, and the others are as with `"full"`.
     remat: Remat
     kernels: KernelOptions = KernelOptions()  # the model's options, for their layout
 

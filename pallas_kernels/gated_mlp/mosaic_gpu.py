@@ -3,10 +3,12 @@
 Forward: the product that makes up reads gate's tiles, and writes up and the gated product.
 Backward: the product that makes dh, the gated product's gradient, reads gate's and up's tiles, and writes their
 gradients and the gated product. If gate and up were made again, their gradients are written over them. dh never
-reaches memory.
-Two warpgroups take tiles in turn: one reads and writes memory while the other multiplies.
-Memory passes saved: forward one read of up; backward one write and one read of dh.
-Rounding: the formulas are those of glu/formulas.py, and their dh is the float32 accumulator.
+reaches memory. x's gradient is the sum of two products, which go through one accumulator.
+Two warpgroups take tiles in turn: one reads and writes memory while the other multiplies. They share those of x's
+gradient.
+Memory passes saved: forward one read of up; backward one write and one read of dh, and for x's gradient two of each.
+Rounding: the formulas are those of glu/formulas.py, and their dh is the float32 accumulator. x's gradient is rounded
+once.
 """
 
 import math
