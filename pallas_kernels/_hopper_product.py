@@ -26,7 +26,9 @@ from liger_jax.pallas_kernels.tiles import cdiv, split
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What is multiplied: a · b, which contracts a's and b's axes of `contract`.
+    """What is multiplied: a · b, which contracts a's and b's axes of `contract`, plus the product of a second pair.
+
+    The second pair has the shapes and dtypes of the first, whose contracted axis is a multiple of the tiles' depth.
 
     `first_column` and `first_depth` (1,) int32 say where b begins: along the axis that is kept, of which `num_columns`
     are multiplied, and along the contracted axis. They are multiples of 64, and None stands for the beginning.
@@ -40,6 +42,12 @@ class Factors:
     first_column: jax.Array | None = None
     first_depth: jax.Array | None = None
     num_columns: int | None = None
+    second: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def operands(self) -> list[jax.Array]:
+        """The matrices, pair by pair."""
+        return [self.a, self.b, *(self.second or ())]
 
     @property
     def rows(self) -> int:
@@ -64,7 +72,7 @@ class _TileScheduler:
     tiles: Tiles
     row_tiles: int
     column_tiles: int
-    steps: int  # over the contracted axis
+    steps: int  # over the contracted axes
 
     @property
     def num_tiles(self) -> int:
@@ -209,16 +217,25 @@ class _Block(NamedTuple):
         def copy_step(step, _):
             slot = scheduler.slot(i, step)
             pl.when(i * scheduler.steps + step >= tiles.stages)(lambda: plgpu.barrier_wait(ring.emptied.at[slot]))
-            indices = (
-                (pl.ds(row_tile * ROWS, ROWS), pl.ds(step * tiles.depth, tiles.depth)),
-                (
-                    pl.ds(first_column + column_tile * tiles.columns, tiles.columns),
-                    pl.ds(first_depth + step * tiles.depth, tiles.depth),
-                ),
-            )
-            for ref, stage, index, axis in zip(self.operands, (ring.a, ring.b), indices, self.contract, strict=True):
-                source = ref.at[index if axis == 1 else index[::-1]]
-                plgpu.copy_gmem_to_smem(source, stage.at[slot], scheduler.filled(ring.filled, i, step))
+
+            def copy_pair(pair, depth):
+                operands = self.operands[2 * pair : 2 * pair + 2]
+                indices = (
+                    (pl.ds(row_tile * ROWS, ROWS), pl.ds(depth, tiles.depth)),
+                    (
+                        pl.ds(first_column + column_tile * tiles.columns, tiles.columns),
+                        pl.ds(first_depth + depth, tiles.depth),
+                    ),
+                )
+                for ref, stage, index, axis in zip(operands, (ring.a, ring.b), indices, self.contract, strict=True):
+                    source = ref.at[index if axis == 1 else index[::-1]]
+                    plgpu.copy_gmem_to_smem(source, stage.at[slot], scheduler.filled(ring.filled, i, step))
+
+            if len(self.operands) == 2:
+                return copy_pair(0, step * tiles.depth)
+            half = scheduler.steps // 2
+            pl.when(step < half)(lambda: copy_pair(0, step * tiles.depth))
+            pl.when(step >= half)(lambda: copy_pair(1, (step - half) * tiles.depth))
 
         jax.lax.fori_loop(0, scheduler.steps, copy_step, None)
 
@@ -266,24 +283,26 @@ class _Block(NamedTuple):
 def product(factors: Factors, tiles: Tiles, epilogue: Epilogue, *, name: str) -> Any:
     """Runs the epilogue on each tile of the product. Returns its outputs, or its updated `in_place`."""
     row_tiles, column_tiles = cdiv(factors.rows, ROWS), cdiv(factors.columns, tiles.columns)
-    scheduler = _TileScheduler(tiles, row_tiles, column_tiles, cdiv(factors.depth, tiles.depth))
+    operands = factors.operands
+    steps = cdiv(factors.depth, tiles.depth) * (len(operands) // 2)
+    scheduler = _TileScheduler(tiles, row_tiles, column_tiles, steps)
     vectors = (*epilogue.row_vectors, *epilogue.column_vectors)
     of_rows = [True] * len(epilogue.row_vectors) + [False] * len(epilogue.column_vectors)
     numbers = _numbers(factors, epilogue)
     ring_scratch, vector_scratch = Ring.scratch(tiles, factors), _Vectors.scratch(tiles, epilogue)
-    counts = 2, len(vectors), len(numbers), epilogue.num_refs, len(ring_scratch), len(vector_scratch)
+    counts = len(operands), len(vectors), len(numbers), epilogue.num_refs, len(ring_scratch), len(vector_scratch)
 
     def body(*refs):
-        operands, vector_refs, number_refs, array_refs, ring, (filled, *stages), scratch = split(refs, counts)
+        operand_refs, vector_refs, number_refs, array_refs, ring, (filled, *stages), scratch = split(refs, counts)
         scalars = {name: _read(name, ref) for name, ref in zip(numbers, number_refs, strict=True)}
         own_vectors = _Vectors(of_rows, vector_refs, stages, filled)
         block = _Block(
-            scheduler, factors.contract, operands, Ring(*ring), own_vectors, scalars, epilogue, array_refs, scratch
+            scheduler, factors.contract, operand_refs, Ring(*ring), own_vectors, scalars, epilogue, array_refs, scratch
         )
         block.run()
 
     return launch(
-        body, factors.a, factors.b, *vectors, *numbers.values(), *epilogue.matrices,
+        body, *operands, *vectors, *numbers.values(), *epilogue.matrices,
         num_blocks=scheduler.num_blocks,
         out_types=epilogue.out_types,
         in_place=epilogue.in_place,

@@ -32,6 +32,7 @@ class _Options:
 
     forward: Kernel  # the kernel of up and the gated product
     backward: Kernel  # the kernel of the gradients of gate and up, and of the gated product
+    input_gradient: Kernel  # the kernel of x's gradient, of those of gate and up
     activation: str  # as `gated_mlp` takes it
     recomputed: bool  # as `gated_mlp` takes it
     precision: Any  # of the products
@@ -123,7 +124,8 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
         dup_kernel = options.kernel_gradient(x, dup)
     if by_x:
         dgate, dup = options.after((dgate_kernel, dup_kernel), dgate, dup)
-        dx = options.times(dgate, gate_kernel, axis=1) + options.times(dup, up_kernel, axis=1)
+        both = options.input_gradient.guarded(dgate, dup, gate_kernel, up_kernel)
+        dx = options.input_gradient.run(*both)
     return dx, dgate_kernel, dup_kernel, ddown_kernel
 
 
@@ -151,10 +153,11 @@ def gated_mlp(
 ) -> Float[Array, "*batch D"]:
     """The gated feed-forward without biases: y = (act(x · gate_kernel) · (x · up_kernel)) · down_kernel.
 
-    Values and gradients equal those of three products and `swiglu` or `geglu`, with the same rounding. The gradients
-    need less memory and fewer passes. `x`, gate and up are kept for the backward, or only `x`. The backward computes
-    the gradients of gate and up and their gated product in one pass, on a GPU in place, and on Hopper in the epilogue
-    of a product. The order of its products frees arrays early. Gradients that are not needed are not computed.
+    Values and gradients equal those of three products and `swiglu` or `geglu`, with the same rounding; but Hopper's
+    kernel sums both terms of x's gradient in float32, and rounds them once. The gradients need less memory and fewer
+    passes. `x`, gate and up are kept for the backward, or only `x`. The backward computes the gradients of gate and up
+    and their gated product in one pass, on a GPU in place, and on Hopper in the epilogue of a product. The order of its
+    products frees arrays early. Gradients that are not needed are not computed.
 
     On a mesh with Explicit axes, the op is three separate products and `swiglu` or `geglu`.
 
@@ -205,6 +208,7 @@ def gated_mlp(
     options = _Options(
         forward.kernel("up_and_product", **static),
         backward.kernel("gradients_and_product", **static, in_place=recomputed),
+        backward.kernel("input_gradient", precision=precision),
         activation,
         recomputed,
         precision,

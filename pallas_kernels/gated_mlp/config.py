@@ -10,6 +10,7 @@ from liger_jax.pallas_kernels.tiles import cdiv
 TILES = Tiles(columns=128, in_turn=True, stages=5, snake_width=8)
 NUM_SLOTS = 3  # pieces of each matrix that shared memory holds at a time
 NUM_NEW_SLOTS = 2  # pieces of a matrix that is written and not read
+TILES_OF_SUM = Tiles(columns=256)  # of x's gradient, the sum of two products
 # Under the power limit (benchmarks/results/gated_mlp.md), the product that makes up is faster than XLA's at every depth
 # but 4,096. There it takes 1 % longer.
 DEEPEST_UP = 3072  # between 2,304 and 4,096

@@ -3,10 +3,12 @@
 Forward: the product that makes up reads gate's tiles, and writes up and the gated product.
 Backward: the product that makes dh, the gated product's gradient, reads gate's and up's tiles, and writes their
 gradients and the gated product. If gate and up were made again, their gradients are written over them. dh never
-reaches memory.
-Two warpgroups take tiles in turn: one reads and writes memory while the other multiplies.
-Memory passes saved: forward one read of up; backward one write and one read of dh.
-Rounding: the formulas are those of glu/formulas.py, and their dh is the float32 accumulator.
+reaches memory. x's gradient is the sum of two products, which go through one accumulator.
+Two warpgroups take tiles in turn: one reads and writes memory while the other multiplies. They share those of x's
+gradient.
+Memory passes saved: forward one read of up; backward one write and one read of dh, and for x's gradient two of each.
+Rounding: the formulas are those of glu/formulas.py, and their dh is the float32 accumulator. x's gradient is rounded
+once.
 """
 
 import math
@@ -19,8 +21,8 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels import hopper
 from liger_jax.pallas_kernels._hopper_product import Factors, product
-from liger_jax.pallas_kernels._hopper_tiles import PIECE_COLUMNS, Epilogue, Tile, pieces
-from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES
+from liger_jax.pallas_kernels._hopper_tiles import PIECE_COLUMNS, Epilogue, Tile, pieces, staging, store_tile
+from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES, TILES_OF_SUM
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.tiles import out_like
 
@@ -135,3 +137,26 @@ def gradients_and_product(
     in_place = in_place and hopper.can_write_in_place(gate)
     results = _product_with(Factors(rows, down_kernel, (1, 1)), both, formula, "gated_mlp_gradients", in_place)
     return tuple(y.reshape(gate.shape) for y in results)
+
+
+def input_gradient(
+    dgate: jax.Array, dup: jax.Array, gate_kernel: jax.Array, up_kernel: jax.Array, *, precision: Any
+) -> jax.Array:
+    """dgate, dup (..., F), gate_kernel, up_kernel (D, F) → dgate · gate_kernelᵀ + dup · up_kernelᵀ (..., D).
+
+    Both products go through one accumulator, and their sum is rounded once.
+    """
+    del precision  # products of 16-bit numbers are exact, and their sums float32
+
+    def finish(tile: Tile, refs, scratch):
+        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column)
+
+    (rows, more), dtype = _as_rows(dgate, dup), dgate.dtype
+    shape = len(rows), len(gate_kernel)
+    (dx,) = product(
+        Factors(rows, gate_kernel, (1, 1), second=(more, up_kernel)),
+        TILES_OF_SUM,
+        Epilogue(finish, out_types=[out_like(rows, shape, dtype)], scratch=[staging(dtype)]),
+        name="gated_mlp_input_gradient",
+    )
+    return dx.reshape(*dgate.shape[:-1], shape[1])

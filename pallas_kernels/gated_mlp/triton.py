@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from liger_jax.pallas_kernels.gated_mlp import formulas
 from liger_jax.pallas_kernels.gated_mlp.formulas import down_gradient, up_product
 from liger_jax.pallas_kernels.glu import triton as glu
 
@@ -37,3 +38,11 @@ def gradients_and_product(
     del in_place  # this kernel always writes in place
     dh = down_gradient(dy, down_kernel, precision)
     return glu.gradients_and_product(dh, gate, up, activation=activation, interpret=interpret)
+
+
+def input_gradient(
+    dgate: jax.Array, dup: jax.Array, gate_kernel: jax.Array, up_kernel: jax.Array, *, precision: Any, interpret: bool
+) -> jax.Array:
+    """dgate, dup (..., F), gate_kernel, up_kernel (D, F) → x's gradient (..., D)."""
+    del interpret  # XLA's products
+    return formulas.input_gradient(dgate, dup, gate_kernel, up_kernel, precision=precision)

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
-from liger_jax.pallas_kernels.gated_mlp.formulas import down_gradient, up_product
+from liger_jax.pallas_kernels.gated_mlp.formulas import down_gradient, input_gradient, up_product
 from liger_jax.pallas_kernels.glu import formulas as glu
+
+__all__ = ["gradients_and_product", "input_gradient", "up_and_product"]
 
 
 def up_and_product(

@@ -335,7 +335,12 @@ HOPPER_ONLY = [
         ATTENTION,
         full=True,
     ),
-    Case("hopper_gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("gated_mlp_up", "gated_mlp_gradients")),
+    Case(
+        "hopper_gated_mlp",
+        with_gradient(gated_mlp, (0, 1, 2, 3)),
+        MLP,
+        ("gated_mlp_up", "gated_mlp_gradients", "gated_mlp_input_gradient"),
+    ),
     Case("hopper_grouped_matmul", with_gradient(grouped_matmul, (0, 1)), EXPERTS, GROUPED),
     Case("hopper_moe_mlp", with_gradient(experts, (0, 1, 2, 3)), MIXTURE, GROUPED, full=True),
     Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE, full=True),  # see bounded

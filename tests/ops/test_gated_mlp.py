@@ -5,12 +5,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import ops
 from liger_jax.ops import gated_mlp
 from liger_jax.pallas_kernels import _hopper_product
+from liger_jax.pallas_kernels import hopper as hopper_kernels
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu
 from tests.ops import _oracle
 from tests.ops._oracle import normal
@@ -60,6 +62,18 @@ def test_half_precision_is_no_worse_than_products_around_the_op(dtype, activatio
     plain = functools.partial(composed, gated=functools.partial(OPS[activation], implementation="xla"))
     oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation=activation))
     _oracle.check_half(make(activation, implementation), plain, oracle, draw(rng, 60, d=64, dtype=dtype), rng)
+
+
+def test_hopper_rounds_the_sum_of_both_products_once(hopper, rng):
+    """Where they cancel, the rounding of each would be larger than what is left."""
+    dgate, small, kernel = normal(rng, (3, 56, 192), (3, 56, 192), (128, 192), dtype=jnp.bfloat16)
+    dup = (small * jnp.bfloat16(2**-7) - dgate).astype(jnp.bfloat16)
+    with hopper_kernels.interpreter(hopper != "mosaic_gpu"):
+        dx = mosaic_gpu.input_gradient(dgate, dup, kernel, kernel, precision=None)
+    dgate, dup, kernel, dx = (np.asarray(array, np.float64) for array in (dgate, dup, kernel, dx))
+    exact = (dgate + dup) @ kernel.T
+    assert dx.shape == (3, 56, 128)
+    assert np.max(np.abs(dx - exact)) < 2**-7 * np.max(np.abs(exact))
 
 
 @pytest.mark.parametrize(
