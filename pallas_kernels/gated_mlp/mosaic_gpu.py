@@ -93,14 +93,23 @@ def _product_with(
     return product(factors, TILES, Epilogue(finish, prepare, scratch=scratch, **arrays), name=name)
 
 
+def _factors(rows: jax.Array, kernel: jax.Array, contract: tuple[int, int], added: Sequence[jax.Array]) -> Factors:
+    if not added:
+        return Factors(rows, kernel, contract)
+    return Factors(rows, kernel, contract, added=(_as_rows(added[0])[0], added[1]))
+
+
 def _as_rows(*arrays: jax.Array) -> list[jax.Array]:
     return [x.reshape(-1, x.shape[-1]) for x in arrays]
 
 
 def up_and_product(
-    x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *, activation: str, precision: Any
+    x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *added: jax.Array, activation: str, precision: Any
 ) -> tuple[jax.Array, ...]:
-    """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F)."""
+    """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F).
+
+    `*added`: none, or t (..., R) and b (R, F), whose product is added to up.
+    """
     del precision  # products of 16-bit numbers are exact, and their sums float32
 
     def formula(up, gate):
@@ -108,7 +117,7 @@ def up_and_product(
         return up, glu.product(gate, up, activation=activation)
 
     rows, gates = _as_rows(x, gate)
-    results = _product_with(Factors(rows, up_kernel, (1, 0)), [gates], formula, "gated_mlp_up")
+    results = _product_with(_factors(rows, up_kernel, (1, 0), added), [gates], formula, "gated_mlp_up")
     return tuple(y.reshape(gate.shape) for y in results)
 
 
@@ -117,14 +126,15 @@ def gradients_and_product(
     down_kernel: jax.Array,
     gate: jax.Array,
     up: jax.Array,
-    *,
+    *added: jax.Array,
     activation: str,
     precision: Any,
     in_place: bool,
 ) -> tuple[jax.Array, ...]:
     """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F).
 
-    With `in_place` the gradients are written over gate and up.
+    With `in_place` the gradients are written over gate and up. `*added`: none, or u (..., R) and a (F, R), whose
+    product u · aᵀ is added to the gated product's gradient.
     """
     del precision  # products of 16-bit numbers are exact, and their sums float32
 
@@ -133,5 +143,5 @@ def gradients_and_product(
 
     rows, *both = _as_rows(dy, gate, up)
     in_place = in_place and hopper.can_write_in_place(gate)
-    results = _product_with(Factors(rows, down_kernel, (1, 1)), both, formula, "gated_mlp_gradients", in_place)
+    results = _product_with(_factors(rows, down_kernel, (1, 1), added), both, formula, "gated_mlp_gradients", in_place)
     return tuple(y.reshape(gate.shape) for y in results)
