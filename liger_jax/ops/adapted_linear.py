@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from liger_jax.ops import checks, meshes
 from liger_jax.ops.kernels import Kernel, Kernels
 from liger_jax.ops.place import place_of
-from liger_jax.pallas_kernels.adapted_linear import config, mosaic_gpu
+from liger_jax.pallas_kernels.adapted_linear import config, mosaic_gpu, triton
 from liger_jax.pallas_kernels.gated_mlp import config as gated_config
 from liger_jax.pallas_kernels.gated_mlp import mosaic_gpu as gated
 from liger_jax.pallas_kernels.tiles import round_up
@@ -27,6 +27,8 @@ _GATED = Kernels("adapted_gated_mlp", {"xla": None, "mosaic_gpu": gated}, defaul
 # `checkpoint_name` of the sum of a projection and its adapter. Where it is kept, neither of its terms is, which would be
 # twice the memory.
 ADAPTED = "adapted_projection"
+# The two gradients that read a projection's gradient.
+_PAIRS = Kernels("adapter_gradients", {"xla": None, "triton": triton}, defaults={"gpu": ("triton",)})
 _STEP = 64  # ranks are padded to a multiple of it with zeros
 
 
@@ -38,6 +40,8 @@ class _Options:
     backward: Kernel
     up: Kernel | None = None
     gradients: Kernel | None = None
+    # For each adapter of the op, of which one pass makes two gradients, its rows of B, and the kernel.
+    pairs: tuple[tuple[int, int, Kernel] | None, ...] = (None,)
 
 
 def _run(kernel: Kernel, *arrays: Any) -> Any:
@@ -53,6 +57,24 @@ def _over_tokens(x: jax.Array, y: jax.Array, dtype: Any = jnp.float32) -> jax.Ar
     """xᵀ·y, a sum over tokens."""
     tokens = tuple(range(x.ndim - 1))
     return jax.lax.dot_general(x, y, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32).astype(dtype)
+
+
+def _of_output(dy: jax.Array, t: jax.Array, b: jax.Array, pair: Any, wanted: bool) -> tuple[jax.Array, Any]:
+    """dy·bᵀ (..., R) and tᵀ·dy (R, F); the second in vain where it is not wanted."""
+    if pair is None or not wanted:
+        return _narrow(dy, b, 1), _over_tokens(t, dy) if wanted else None
+    first, end, kernel = pair
+    u, db = _run(kernel, dy, t[..., first:end], b[first:end])
+    around = first, t.shape[-1] - end
+    return jnp.pad(u, ((0, 0),) * (u.ndim - 1) + (around,)), jnp.pad(db, (around, (0, 0)))
+
+
+def _pair(x: jax.Array, width: int, first: int, rank: int) -> tuple[int, int, Kernel] | None:
+    """For an adapter's rows of B, if a kernel makes both gradients in a pass over an output (..., width)."""
+    n = math.prod(x.shape[:-1])
+    case = jax.ShapeDtypeStruct((n, width), x.dtype), jax.ShapeDtypeStruct((n, rank), x.dtype)
+    choice = _PAIRS.choose(None, *case, place=place_of(x))
+    return None if choice.name == "xla" else (first, first + rank, choice.kernel("input_and_b_gradients"))
 
 
 def _needs(primals: Any) -> tuple[Any, list[jax.Array]]:
@@ -81,10 +103,10 @@ def _linear_forward_rule(*primals_and_options):
 def _linear_backward_rule(options, residuals, dy):
     needs, x, kernel, a, b, t = residuals
     by_x, by_kernel, by_a, by_b = (need.size == 1 for need in needs)
-    u = _narrow(dy, b.astype(dy.dtype), 1)
+    u, db = _of_output(dy, t, b.astype(dy.dtype), options.pairs[0], by_b)
     dx = _run(options.backward, dy, kernel, u, a.astype(dy.dtype)) if by_x else None
     dkernel = _over_tokens(x, dy, kernel.dtype) if by_kernel else None
-    return dx, dkernel, _over_tokens(x, u, a.dtype) if by_a else None, _over_tokens(t, dy, b.dtype) if by_b else None
+    return dx, dkernel, _over_tokens(x, u, a.dtype) if by_a else None, db.astype(b.dtype) if by_b else None
 
 
 _linear_vjp.defvjp(_linear_forward_rule, _linear_backward_rule, symbolic_zeros=True)
@@ -106,19 +128,31 @@ def can_add(x: Any, *kernels: Any) -> bool:
 
 
 def adapted_linear(
-    x: Float[Array, "*batch D"], kernel: Float[Array, "D F"], a: Float[Array, "D R"], b: Float[Array, "R F"]
+    x: Float[Array, "*batch D"],
+    kernel: Float[Array, "D F"],
+    a: Float[Array, "D R"],
+    b: Float[Array, "R F"],
+    num_projections: int = 1,
 ) -> Float[Array, "*batch F"]:
     """x·kernel + (x·a)·b in x.dtype, where `can_add`. a and b are rounded to x.dtype; their gradients are not."""
-    more = round_up(a.shape[1], _STEP) - a.shape[1]
-    a, b = jnp.pad(a, ((0, 0), (0, more))), jnp.pad(b, ((0, more), (0, 0)))
+    rank = a.shape[1]
+    whole = round_up(slot(rank), _STEP)
+    a, b = _placed(a, 1, 0, whole), _placed(b, 0, 0, whole)
     arrays = meshes.align_varying(x, kernel.astype(x.dtype), a, b)
-    return _linear(*arrays, _linear_options())
+    # Columns of several projections have the rows of B of their own only.
+    pairs = _pair(x, kernel.shape[1], 0, slot(rank)) if num_projections == 1 else None
+    return _linear(*arrays, _options((pairs,)))
 
 
-def _linear_options(**more: Any) -> _Options:
+def slot(rank: int) -> int:
+    """Rows of B that an adapter has in the op, those beyond its rank 0: Triton's products have 16 or 32 columns."""
+    return 16 if rank <= 16 else round_up(rank, 32)
+
+
+def _options(pairs: Any, **more: Any) -> _Options:
     choice = KERNELS.named("mosaic_gpu")
     kernels = (choice.kernel("sum_of_products", transposed=transposed) for transposed in (False, True))
-    return _Options(*kernels, **more)
+    return _Options(*kernels, pairs=pairs, **more)
 
 
 # --- the gated feed-forward -------------------------------------------------------------------------------------------
@@ -157,17 +191,18 @@ def _gated_backward_rule(options, residuals, dy):
         if wanted[i]:
             gradients[i] = _over_tokens(x, y, arrays[i].dtype)
 
-    down_u = _narrow(dy, down_b, 1)
+    down_u, ddown_b = _of_output(dy, down_t, down_b, options.pairs[2], wanted[8])
     dgate, dup, h = _run(options.gradients, dy, down_kernel, gate, up, down_u, down_a)
     give(3, h, dy)
     give(7, h, down_u)
-    give(8, down_t, dy)
-    u = _narrow(dgate, gate_b, 1) + _narrow(dup, up_b, 1)
+    gate_u, dgate_b = _of_output(dgate, t, gate_b, options.pairs[0], wanted[5])
+    up_u, dup_b = _of_output(dup, t, up_b, options.pairs[1], wanted[6])
+    u = gate_u + up_u
     give(1, x, dgate)
     give(2, x, dup)
     give(4, x, u)
-    give(5, t, dgate)
-    give(6, t, dup)
+    for i, db in ((5, dgate_b), (6, dup_b), (8, ddown_b)):
+        gradients[i] = db if db is None else db.astype(arrays[i].dtype)
     if wanted[0]:
         last = jax.lax.dot_general(dup, up_kernel, (((dup.ndim - 1,), (1,)), ((), ())))
         gradients[0] = _run(options.backward, dgate, gate_kernel, u, a) + last
@@ -186,6 +221,13 @@ def can_gate(x: Any, up_kernel: Any, activation: str) -> bool:
     return _GATED.choose(None, x, kernel, place=place, activation=activation).name != "xla"
 
 
+def _placed(x: jax.Array, axis: int, first: int, size: int) -> jax.Array:
+    """x in zeros (size along the axis), from `first` on."""
+    around = [(0, 0), (0, 0)]
+    around[axis] = first, size - first - x.shape[axis]
+    return jnp.pad(x, around)
+
+
 def adapted_gated_mlp(
     x: Float[Array, "*batch D"], kernels: Any, adapters: Any, *, activation: str
 ) -> Float[Array, "*batch D"]:
@@ -194,16 +236,17 @@ def adapted_gated_mlp(
     `kernels`: of gate, up and down. `adapters`: their pairs of A and B, whose scales are in B.
     """
     (gate_a, gate_b), (up_a, up_b), (down_a, down_b) = adapters
-    first, rank = gate_a.shape[1], gate_a.shape[1] + up_a.shape[1]
-    whole = round_up(rank, _STEP)
-    a = jnp.pad(jnp.concatenate([gate_a, up_a], axis=1), ((0, 0), (0, whole - rank)))
-    gate_b = jnp.pad(gate_b, ((0, whole - first), (0, 0)))
-    up_b = jnp.pad(up_b, ((first, whole - rank), (0, 0)))
-    more = round_up(down_a.shape[1], _STEP) - down_a.shape[1]
-    down_a, down_b = jnp.pad(down_a, ((0, 0), (0, more))), jnp.pad(down_b, ((0, more), (0, 0)))
+    first, second, third = (slot(each.shape[1]) for each in (gate_a, up_a, down_a))
+    rank, down_rank = round_up(first + second, _STEP), round_up(third, _STEP)
+    a = _placed(gate_a, 1, 0, rank) + _placed(up_a, 1, first, rank)
+    gate_b, up_b = _placed(gate_b, 0, 0, rank), _placed(up_b, 0, first, rank)
+    down_a, down_b = _placed(down_a, 1, 0, down_rank), _placed(down_b, 0, 0, down_rank)
+    d, f = kernels[0].shape
+    pairs = _pair(x, f, 0, first), _pair(x, f, first, second), _pair(x, d, 0, third)
     choice = _GATED.named("mosaic_gpu")
     static: dict[str, Any] = dict(activation=activation, precision=checks.current_precision(None))
-    options = _linear_options(
+    options = _options(
+        pairs,
         up=choice.kernel("up_and_product", **static),
         gradients=choice.kernel("gradients_and_product", **static, in_place=False),
     )

@@ -45,7 +45,7 @@ def several_projections(x: Float[Array, "*rows in"], projections: Sequence[Any])
         (rows, columns) = b.shape
         blocks.append(jnp.pad(b, ((row, rank - row - rows), (column, width - column - columns))))
         row, column = row + rows, column + columns
-    packed = op.adapted_linear(x, kernel, jnp.concatenate([a for a, _ in pairs], axis=1), sum(blocks))
+    packed = op.adapted_linear(x, kernel, jnp.concatenate([a for a, _ in pairs], axis=1), sum(blocks), len(pairs))
     # As in `core.attention.in_one_product`: the gradients are concatenated once for all products that read them.
     packed = jax.lax.optimization_barrier(checkpoint_name(packed, ADAPTED))
     outputs, column = [], 0
