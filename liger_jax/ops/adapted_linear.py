@@ -15,11 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax.ops import checks, meshes
-from liger_jax.ops.kernels import Kernel, Kernels
+from liger_jax.ops.kernels import Choice, Implementation, Kernel, Kernels
 from liger_jax.ops.place import place_of
 from liger_jax.pallas_kernels.adapted_linear import config, mosaic_gpu, triton
 from liger_jax.pallas_kernels.gated_mlp import config as gated_config
 from liger_jax.pallas_kernels.gated_mlp import mosaic_gpu as gated
+from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.tiles import round_up
 
 KERNELS = Kernels("adapted_linear", {"xla": None, "mosaic_gpu": mosaic_gpu}, defaults={"gpu": ("mosaic_gpu",)})
@@ -133,15 +134,27 @@ def adapted_linear(
     a: Float[Array, "D R"],
     b: Float[Array, "R F"],
     num_projections: int = 1,
+    *,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch F"]:
-    """x·kernel + (x·a)·b in x.dtype, where `can_add`. a and b are rounded to x.dtype; their gradients are not."""
+    """x·kernel + (x·a)·b in x.dtype. a and b are rounded to x.dtype; the kernels do not round their gradients.
+
+    `num_projections`: how many the kernel has side by side, with blocks of `b`.
+    """
+    choice = KERNELS.choose(implementation, x, jax.ShapeDtypeStruct(kernel.shape, x.dtype), place=place_of(x))
+    if choice.name == "xla":
+        return _plain(x, kernel, a, b)
     rank = a.shape[1]
     whole = round_up(slot(rank), _STEP)
     a, b = _placed(a, 1, 0, whole), _placed(b, 0, 0, whole)
     arrays = meshes.align_varying(x, kernel.astype(x.dtype), a, b)
     # Columns of several projections have the rows of B of their own only.
     pairs = _pair(x, kernel.shape[1], 0, slot(rank)) if num_projections == 1 else None
-    return _linear(*arrays, _options((pairs,)))
+    return _linear(*arrays, _options(choice, (pairs,)))
+
+
+def _plain(x, kernel, a, b):
+    return x @ kernel.astype(x.dtype) + (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
 
 
 def slot(rank: int) -> int:
@@ -149,8 +162,7 @@ def slot(rank: int) -> int:
     return 16 if rank <= 16 else round_up(rank, 32)
 
 
-def _options(pairs: Any, **more: Any) -> _Options:
-    choice = KERNELS.named("mosaic_gpu")
+def _options(choice: Choice, pairs: Any, **more: Any) -> _Options:
     kernels = (choice.kernel("sum_of_products", transposed=transposed) for transposed in (False, True))
     return _Options(*kernels, pairs=pairs, **more)
 
@@ -229,12 +241,22 @@ def _placed(x: jax.Array, axis: int, first: int, size: int) -> jax.Array:
 
 
 def adapted_gated_mlp(
-    x: Float[Array, "*batch D"], kernels: Any, adapters: Any, *, activation: str
+    x: Float[Array, "*batch D"],
+    kernels: Any,
+    adapters: Any,
+    *,
+    activation: str,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch D"]:
-    """`gated_mlp` of three projections with adapters, where `can_add` and `can_gate`.
+    """`gated_mlp` of three projections with adapters.
 
     `kernels`: of gate, up and down. `adapters`: their pairs of A and B, whose scales are in B.
     """
+    kernel = jax.ShapeDtypeStruct(kernels[1].shape, x.dtype)
+    choice = _GATED.choose(implementation, x, kernel, place=place_of(x), activation=activation)
+    if choice.name == "xla":
+        gate, up = (_plain(x, kernels[i], *adapters[i]) for i in (0, 1))
+        return _plain(glu.product(gate, up, activation=activation), kernels[2], *adapters[2])
     (gate_a, gate_b), (up_a, up_b), (down_a, down_b) = adapters
     first, second, third = (slot(each.shape[1]) for each in (gate_a, up_a, down_a))
     rank, down_rank = round_up(first + second, _STEP), round_up(third, _STEP)
@@ -243,9 +265,9 @@ def adapted_gated_mlp(
     down_a, down_b = _placed(down_a, 1, 0, down_rank), _placed(down_b, 0, 0, down_rank)
     d, f = kernels[0].shape
     pairs = _pair(x, f, 0, first), _pair(x, f, first, second), _pair(x, d, 0, third)
-    choice = _GATED.named("mosaic_gpu")
     static: dict[str, Any] = dict(activation=activation, precision=checks.current_precision(None))
     options = _options(
+        KERNELS.named(choice.name),
         pairs,
         up=choice.kernel("up_and_product", **static),
         gradients=choice.kernel("gradients_and_product", **static, in_place=False),

@@ -13,8 +13,10 @@ from liger_jax.pallas_kernels._hopper_tiles import Epilogue, Tile, staging, stor
 from liger_jax.pallas_kernels.adapted_linear.config import TILES
 from liger_jax.pallas_kernels.tiles import out_like
 
+Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 
-def unsupported(x: jax.Array, kernel: jax.Array) -> str | None:
+
+def unsupported(x: Typed, kernel: Typed) -> str | None:
     """Takes 16-bit operands in sizes that the copy engine moves in tiles."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"Hopper's matrix units support bfloat16 and float16, and x is {x.dtype}; use 'xla'."

@@ -15,8 +15,10 @@ from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels.adapted_linear.config import PAIR_COLUMNS, PAIR_ROWS, PAIR_TILE_ROWS, PAIR_WARPS
 from liger_jax.pallas_kernels.tiles import out_like
 
+Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 
-def unsupported(dy: jax.Array, t: jax.Array) -> str | None:
+
+def unsupported(dy: Typed, t: Typed) -> str | None:
     """Takes whole blocks of 16-bit numbers, and ranks that are powers of two from 16 to 32."""
     rank, sizes = t.shape[-1], (math.prod(dy.shape[:-1]), dy.shape[-1])
     if dy.dtype not in (jnp.bfloat16, jnp.float16):

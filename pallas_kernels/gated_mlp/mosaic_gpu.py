@@ -24,8 +24,10 @@ from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, 
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.tiles import out_like
 
+Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 
-def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:
+
+def unsupported(x: Typed, up_kernel: Typed, *, activation: str) -> str | None:
     """Takes 16-bit operands in sizes that the copy engine moves in tiles. It has no error function."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"Hopper's matrix units support bfloat16 and float16, and x is {x.dtype}; use 'xla' or 'triton'."
