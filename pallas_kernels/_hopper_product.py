@@ -291,7 +291,14 @@ def product(factors: Factors, tiles: Tiles, epilogue: Epilogue, *, name: str) ->
     of_rows = [True] * len(epilogue.row_vectors) + [False] * len(epilogue.column_vectors)
     numbers = _numbers(factors, epilogue)
     ring_scratch, vector_scratch = Ring.scratch(tiles, factors), _Vectors.scratch(tiles, epilogue)
-    counts = len(factors.operands), len(vectors), len(numbers), epilogue.num_refs, len(ring_scratch), len(vector_scratch)
+    counts = (
+        len(factors.operands),
+        len(vectors),
+        len(numbers),
+        epilogue.num_refs,
+        len(ring_scratch),
+        len(vector_scratch),
+    )
 
     def body(*refs):
         operands, vector_refs, number_refs, array_refs, ring, (filled, *stages), scratch = split(refs, counts)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from liger_jax.ops import checks, meshes
 from liger_jax.ops.kernels import Choice, Implementation, Kernel, Kernels
 from liger_jax.ops.place import place_of
-from liger_jax.pallas_kernels.adapted_linear import config, mosaic_gpu, triton
+from liger_jax.pallas_kernels.adapted_linear import config, mosaic_gpu
 from liger_jax.pallas_kernels.gated_mlp import config as gated_config
 from liger_jax.pallas_kernels.gated_mlp import mosaic_gpu as gated
 from liger_jax.pallas_kernels.glu import formulas as glu
@@ -25,11 +25,9 @@ from liger_jax.pallas_kernels.tiles import round_up
 
 KERNELS = Kernels("adapted_linear", {"xla": None, "mosaic_gpu": mosaic_gpu}, defaults={"gpu": ("mosaic_gpu",)})
 _GATED = Kernels("adapted_gated_mlp", {"xla": None, "mosaic_gpu": gated}, defaults={"gpu": ("mosaic_gpu",)})
-# `checkpoint_name` of the sum of a projection and its adapter. Where it is kept, neither of its terms is, which would be
-# twice the memory.
+# `checkpoint_name` of the sum of a projection and its adapter. Where it is kept, neither of its terms is, which would
+# be twice the memory.
 ADAPTED = "adapted_projection"
-# The two gradients that read a projection's gradient.
-_PAIRS = Kernels("adapter_gradients", {"xla": None, "triton": triton}, defaults={"gpu": ("triton",)})
 _STEP = 64  # ranks are padded to a multiple of it with zeros
 
 
@@ -41,8 +39,6 @@ class _Options:
     backward: Kernel
     up: Kernel | None = None
     gradients: Kernel | None = None
-    # For each adapter of the op, of which one pass makes two gradients, its rows of B, and the kernel.
-    pairs: tuple[tuple[int, int, Kernel] | None, ...] = (None,)
 
 
 def _run(kernel: Kernel, *arrays: Any) -> Any:
@@ -58,24 +54,6 @@ def _over_tokens(x: jax.Array, y: jax.Array, dtype: Any = jnp.float32) -> jax.Ar
     """xᵀ·y, a sum over tokens."""
     tokens = tuple(range(x.ndim - 1))
     return jax.lax.dot_general(x, y, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32).astype(dtype)
-
-
-def _of_output(dy: jax.Array, t: jax.Array, b: jax.Array, pair: Any, wanted: bool) -> tuple[jax.Array, Any]:
-    """dy·bᵀ (..., R) and tᵀ·dy (R, F); the second in vain where it is not wanted."""
-    if pair is None or not wanted:
-        return _narrow(dy, b, 1), _over_tokens(t, dy) if wanted else None
-    first, end, kernel = pair
-    u, db = _run(kernel, dy, t[..., first:end], b[first:end])
-    around = first, t.shape[-1] - end
-    return jnp.pad(u, ((0, 0),) * (u.ndim - 1) + (around,)), jnp.pad(db, (around, (0, 0)))
-
-
-def _pair(x: jax.Array, width: int, first: int, rank: int) -> tuple[int, int, Kernel] | None:
-    """For an adapter's rows of B, if a kernel makes both gradients in a pass over an output (..., width)."""
-    n = math.prod(x.shape[:-1])
-    case = jax.ShapeDtypeStruct((n, width), x.dtype), jax.ShapeDtypeStruct((n, rank), x.dtype)
-    choice = _PAIRS.choose(None, *case, place=place_of(x))
-    return None if choice.name == "xla" else (first, first + rank, choice.kernel("input_and_b_gradients"))
 
 
 def _needs(primals: Any) -> tuple[Any, list[jax.Array]]:
@@ -104,10 +82,10 @@ def _linear_forward_rule(*primals_and_options):
 def _linear_backward_rule(options, residuals, dy):
     needs, x, kernel, a, b, t = residuals
     by_x, by_kernel, by_a, by_b = (need.size == 1 for need in needs)
-    u, db = _of_output(dy, t, b.astype(dy.dtype), options.pairs[0], by_b)
+    u = _narrow(dy, b.astype(dy.dtype), 1)
     dx = _run(options.backward, dy, kernel, u, a.astype(dy.dtype)) if by_x else None
     dkernel = _over_tokens(x, dy, kernel.dtype) if by_kernel else None
-    return dx, dkernel, _over_tokens(x, u, a.dtype) if by_a else None, db.astype(b.dtype) if by_b else None
+    return dx, dkernel, _over_tokens(x, u, a.dtype) if by_a else None, _over_tokens(t, dy, b.dtype) if by_b else None
 
 
 _linear_vjp.defvjp(_linear_forward_rule, _linear_backward_rule, symbolic_zeros=True)
@@ -133,38 +111,26 @@ def adapted_linear(
     kernel: Float[Array, "D F"],
     a: Float[Array, "D R"],
     b: Float[Array, "R F"],
-    num_projections: int = 1,
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch F"]:
-    """x·kernel + (x·a)·b in x.dtype. a and b are rounded to x.dtype; the kernels do not round their gradients.
-
-    `num_projections`: how many the kernel has side by side, with blocks of `b`.
-    """
+    """x·kernel + (x·a)·b in x.dtype. a and b are rounded to x.dtype; the kernels do not round their gradients."""
     choice = KERNELS.choose(implementation, x, jax.ShapeDtypeStruct(kernel.shape, x.dtype), place=place_of(x))
     if choice.name == "xla":
         return _plain(x, kernel, a, b)
-    rank = a.shape[1]
-    whole = round_up(slot(rank), _STEP)
-    a, b = _placed(a, 1, 0, whole), _placed(b, 0, 0, whole)
+    rank = round_up(a.shape[1], _STEP)
+    a, b = _placed(a, 1, 0, rank), _placed(b, 0, 0, rank)
     arrays = meshes.align_varying(x, kernel.astype(x.dtype), a, b)
-    # Columns of several projections have the rows of B of their own only.
-    pairs = _pair(x, kernel.shape[1], 0, slot(rank)) if num_projections == 1 else None
-    return _linear(*arrays, _options(choice, (pairs,)))
+    return _linear(*arrays, _options(choice))
 
 
 def _plain(x, kernel, a, b):
     return x @ kernel.astype(x.dtype) + (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
 
 
-def slot(rank: int) -> int:
-    """Rows of B that an adapter has in the op, those beyond its rank 0: Triton's products have 16 or 32 columns."""
-    return 16 if rank <= 16 else round_up(rank, 32)
-
-
-def _options(choice: Choice, pairs: Any, **more: Any) -> _Options:
+def _options(choice: Choice, **more: Any) -> _Options:
     kernels = (choice.kernel("sum_of_products", transposed=transposed) for transposed in (False, True))
-    return _Options(*kernels, pairs=pairs, **more)
+    return _Options(*kernels, **more)
 
 
 # --- the gated feed-forward -------------------------------------------------------------------------------------------
@@ -180,8 +146,8 @@ def _gated_forward(x, gate_kernel, up_kernel, down_kernel, a, gate_b, up_b, down
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(9,))
-def _gated_vjp(*arrays_and_options):
-    return _gated_forward(*arrays_and_options)[0]
+def _gated_vjp(x, gate_kernel, up_kernel, down_kernel, a, gate_b, up_b, down_a, down_b, options):
+    return _gated_forward(x, gate_kernel, up_kernel, down_kernel, a, gate_b, up_b, down_a, down_b, options)[0]
 
 
 def _gated_forward_rule(*primals_and_options):
@@ -203,18 +169,17 @@ def _gated_backward_rule(options, residuals, dy):
         if wanted[i]:
             gradients[i] = _over_tokens(x, y, arrays[i].dtype)
 
-    down_u, ddown_b = _of_output(dy, down_t, down_b, options.pairs[2], wanted[8])
+    down_u = _narrow(dy, down_b, 1)
     dgate, dup, h = _run(options.gradients, dy, down_kernel, gate, up, down_u, down_a)
     give(3, h, dy)
     give(7, h, down_u)
-    gate_u, dgate_b = _of_output(dgate, t, gate_b, options.pairs[0], wanted[5])
-    up_u, dup_b = _of_output(dup, t, up_b, options.pairs[1], wanted[6])
-    u = gate_u + up_u
+    give(8, down_t, dy)
+    u = _narrow(dgate, gate_b, 1) + _narrow(dup, up_b, 1)
     give(1, x, dgate)
     give(2, x, dup)
     give(4, x, u)
-    for i, db in ((5, dgate_b), (6, dup_b), (8, ddown_b)):
-        gradients[i] = db if db is None else db.astype(arrays[i].dtype)
+    give(5, t, dgate)
+    give(6, t, dup)
     if wanted[0]:
         last = jax.lax.dot_general(dup, up_kernel, (((dup.ndim - 1,), (1,)), ((), ())))
         gradients[0] = _run(options.backward, dgate, gate_kernel, u, a) + last
@@ -258,17 +223,14 @@ def adapted_gated_mlp(
         gate, up = (_plain(x, kernels[i], *adapters[i]) for i in (0, 1))
         return _plain(glu.product(gate, up, activation=activation), kernels[2], *adapters[2])
     (gate_a, gate_b), (up_a, up_b), (down_a, down_b) = adapters
-    first, second, third = (slot(each.shape[1]) for each in (gate_a, up_a, down_a))
-    rank, down_rank = round_up(first + second, _STEP), round_up(third, _STEP)
+    first, rank = gate_a.shape[1], round_up(gate_a.shape[1] + up_a.shape[1], _STEP)
+    down_rank = round_up(down_a.shape[1], _STEP)
     a = _placed(gate_a, 1, 0, rank) + _placed(up_a, 1, first, rank)
     gate_b, up_b = _placed(gate_b, 0, 0, rank), _placed(up_b, 0, first, rank)
     down_a, down_b = _placed(down_a, 1, 0, down_rank), _placed(down_b, 0, 0, down_rank)
-    d, f = kernels[0].shape
-    pairs = _pair(x, f, 0, first), _pair(x, f, first, second), _pair(x, d, 0, third)
     static: dict[str, Any] = dict(activation=activation, precision=checks.current_precision(None))
     options = _options(
         KERNELS.named(choice.name),
-        pairs,
         up=choice.kernel("up_and_product", **static),
         gradients=choice.kernel("gradients_and_product", **static, in_place=False),
     )

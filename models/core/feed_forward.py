@@ -17,12 +17,7 @@ from liger_jax.layers.mlp import are_plain_products, in_one_op
 from liger_jax.models.core import plain
 from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.parallel.tensor_collectives import (
-    all_tokens,
-    axis_of_shard,
-    product_of_shards,
-    summed_tokens,
-)
+from liger_jax.models.core.parallel.tensor_collectives import all_tokens, axis_of_shard, product_of_shards
 from liger_jax.models.core.remat import Remat, keeps_products
 from liger_jax.models.core.tiles import over_tokens
 
@@ -107,10 +102,9 @@ class DenseFeedForward(nnx.Module):
             return in_one_op(x, gate, up, down, activation=self.activation, **options)
         tensor = axis_of_shard(layout.tensor, down)
         x = all_tokens(x, tensor)
-        if self.kernels.glu and self.kernels.implementation is None:
-            of_adapted = getattr(type(down), "gated_mlp", None)  # of projections with adapters
-            if of_adapted and (y := of_adapted(x, projections, self.activation)) is not None:
-                return summed_tokens(y, tensor)
+        of_adapted = getattr(type(down), "gated_mlp", None)
+        if of_adapted and (y := of_adapted(x, projections, self.activation)) is not None:
+            return y
         return product_of_shards(down, layout.run(self.gated, (gate(x), up(x))), tensor)
 
     def _of_gate_up(self, gate_up: Any, down: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -37,6 +37,8 @@ class LoRALinear(nnx.Linear):
         dropout: the dropout probability of the adapter's inputs, applied if there is a key.
         dropout_key: from `with_dropout`, or `None`.
         dropout_words: hashes of the tokens, set while the model's layer runs; `None` to use rows and positions.
+        has_kernels: whether a kernel may compute the sum with the frozen product: on one device, with a model's default
+            kernels.
     """
 
     lora_a: nnx.LoRAParam
@@ -49,6 +51,7 @@ class LoRALinear(nnx.Linear):
     dropout: float
     dropout_key: DropoutKey | None = None
     dropout_words: DropoutWords | None = None
+    has_kernels: bool = False
 
     @property
     def drops(self) -> bool:

@@ -23,29 +23,29 @@ def one_projection(x: Float[Array, "*rows in"], projection: Any) -> Float[Array,
     """x·W + scale·(x·A)·B without a bias; `None` where these have to be separate products."""
     if not _are_plain(projection):
         return None
-    x = _input(x, projection)
-    if x is None or not op.can_add(x, projection.kernel[...]):
+    taken = _input(x, projection)
+    if taken is None or not op.can_add(taken, projection.kernel[...]):
         return None
-    return op.adapted_linear(x, projection.kernel[...], *adapter(projection))
+    return op.adapted_linear(taken, projection.kernel[...], *adapter(projection))
 
 
 def several_projections(x: Float[Array, "*rows in"], projections: Sequence[Any]) -> list[Array] | None:
     """Projections of one input as one, whose A are side by side and whose B are blocks; `None` where they cannot be."""
     if not _are_plain(*projections) or any(each.magnitude is not None for each in projections):
         return None
-    x, kernel = _input(x, *projections), None
-    if x is not None:
-        kernel = _side_by_side([each.kernel[...] for each in projections], x.dtype)
-    if kernel is None or not op.can_add(x, kernel):
+    if (taken := _input(x, *projections)) is None:
+        return None
+    kernel = _side_by_side([each.kernel[...] for each in projections], taken.dtype)
+    if not op.can_add(taken, kernel):
         return None
     pairs = [adapter(each) for each in projections]
     rank, width = sum(a.shape[1] for a, _ in pairs), kernel.shape[1]
     blocks, row, column = [], 0, 0
-    for a, b in pairs:
-        (rows, columns) = b.shape
+    for _, b in pairs:
+        rows, columns = b.shape
         blocks.append(jnp.pad(b, ((row, rank - row - rows), (column, width - column - columns))))
         row, column = row + rows, column + columns
-    packed = op.adapted_linear(x, kernel, jnp.concatenate([a for a, _ in pairs], axis=1), sum(blocks), len(pairs))
+    packed = op.adapted_linear(taken, kernel, jnp.concatenate([a for a, _ in pairs], axis=1), sum(blocks))
     # As in `core.attention.in_one_product`: the gradients are concatenated once for all products that read them.
     packed = jax.lax.optimization_barrier(checkpoint_name(packed, ADAPTED))
     outputs, column = [], 0
@@ -60,16 +60,16 @@ def gated_mlp(x: Float[Array, "*rows D"], projections: Sequence[Any], activation
     """down(activation(gate(x))·up(x)); `None` where these have to be separate products."""
     if not _are_plain(*projections) or any(p.magnitude is not None or p.bias is not None for p in projections):
         return None
-    x, kernels = _input(x, *projections), [each.kernel[...] for each in projections]
-    if x is None or not (op.can_add(x, kernels[0]) and op.can_gate(x, kernels[1], activation)):
+    taken, kernels = _input(x, *projections), [each.kernel[...] for each in projections]
+    if taken is None or not (op.can_add(taken, kernels[0]) and op.can_gate(taken, kernels[1], activation)):
         return None
-    return op.adapted_gated_mlp(x, kernels, [adapter(each) for each in projections], activation=activation)
+    return op.adapted_gated_mlp(taken, kernels, [adapter(each) for each in projections], activation=activation)
 
 
 def _are_plain(*projections: Any) -> bool:
-    """Whether all are projections with adapters whose inputs are not dropped, and products as `nnx.Linear` has them."""
+    """Whether all are adapted products, as `nnx.Linear` computes them by default, of inputs that are not dropped."""
     return all(
-        hasattr(type(each), "adapted_kernel")
+        getattr(each, "has_kernels", False)
         and not each.drops
         and each.precision is None
         and each.preferred_element_type is None
@@ -90,11 +90,8 @@ def _input(x: jax.Array, *projections: Any) -> jax.Array | None:
 
 def _side_by_side(kernels: Sequence[Any], dtype: Any) -> Any:
     """Kernels (in, out) as one; quantised ones by their codes."""
-    first = kernels[0]
-    if not any(isinstance(kernel, BlockQuantized) for kernel in kernels):
-        return jnp.concatenate([kernel.astype(dtype) for kernel in kernels], axis=1)
-    if len({jax.tree.structure(kernel) for kernel in kernels}) > 1 or first.axis != -2:
-        return jnp.concatenate([kernel.astype(dtype) for kernel in kernels], axis=1)
-    if len({(kernel.codes.shape[0], kernel.scales.shape[0], kernel.scales.dtype) for kernel in kernels}) > 1:
+    rows = lambda x: (x.shape[0], x.dtype)
+    alike = lambda kernel: (jax.tree.structure(kernel), list(map(rows, jax.tree.leaves(kernel))))
+    if not isinstance(kernels[0], BlockQuantized) or any(alike(kernel) != alike(kernels[0]) for kernel in kernels):
         return jnp.concatenate([kernel.astype(dtype) for kernel in kernels], axis=1)
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *kernels)

@@ -28,9 +28,7 @@ def unsupported(x: Typed, kernel: Typed) -> str | None:
     return None
 
 
-def sum_of_products(
-    x: jax.Array, kernel: jax.Array, t: jax.Array, b: jax.Array, *, transposed: bool
-) -> jax.Array:
+def sum_of_products(x: jax.Array, kernel: jax.Array, t: jax.Array, b: jax.Array, *, transposed: bool) -> jax.Array:
     """x (..., D), kernel (D, F), t (..., R), b (R, F) → x·kernel + t·b (..., F), in x.dtype.
 
     `transposed`: the matrices are (F, D) and (F, R). R is a multiple of 64.

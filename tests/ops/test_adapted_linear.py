@@ -4,14 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax.ops import adapted_linear as op
-from liger_jax.ops.kernels import Kernels
 from liger_jax.pallas_kernels import _hopper_product
-from liger_jax.pallas_kernels.adapted_linear import config, triton
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 from tests.ops.references import glu as reference
@@ -66,32 +63,6 @@ def test_a_gate_of_adapted_projections_is_no_worse_than_separate_ones(activation
     plain = functools.partial(gated, activation=activation, implementation="xla")
     oracle = functools.partial(gated_reference, activation=activation)
     _oracle.check_half(run, plain, oracle, draw_gated(rng), rng)
-
-
-def test_a_pass_makes_both_gradients_of_an_adapter(rng, monkeypatch):
-    monkeypatch.setattr(config, "PAIR_ROWS", 64)
-    monkeypatch.setattr(triton, "PAIR_ROWS", 64)
-    monkeypatch.setattr(triton, "PAIR_COLUMNS", 128)
-    dy, t, b = normal(rng, (2, 128, 384), (2, 128, 16), (16, 384), dtype="bfloat16")
-    assert triton.unsupported(dy, t) is None
-    u, db = triton.input_and_b_gradients(dy, t, b, interpret=True)
-    dy, t, b = (np.asarray(x, np.float64) for x in (dy, t, b))
-    assert _oracle.largest_error(u, dy @ b.T) <= 2**-8
-    assert _oracle.largest_error(db, np.einsum("btr,btf->rf", t, dy)) <= 1e-5
-
-
-def test_that_pass_serves_the_ops(few_cores, hopper, rng, monkeypatch):
-    monkeypatch.setattr(triton, "PAIR_ROWS", 8)
-    monkeypatch.setattr(triton, "PAIR_TILE_ROWS", 8)
-    monkeypatch.setattr(triton, "PAIR_COLUMNS", 64)
-    run = functools.partial(op.adapted_linear, implementation=hopper)
-    arrays = draw(rng, 128, 192, 5)
-    (dy,) = normal(rng, (2, 148, 192), dtype="bfloat16")
-    expected = _oracle.value_and_gradients(run, arrays, dy)
-    kernels = Kernels("adapter_gradients", {"xla": None, "triton": triton}, defaults={"cpu": ("triton:interpret",)})
-    monkeypatch.setattr(op, "_PAIRS", kernels)
-    for found, other in zip(_oracle.value_and_gradients(run, arrays, dy), expected, strict=True):
-        assert _oracle.largest_error(found, other) <= 2**-7
 
 
 @pytest.mark.parametrize("wrt", ["a b", "x a b", "x", "x kernel a b"])
