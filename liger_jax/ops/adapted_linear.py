@@ -120,12 +120,12 @@ def adapted_linear(
         return _plain(x, kernel, a, b)
     rank = round_up(a.shape[1], _STEP)
     a, b = _placed(a, 1, 0, rank), _placed(b, 0, 0, rank)
-    arrays = meshes.align_varying(x, kernel.astype(x.dtype), a, b)
+    arrays = meshes.align_varying(x, kernel, a, b)
     return _linear(*arrays, _options(choice))
 
 
 def _plain(x, kernel, a, b):
-    return x @ kernel.astype(x.dtype) + (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
+    return x @ kernel + (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
 
 
 def _options(choice: Choice, **more: Any) -> _Options:
@@ -234,6 +234,5 @@ def adapted_gated_mlp(
         up=choice.kernel("up_and_product", **static),
         gradients=choice.kernel("gradients_and_product", **static, in_place=False),
     )
-    kernels = [kernel.astype(x.dtype) for kernel in kernels]
     arrays = meshes.align_varying(x, *kernels, a, gate_b, up_b, down_a, down_b)
     return _gated(*arrays, options)

@@ -26,7 +26,7 @@ def one_projection(x: Float[Array, "*rows in"], projection: Any) -> Float[Array,
     taken = _input(x, projection)
     if taken is None or not op.can_add(taken, projection.kernel[...]):
         return None
-    return op.adapted_linear(taken, projection.kernel[...], *adapter(projection))
+    return op.adapted_linear(taken, projection.kernel[...].astype(taken.dtype), *adapter(projection))
 
 
 def several_projections(x: Float[Array, "*rows in"], projections: Sequence[Any]) -> list[Array] | None:
@@ -45,7 +45,9 @@ def several_projections(x: Float[Array, "*rows in"], projections: Sequence[Any])
         rows, columns = b.shape
         blocks.append(jnp.pad(b, ((row, rank - row - rows), (column, width - column - columns))))
         row, column = row + rows, column + columns
-    packed = op.adapted_linear(taken, kernel, jnp.concatenate([a for a, _ in pairs], axis=1), sum(blocks))
+    packed = op.adapted_linear(
+        taken, kernel.astype(taken.dtype), jnp.concatenate([a for a, _ in pairs], axis=1), sum(blocks)
+    )
     # As in `core.attention.in_one_product`: the gradients are concatenated once for all products that read them.
     packed = jax.lax.optimization_barrier(checkpoint_name(packed, ADAPTED))
     outputs, column = [], 0
@@ -63,6 +65,7 @@ def gated_mlp(x: Float[Array, "*rows D"], projections: Sequence[Any], activation
     taken, kernels = _input(x, *projections), [each.kernel[...] for each in projections]
     if taken is None or not (op.can_add(taken, kernels[0]) and op.can_gate(taken, kernels[1], activation)):
         return None
+    kernels = [kernel.astype(taken.dtype) for kernel in kernels]
     return op.adapted_gated_mlp(taken, kernels, [adapter(each) for each in projections], activation=activation)
 
 

@@ -116,8 +116,9 @@ def test_adapters_in_one_accumulation_are_those_of_separate_products(options, ad
 
 def test_a_layer_takes_one_product_for_each_input(added):
     loss_and_gradients(make(remat="none", scan_layers=False, config=dataclasses.replace(CONFIG, num_hidden_layers=1)))
-    # Forward q, k and v; o; gate; down. Backward dx of o, of q, k and v, and of gate with up. A trace counts once.
-    assert added == {"sum_of_products": 7, "up_and_product": 1, "gradients_and_product": 1}
+    # Forward q, k and v; o; gate; down: traced twice, as values and with what the backward needs. Backward o; gate with
+    # up. The embedding below q, k and v is frozen.
+    assert added == {"sum_of_products": 2 * 4 + 2, "up_and_product": 2, "gradients_and_product": 1}
 
 
 @pytest.mark.parametrize(
