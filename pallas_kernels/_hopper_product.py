@@ -26,9 +26,10 @@ from liger_jax.pallas_kernels.tiles import cdiv, split
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What is multiplied: a · b, which contracts a's and b's axes of `contract`, plus the product of a second pair.
+    """What is multiplied: a · b, which contracts a's and b's axes of `contract`.
 
-    The second pair has the shapes and dtypes of the first, whose contracted axis is a multiple of the tiles' depth.
+    `added` is a second pair of matrices, contracted along the same axes, whose product is added to the first's. To the
+    kernel it is as if the contracted axis were longer.
 
     `first_column` and `first_depth` (1,) int32 say where b begins: along the axis that is kept, of which `num_columns`
     are multiplied, and along the contracted axis. They are multiples of 64, and None stands for the beginning.
@@ -42,12 +43,12 @@ class Factors:
     first_column: jax.Array | None = None
     first_depth: jax.Array | None = None
     num_columns: int | None = None
-    second: tuple[jax.Array, jax.Array] | None = None
+    added: tuple[jax.Array, jax.Array] | None = None
 
     @property
-    def operands(self) -> list[jax.Array]:
+    def operands(self) -> tuple[jax.Array, ...]:
         """The matrices, pair by pair."""
-        return [self.a, self.b, *(self.second or ())]
+        return self.a, self.b, *(self.added or ())
 
     @property
     def rows(self) -> int:
@@ -64,6 +65,11 @@ class Factors:
         """The length of the contracted axis."""
         return self.a.shape[self.contract[0]]
 
+    @property
+    def added_depth(self) -> int:
+        """The length of the contracted axis of `added`."""
+        return 0 if self.added is None else self.added[0].shape[self.contract[0]]
+
 
 @dataclasses.dataclass(frozen=True)
 class _TileScheduler:
@@ -72,7 +78,8 @@ class _TileScheduler:
     tiles: Tiles
     row_tiles: int
     column_tiles: int
-    steps: int  # over the contracted axes
+    steps: int  # over the contracted axis, and over that of the added pair
+    added_steps: int = 0  # those of the added pair
 
     @property
     def num_tiles(self) -> int:
@@ -214,30 +221,27 @@ class _Block(NamedTuple):
         tiles, (row_tile, column_tile) = scheduler.tiles, scheduler.place(i)
         first_column, first_depth = self.numbers.get("first_column", 0), self.numbers.get("first_depth", 0)
 
-        def copy_step(step, _):
+        def copy_step(step, operands, depth, b_depth):
             slot = scheduler.slot(i, step)
             pl.when(i * scheduler.steps + step >= tiles.stages)(lambda: plgpu.barrier_wait(ring.emptied.at[slot]))
+            indices = (
+                (pl.ds(row_tile * ROWS, ROWS), pl.ds(depth, tiles.depth)),
+                (pl.ds(first_column + column_tile * tiles.columns, tiles.columns), pl.ds(b_depth, tiles.depth)),
+            )
+            for ref, stage, index, axis in zip(operands, (ring.a, ring.b), indices, self.contract, strict=True):
+                source = ref.at[index if axis == 1 else index[::-1]]
+                plgpu.copy_gmem_to_smem(source, stage.at[slot], scheduler.filled(ring.filled, i, step))
 
-            def copy_pair(pair, depth):
-                operands = self.operands[2 * pair : 2 * pair + 2]
-                indices = (
-                    (pl.ds(row_tile * ROWS, ROWS), pl.ds(depth, tiles.depth)),
-                    (
-                        pl.ds(first_column + column_tile * tiles.columns, tiles.columns),
-                        pl.ds(first_depth + depth, tiles.depth),
-                    ),
-                )
-                for ref, stage, index, axis in zip(operands, (ring.a, ring.b), indices, self.contract, strict=True):
-                    source = ref.at[index if axis == 1 else index[::-1]]
-                    plgpu.copy_gmem_to_smem(source, stage.at[slot], scheduler.filled(ring.filled, i, step))
+        def copy_own(step, _):
+            copy_step(step, self.operands[:2], step * tiles.depth, first_depth + step * tiles.depth)
 
-            if len(self.operands) == 2:
-                return copy_pair(0, step * tiles.depth)
-            half = scheduler.steps // 2
-            pl.when(step < half)(lambda: copy_pair(0, step * tiles.depth))
-            pl.when(step >= half)(lambda: copy_pair(1, (step - half) * tiles.depth))
+        def copy_added(step, _):
+            copy_step(own_steps + step, self.operands[2:], step * tiles.depth, step * tiles.depth)
 
-        jax.lax.fori_loop(0, scheduler.steps, copy_step, None)
+        own_steps = scheduler.steps - scheduler.added_steps
+        jax.lax.fori_loop(0, own_steps, copy_own, None)
+        if scheduler.added_steps:
+            jax.lax.fori_loop(0, scheduler.added_steps, copy_added, None)
 
     def _finish_tile(self, i: Any, warpgroup: Any) -> None:
         """The product and the epilogue of a warpgroup's share of the block's i-th tile."""
@@ -283,26 +287,33 @@ class _Block(NamedTuple):
 def product(factors: Factors, tiles: Tiles, epilogue: Epilogue, *, name: str) -> Any:
     """Runs the epilogue on each tile of the product. Returns its outputs, or its updated `in_place`."""
     row_tiles, column_tiles = cdiv(factors.rows, ROWS), cdiv(factors.columns, tiles.columns)
-    operands = factors.operands
-    steps = cdiv(factors.depth, tiles.depth) * (len(operands) // 2)
-    scheduler = _TileScheduler(tiles, row_tiles, column_tiles, steps)
+    added_steps = cdiv(factors.added_depth, tiles.depth)
+    steps = cdiv(factors.depth, tiles.depth) + added_steps
+    scheduler = _TileScheduler(tiles, row_tiles, column_tiles, steps, added_steps)
     vectors = (*epilogue.row_vectors, *epilogue.column_vectors)
     of_rows = [True] * len(epilogue.row_vectors) + [False] * len(epilogue.column_vectors)
     numbers = _numbers(factors, epilogue)
     ring_scratch, vector_scratch = Ring.scratch(tiles, factors), _Vectors.scratch(tiles, epilogue)
-    counts = len(operands), len(vectors), len(numbers), epilogue.num_refs, len(ring_scratch), len(vector_scratch)
+    counts = (
+        len(factors.operands),
+        len(vectors),
+        len(numbers),
+        epilogue.num_refs,
+        len(ring_scratch),
+        len(vector_scratch),
+    )
 
     def body(*refs):
-        operand_refs, vector_refs, number_refs, array_refs, ring, (filled, *stages), scratch = split(refs, counts)
+        operands, vector_refs, number_refs, array_refs, ring, (filled, *stages), scratch = split(refs, counts)
         scalars = {name: _read(name, ref) for name, ref in zip(numbers, number_refs, strict=True)}
         own_vectors = _Vectors(of_rows, vector_refs, stages, filled)
         block = _Block(
-            scheduler, factors.contract, operand_refs, Ring(*ring), own_vectors, scalars, epilogue, array_refs, scratch
+            scheduler, factors.contract, operands, Ring(*ring), own_vectors, scalars, epilogue, array_refs, scratch
         )
         block.run()
 
     return launch(
-        body, *operands, *vectors, *numbers.values(), *epilogue.matrices,
+        body, *factors.operands, *vectors, *numbers.values(), *epilogue.matrices,
         num_blocks=scheduler.num_blocks,
         out_types=epilogue.out_types,
         in_place=epilogue.in_place,

@@ -38,7 +38,8 @@ def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]
     first = projections[0]
     alike = lambda projection: projection.dtype == first.dtype and projection.precision is None
     if not all(is_plain_product(projection) and alike(projection) for projection in projections):
-        return [projection(x) for projection in projections]
+        of_adapted = getattr(type(first), "several", None)
+        return (of_adapted and of_adapted(x, projections)) or [projection(x) for projection in projections]
     kernel = jnp.concatenate([projection.kernel[...] for projection in projections], axis=1)
     ends = list(itertools.accumulate(projection.kernel.shape[1] for projection in projections))
     # The barrier holds for the gradient too, so that XLA concatenates it once. Without the barrier XLA concatenates it

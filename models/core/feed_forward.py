@@ -102,6 +102,9 @@ class DenseFeedForward(nnx.Module):
             return in_one_op(x, gate, up, down, activation=self.activation, **options)
         tensor = axis_of_shard(layout.tensor, down)
         x = all_tokens(x, tensor)
+        of_adapted = getattr(type(down), "gated_mlp", None)
+        if of_adapted and (y := of_adapted(x, projections, self.activation)) is not None:
+            return y
         return product_of_shards(down, layout.run(self.gated, (gate(x), up(x))), tensor)
 
     def _of_gate_up(self, gate_up: Any, down: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

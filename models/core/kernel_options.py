@@ -80,6 +80,11 @@ class KernelOptions:
             return Layout(batch=self.batch_axes, fsdp=self.batch_axes[-1])
         return ONE_DEVICE if self.layout is None else self.layout
 
+    @property
+    def may_add_adapters(self) -> bool:
+        """Whether a kernel may make a frozen product and its adapter's in one accumulation: with all arrays here."""
+        return self.glu and self.implementation is None and not self.mesh_layout.axes
+
     @classmethod
     def off(cls) -> "KernelOptions":
         """Options for plain jnp everywhere, with which the kernels are compared.

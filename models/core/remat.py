@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
+from liger_jax.ops.adapted_linear import ADAPTED
 from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
 from liger_jax.ops.fused_add_rms_norm import SUBLAYER_INPUT
@@ -21,9 +22,6 @@ INPUT = "layer_input"
 ATTENTION_INPUT = "attention_input"
 # What the gated delta rule returns for tokens, before its norm.
 LINEAR_ATTENTION_OUTPUT = "linear_attention_output"
-# The sum of a projection and its adapter. Where it is kept, neither of its terms is, which would be twice the memory.
-ADAPTED = "adapted_projection"
-
 
 _KEPT = (
     ADAPTED, ATTENTION_INPUT, ATTENTION_OUTPUT, EXPERT_GATE_UP, GATED_DELTA_RULE_STATES, LINEAR_ATTENTION_OUTPUT,

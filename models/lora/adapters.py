@@ -32,6 +32,7 @@ EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 Model = TypeVar("Model", bound=nnx.Module)
 _ATTRIBUTES = (
     "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "alpha", "rslora", "each", "dropout",
+    "has_kernels",
 )  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def add_lora(
     options = dict(dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
     experts.add("add_lora", model, of_experts, rslora=rslora, key=options["key"])
     add_outside("add_lora", model, own, **options)
-    add_to(candidates, own, **options)
+    add_to(candidates, own, **options, kernels=getattr(model, "kernels", None))
     return model
 
 

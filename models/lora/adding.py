@@ -94,8 +94,12 @@ def add_to(
     rslora: bool,
     dora: bool,
     key: Key[Array, ""],
+    kernels: Any = None,
 ) -> list[Found]:
-    """Adds adapters to those of these projections to which `own` gives rank and alpha, by a layer's name."""
+    """Adds adapters to those of these projections to which `own` gives rank and alpha, by a layer's name.
+
+    `kernels`: the model's `KernelOptions`; `None` for a model of another library.
+    """
     chosen = []
     for path, projection in projections:
         each = tuple(
@@ -105,6 +109,7 @@ def add_to(
             chosen.append((path, projection))
             _add(path, projection, each, rslora, key, with_scales=dora and any(not rank for rank, _ in each))
             projection.dropout = float(dropout)
+            projection.has_kernels = kernels is not None and kernels.may_add_adapters
             become(projection, LoRALinear)
             if dora:  # the norm as `factor` takes it where B is zero: new adapters change nothing
                 norm = jnp.linalg.norm(projection.rounded(projection.kernel[...]), axis=-2)

@@ -159,11 +159,11 @@ def load_adapters(model: Model, path: str | os.PathLike[str], *, dropout: float 
     adapter_files.check(folder, tensors, shapes | of_experts)
     options = dict(dropout=dropout, rslora=config.rslora, dora=config.dora)
     own = lambda name: config.of(name) if name in adapted else None
-    key = jax.random.key(0)
+    key, kernels = jax.random.key(0), getattr(model, "kernels", None)
     expert_files.load(model, config, stored, tensors)
     add_outside("load_adapters", model, own, **options, key=key)
     more_files.load(model, config, tensors)
-    for path_in_model, projection in add_to(candidates, own, **options, key=key):
+    for path_in_model, projection in add_to(candidates, own, **options, key=key, kernels=kernels):
         for name, variable in trained(projection).items():
             of_layer = variable.shape[kernel_of(path_in_model, projection).stacked :]
             array = adapter_files.stacked(tensors, names(path_in_model, projection), name, of_layer)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from liger_jax.models.core.dropout import DropoutKey, DropoutWords, dropped, words_of
 from liger_jax.models.core.parameters import kernel_of
 from liger_jax.models.core.remat import ADAPTED
+from liger_jax.models.lora.together import gated_mlp, one_projection, several_projections
 
 
 class LoRAScale(nnx.Variable):
@@ -36,6 +37,8 @@ class LoRALinear(nnx.Linear):
         dropout: the dropout probability of the adapter's inputs, applied if there is a key.
         dropout_key: from `with_dropout`, or `None`.
         dropout_words: hashes of the tokens, set while the model's layer runs; `None` to use rows and positions.
+        has_kernels: whether a kernel may compute the sum with the frozen product: on one device, with a model's default
+            kernels.
     """
 
     lora_a: nnx.LoRAParam
@@ -48,6 +51,7 @@ class LoRALinear(nnx.Linear):
     dropout: float
     dropout_key: DropoutKey | None = None
     dropout_words: DropoutWords | None = None
+    has_kernels: bool = False
 
     @property
     def drops(self) -> bool:
@@ -97,13 +101,11 @@ class LoRALinear(nnx.Linear):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, inputs: Float[Array, "*batch in"], *, input_axis: str | None = None
     ) -> Float[Array, "*batch out"]:
-        y = super().__call__(inputs)
-        x, a, b = (array.astype(y.dtype) for array in (inputs, self.lora_a[...], self.lora_b[...]))
-        if self.dropout_key is not None:
-            first = 0 if input_axis is None else jax.lax.axis_index(input_axis) * x.shape[-1]
-            x = dropped(x, self.dropout, self.dropout_key[...], words_of(self, x), first)
-        scale = self.scale if self.lora_scale is None else self.lora_scale[...].astype(y.dtype)
-        y += jnp.matmul(scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
+        y = one_projection(inputs, self)
+        if y is None:
+            y = self._of_separate_products(inputs, input_axis)
+        elif self.bias is not None:
+            y += self.bias[...].astype(y.dtype)
         y, factor = checkpoint_name(y, ADAPTED), self.factor(input_axis)
         if factor is not None:
             of_rows = lambda x: jnp.expand_dims(x.astype(y.dtype), tuple(range(y.ndim - 1)))
@@ -112,6 +114,20 @@ class LoRALinear(nnx.Linear):
             bias = of_rows(self.bias[...])
             y = of_rows(factor) * (y - bias) + bias
         return y
+
+    # For layers that have several projections, and do not know of adapters.
+    several = staticmethod(several_projections)
+    gated_mlp = staticmethod(gated_mlp)
+
+    def _of_separate_products(self, inputs, input_axis):
+        """x·W + scale·(x·A)·B, with the bias."""
+        y = super().__call__(inputs)
+        x, a, b = (array.astype(y.dtype) for array in (inputs, self.lora_a[...], self.lora_b[...]))
+        if self.dropout_key is not None:
+            first = 0 if input_axis is None else jax.lax.axis_index(input_axis) * x.shape[-1]
+            x = dropped(x, self.dropout, self.dropout_key[...], words_of(self, x), first)
+        scale = self.scale if self.lora_scale is None else self.lora_scale[...].astype(y.dtype)
+        return y + jnp.matmul(scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:

@@ -26,8 +26,10 @@ from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, 
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.tiles import out_like
 
+Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 
-def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:
+
+def unsupported(x: Typed, up_kernel: Typed, *, activation: str) -> str | None:
     """Takes 16-bit operands in sizes that the copy engine moves in tiles. It has no error function."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"Hopper's matrix units support bfloat16 and float16, and x is {x.dtype}; use 'xla' or 'triton'."
@@ -95,14 +97,23 @@ def _product_with(
     return product(factors, TILES, Epilogue(finish, prepare, scratch=scratch, **arrays), name=name)
 
 
+def _factors(rows: jax.Array, kernel: jax.Array, contract: tuple[int, int], added: Sequence[jax.Array]) -> Factors:
+    if not added:
+        return Factors(rows, kernel, contract)
+    return Factors(rows, kernel, contract, added=(_as_rows(added[0])[0], added[1]))
+
+
 def _as_rows(*arrays: jax.Array) -> list[jax.Array]:
     return [x.reshape(-1, x.shape[-1]) for x in arrays]
 
 
 def up_and_product(
-    x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *, activation: str, precision: Any
+    x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *added: jax.Array, activation: str, precision: Any
 ) -> tuple[jax.Array, ...]:
-    """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F)."""
+    """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F).
+
+    `*added`: none, or t (..., R) and b (R, F), whose product is added to up.
+    """
     del precision  # products of 16-bit numbers are exact, and their sums float32
 
     def formula(up, gate):
@@ -110,7 +121,7 @@ def up_and_product(
         return up, glu.product(gate, up, activation=activation)
 
     rows, gates = _as_rows(x, gate)
-    results = _product_with(Factors(rows, up_kernel, (1, 0)), [gates], formula, "gated_mlp_up")
+    results = _product_with(_factors(rows, up_kernel, (1, 0), added), [gates], formula, "gated_mlp_up")
     return tuple(y.reshape(gate.shape) for y in results)
 
 
@@ -119,14 +130,15 @@ def gradients_and_product(
     down_kernel: jax.Array,
     gate: jax.Array,
     up: jax.Array,
-    *,
+    *added: jax.Array,
     activation: str,
     precision: Any,
     in_place: bool,
 ) -> tuple[jax.Array, ...]:
     """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F).
 
-    With `in_place` the gradients are written over gate and up.
+    With `in_place` the gradients are written over gate and up. `*added`: none, or u (..., R) and a (F, R), whose
+    product u · aᵀ is added to the gated product's gradient.
     """
     del precision  # products of 16-bit numbers are exact, and their sums float32
 
@@ -135,7 +147,7 @@ def gradients_and_product(
 
     rows, *both = _as_rows(dy, gate, up)
     in_place = in_place and hopper.can_write_in_place(gate)
-    results = _product_with(Factors(rows, down_kernel, (1, 1)), both, formula, "gated_mlp_gradients", in_place)
+    results = _product_with(_factors(rows, down_kernel, (1, 1), added), both, formula, "gated_mlp_gradients", in_place)
     return tuple(y.reshape(gate.shape) for y in results)
 
 
@@ -154,7 +166,7 @@ def input_gradient(
     (rows, more), dtype = _as_rows(dgate, dup), dgate.dtype
     shape = len(rows), len(gate_kernel)
     (dx,) = product(
-        Factors(rows, gate_kernel, (1, 1), second=(more, up_kernel)),
+        Factors(rows, gate_kernel, (1, 1), added=(more, up_kernel)),
         TILES_OF_SUM,
         Epilogue(finish, out_types=[out_like(rows, shape, dtype)], scratch=[staging(dtype)]),
         name="gated_mlp_input_gradient",
