@@ -102,6 +102,8 @@ CASES = [
     Case(2, 2, "the first k"),  # all rows go to the first device
     *(Case(devices, k) for devices in (2, 4) for k in (1, 2)),
     *(Case(devices, 8, own=8 // devices) for devices in (2, 4)),  # every token goes to all experts
+    Case(2, 2, own=1),  # one expert a device, and every token goes to both
+    Case(2, 1, "one expert", own=8),  # 15 experts are empty
     Case(2, 8, own=8),
     Case(4, 8, own=4),
     Case(4, 2, "the first k"),
