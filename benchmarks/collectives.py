@@ -70,7 +70,8 @@ def main() -> int:
     text = _measure.heading(" ".join(["python -m benchmarks.collectives", *sys.argv[1:]]), arguments.device)
     are_smaller = []
     for mesh in arguments.mesh:
-        sizes = dict(batch=arguments.rows * math.prod(mesh[name] for name in BATCH_AXES), seq=arguments.seq)
+        groups = math.prod(size for name, size in mesh.items() if name in (*BATCH_AXES, "expert"))
+        sizes = dict(batch=arguments.rows * groups, seq=arguments.seq)
         # Packed rows run a kernel on GPUs whether or not cuDNN is installed.
         run = make_run(arguments.model, device=arguments.device, mesh=mesh, packed=True, **sizes)
         told, is_smaller = section(run, program(run, arguments.program))

@@ -6,7 +6,7 @@ A text is `axis=N` with commas, such as "fsdp=2,tensor=2". The axes are those of
     data       each device has its own sequences and a copy of the model
     fsdp       each device has its own sequences and a shard of the parameters and of the optimizer's state
     sequence   each device has a shard of every sequence
-    expert     as fsdp, but each device has some of a mixture's experts, to which tokens are sent
+    expert     as fsdp, but each device has some of a mixture's experts, and computes them for all tokens
     tensor     heads, feed-forwards and the vocabulary are sharded; its devices share sequences
 """
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from liger_jax.models.core.remat import Remat, keeps_products
 from liger_jax.models.core.row_tokens import RowTokens
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.experts.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp
-from liger_jax.ops.experts.expert_exchange import room_for
+from liger_jax.ops.experts.expert_parallel import AT_ONCE
 from liger_jax.ops.layout import in_chunks
 
 
@@ -166,36 +167,37 @@ class ExpertsFeedForward(nnx.Module):
 
     @staticmethod
     def values_kept(config: Any, remat: Remat, devices: int = 1) -> int:
-        """The values kept for the backward: gate and up of a token's experts, if a layer keeps its products."""
-        experts, rows = config.experts, rows_of_token(config.experts, devices)
+        """The values kept for the backward: gate and up of a token's experts, if a layer keeps its products.
+
+        Experts that several devices share keep none.
+        """
+        experts = config.experts
+        rows = experts.per_token if devices == 1 else 0
         return 2 * (rows * experts.width + experts.shared_width) if keeps_products(remat) else 0
 
     @staticmethod
     def values_in_backward(
         config: Any, in_place: bool, *, adapted: bool = False, devices: int = 1, tensor: int = 1
     ) -> int:
-        """The values that the backward holds at once: gate, up and their gradients, a float32 gradient of their
-        product, and rows of two arrays of a token's experts.
-
-        Where experts have adapters or are quantised, these are rows of two more arrays and the gated product. With
-        several devices they are rows of one more and the gated product; the rows are those of the buffers, and own rows
-        are there, twice.
+        """The values that the backward holds at once: those of rows, and, where several devices share the experts, the
+        tokens of all and the gradients of their sums.
 
         Returns values of the computation's dtype for each token, over all devices of the tensor axis.
         """
+        of_tokens = 2 * devices * tensor * config.hidden_size if devices > 1 else 0
+        return ExpertsFeedForward.values_of_rows(config, adapted, devices, tensor) + of_tokens
+
+    @staticmethod
+    def values_of_rows(config: Any, adapted: bool, devices: int, tensor: int) -> int:
+        """The values of the rows that the backward computes at once: gate, up and their gradients, a float32 gradient
+        of their product, and rows of two arrays of a token's experts.
+
+        Where experts have adapters or are quantised, these are rows of two more arrays and the gated product. Several
+        devices have rows for half more than their share.
+        """
         experts, width = config.experts, tensor * config.hidden_size
-        rows = rows_of_token(experts, devices)
-        if devices > 1:
-            return rows * (7 * experts.width + 3 * width) + 2 * experts.per_token * width
-        return rows * (7 * experts.width + 4 * width if adapted else 6 * experts.width + 2 * width)
-
-
-def rows_of_token(experts: Experts, devices: int) -> int:
-    """The rows for which a device has room, for each of its tokens: one for each choice, or those of an exchange.
-
-    Returns rows of D, of which a router fills k on average over the devices.
-    """
-    return devices * room_for(1, experts.per_token, experts.count // devices)
+        rows = experts.per_token if devices == 1 else AT_ONCE * experts.per_token
+        return math.ceil(rows * (7 * experts.width + 4 * width if adapted else 6 * experts.width + 2 * width))
 
 
 def misfits(**fields: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.models.core.embedding import logit_options_of, sums_gradients, tied_head_dtype
-from liger_jax.models.core.experts import EXPERTS
+from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward
 from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS, may_fuse
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import kinds_of, modes_of
@@ -61,7 +61,7 @@ class LayerMemory:
     tensor: int = 1
     # The devices of a sequence axis. Each has chunks of every row, and in attention all keys and values.
     sequence: int = 1
-    # The devices of an expert axis. Each has its experts, and buffers for all rows that may be sent to them.
+    # The devices of an expert axis. Each has its experts, and computes them for the tokens of all.
     expert: int = 1
     trains_experts: bool = False  # whether the weights of experts have gradients
     is_recurrent: bool = False  # whether the layer has no keys, but linear attention or a convolution
@@ -118,7 +118,8 @@ class LayerMemory:
             if one is FEED_FORWARDS[DENSE]:
                 return self._bytes(one.values_in_backward(c, in_place) - kept["feed-forward"], at_once)
             where = dict(adapted=self.adapts_experts, devices=self.expert, tensor=self.tensor)
-            return self._bytes(one.values_in_backward(c, in_place, **where) - kept["feed-forward"]) + self._edge_rows()
+            held = self._bytes(one.values_in_backward(c, in_place, **where) - kept["feed-forward"])
+            return held + self._edge_rows() + self._sums_of_parts()
 
         feed_forward = max(bytes_of(one) for one in self._feed_forwards())
         if at_once < tokens:  # a loop over tiles writes its results beside what it reads; and RoPE's tables are long
@@ -222,6 +223,20 @@ class LayerMemory:
         if choice.name != "mosaic_gpu":
             return 0
         return hopper_edge_bytes(count, c.hidden_size, width, jnp.dtype(self.dtype).itemsize)
+
+    def _sums_of_parts(self) -> int:
+        """Bytes that experts which several devices share hold for more rows than are computed at once.
+
+        These are float32 sums of gradients, of the device's experts and of all tokens, beside half of the rows; 0 if
+        they take less than the other half.
+        """
+        c, experts = self.config, self.config.experts
+        if self.expert == 1:
+            return 0
+        weights = 3 * c.hidden_size * experts.width * experts.count // (self.expert * self.tensor)
+        sums = 4 * ((weights if self.trains_experts else 0) + self.expert * self.rows * self.seq * c.hidden_size)
+        of_rows = ExpertsFeedForward.values_of_rows(c, self.adapts_experts, self.expert, self.tensor)
+        return max(0, sums - self._bytes(of_rows) // 2)
 
     def _sums(self) -> int:
         """Attention keeps a float32 sum for each head and token: their size in values of the computation's dtype."""

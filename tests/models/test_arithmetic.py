@@ -8,11 +8,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import LlamaConfig
-from liger_jax.models.core import arguments, cache, config_fields, experts, layer_stack, row_tokens
+from liger_jax.models.core import arguments, cache, config_fields, layer_stack, row_tokens
 from liger_jax.models.core.parallel import mesh_axes, vocabulary_shards
 from liger_jax.models.core.query_scale import query_scale
 from liger_jax.models.hugging_face import adapter_targets, mxfp4, nf4, weights
 from liger_jax.ops import layout
+from liger_jax.ops.experts import expert_parallel
 
 CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
 
@@ -55,11 +56,11 @@ def test_wrong_fields_of_a_config_are_named():
     assert wrong == ["vocab_size=True (bool) must be an int from 1 to 2147483647"]
 
 
-def test_sizes_of_shards_patterns_and_exchanges():
+def test_sizes_of_shards_patterns_and_parts():
     assert [mesh_axes.nearest_divisor(*of) for of in ((32, 3), (12, 5))] == [2, 4]
     assert vocabulary_shards.padded(jnp.ones((5, 2)), 4).sum(axis=1).tolist() == [2.0] * 5 + [0.0] * 3
     assert layout.partition(("data", "fsdp"), None, ()) == P(("data", "fsdp"))
-    assert [experts.rows_of_token(experts.Experts(128, 8, 768), devices) for devices in (1, 4)] == [8, 32]
+    assert [expert_parallel.rows_at_once(*of) for of in ((1024, 4), (100, 4), (10, 2))] == [384, 40, 8]
     assert [layer_stack.pattern_length(kinds) for kinds in ("aabaabaa", "aab", "aaaa")] == [3, 3, 1]
 
 

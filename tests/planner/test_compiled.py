@@ -226,7 +226,7 @@ MIXTURE = dict(
     ],
 )
 def test_estimate_of_a_mixture_on_a_mesh_is_within_10_percent_of_what_is_compiled(devices, options, tiny):
-    """An exchange's buffers are two thirds of what a layer works on.
+    """Rows of experts that devices share are most of what a layer works on.
 
     Parameters of all layers, transposed to be gathered, would be a sixth of the whole.
     """

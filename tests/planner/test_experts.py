@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -100,21 +101,24 @@ def test_columns_of_gate_and_up_that_change_devices_are_there_twice_more():
     assert found == pytest.approx(of_layer + 2 * gate_up + head / 2 + 4 * of_tokens, rel=1e-3)
 
 
-def test_buffers_have_room_for_all_rows_that_may_come():
-    """devices · min(k, E/devices) rows for each token, in the place of k."""
+def test_experts_that_devices_share_have_rows_for_half_more_than_their_share():
+    """Tokens of all devices and the gradients of their sums are there, too, and nothing is kept."""
     run = make_run(**OLMOE)
     device = run.target.description
 
-    def worked_on(devices, **fields):
-        own = dataclasses.replace(run.model.config, **fields)
-        memory = LayerMemory(own, run.kernels(), "none", "bfloat16", 2, 2048, device, expert=devices)
-        return memory.worked_on + memory.kept["feed-forward"], memory.kept["feed-forward"]
+    def of(devices, seq=2048, trains_experts=True):
+        options: dict[str, Any] = dict(expert=devices, trains_experts=trains_experts)
+        return LayerMemory(run.model.config, run.kernels(), "none", "bfloat16", 2, seq, device, **options)
 
-    of_row = 2 * 4096 * (7 * 1024 + 3 * 2048)
-    assert worked_on(8)[0] - worked_on(4)[0] == (8 - 4) * 8 * of_row
-    few = dict(num_experts=16)  # two on each of eight devices, and a token goes to no expert twice
-    assert worked_on(8, **few)[0] - worked_on(2, **few)[0] == (8 * 2 - 2 * 8) * of_row == 0
-    assert worked_on(4)[1] == 4 * worked_on(1)[1]
+    tokens, of_rows = 4096, 2 * 4096 * 8 * (6 * 1024 + 2 * 2048)
+    frozen = lambda *args: of(*args, trains_experts=False)
+    assert frozen(8).worked_on - frozen(4).worked_on == (8 - 4) * 2 * 2 * tokens * 2048
+    others = frozen(1).worked_on + frozen(1).kept["feed-forward"] - of_rows
+    assert frozen(4).worked_on == others + 1.5 * of_rows + 2 * 4 * 2 * tokens * 2048
+    assert frozen(4).kept["feed-forward"] == 0 < frozen(1).kept["feed-forward"]
+    # Float32 sums of parts are more than half of the rows where these are few.
+    edges, sums = 17 * 40 * (2048 + 2 * 1024) * 2, 4 * (3 * 2048 * 1024 * 16 + 4 * 128 * 2048)
+    assert of(4, 64).worked_on - frozen(4, 64).worked_on == edges + sums - 0.75 * of_rows * 128 / tokens
 
 
 def test_the_weights_gradient_on_hopper_copies_the_rows_at_the_ends_of_groups():

@@ -1,5 +1,6 @@
 """The feed-forward of a mixture of experts with low-rank adapters, quantised, or sharded over several devices."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from liger_jax.ops.block_quantized import BlockQuantized
-from liger_jax.ops.experts import expert_exchange
 from liger_jax.ops.experts.expert_order import Order, sorted_by_expert, summed
+from liger_jax.ops.experts.expert_parallel import on_shards
 from liger_jax.ops.experts.grouped_matmul import grouped_matmul
 from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
 from liger_jax.ops.kernels import Implementation
@@ -52,36 +53,42 @@ def adapted_moe_mlp(
     backward, rows of D for each choice are kept, twice, and rows of F.
 
     With an `axis`, inside `jax.shard_map`, each device has its own tokens and its own E of the experts, in the axis'
-    order. `experts` then number the experts of all devices, and those of a token must differ. Rows go to their
-    experts' devices and back as `expert_exchange` describes.
+    order, and `experts` number the experts of all devices. Tokens and sums are sent as `expert_parallel` describes. The
+    backward then recomputes all but the arguments, which alone are kept.
     """
+    arrays = gate_up, down, gate_up_bias, down_bias, gate_up_adapter, down_adapter
+    feed_forward, own = _FeedForward(activation, implementation), gate_up.shape[0]
+    if axis is not None:
+        return on_shards(x, weights, experts, own, arrays, feed_forward, axis)
+    order = sorted_by_expert(experts, own)
+    return _rows_of_tokens(feed_forward(_rows_of_experts(x, order), None, order.sizes, arrays), weights, order)
 
-    def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """The results of rows that are sorted by expert, in groups of these sizes."""
+
+@dataclasses.dataclass(frozen=True)
+class _FeedForward:
+    """The results of rows that are sorted by expert, in groups of given sizes, times the rows' weights if there are."""
+
+    activation: str
+    implementation: Implementation
+
+    def __call__(self, rows: jax.Array, of_rows: jax.Array | None, sizes: jax.Array, arrays: Any) -> jax.Array:
+        gate_up, down, gate_up_bias, down_bias, gate_up_adapter, down_adapter = arrays
         group = formulas.group_of_rows(sizes, rows.shape[0])
-        product = functools.partial(_product, sizes=sizes, implementation=implementation)
+        product = functools.partial(_product, sizes=sizes, implementation=self.implementation)
         both = _with_bias(product(rows, gate_up, gate_up_adapter), gate_up_bias, group)
-        h = _gated(checkpoint_name(both, EXPERT_GATE_UP), activation)
-        return _with_bias(product(h, down, down_adapter), down_bias, group)
-
-    own = gate_up.shape[0]
-    if axis is None:
-        order = sorted_by_expert(experts, own)
-        return _rows_of_tokens(of_experts(_rows_of_experts(x, order), order.sizes), weights, order)
-    order = sorted_by_expert(experts, own * jax.lax.axis_size(axis))
-    tokens, per_token = experts.shape
-    exchange = expert_exchange.plan(order.sizes, expert_exchange.room_for(tokens, per_token, own), axis)
-    received = expert_exchange.sent(_rows_of_experts(x, order), exchange, axis)
-    there = sorted_by_expert(exchange.experts.reshape(-1, 1), own)
-    there = there._replace(is_right=jnp.ones_like(there.is_right))  # places without a row are after all groups
-    y = of_experts(_rows_of_experts(received, there), there.sizes)
-    y = _rows_of_tokens(y, jnp.ones((y.shape[0], 1), weights.dtype), there)
-    return _rows_of_tokens(expert_exchange.returned(y, exchange, axis, experts.size), weights, order)
+        h = _gated(checkpoint_name(both, EXPERT_GATE_UP), of_rows, self.activation)
+        return _with_bias(product(h, down, down_adapter), down_bias, group, of_rows)
 
 
-def _with_bias(y: jax.Array, bias: jax.Array | None, group: jax.Array) -> jax.Array:
-    """Adds each row's bias. Rows after the last group have none, and none has their cotangents, which may be NaN."""
-    return y if bias is None else y + bias.at[group].get(mode="fill", fill_value=0)
+def _with_bias(y: jax.Array, bias: jax.Array | None, group: jax.Array, of_rows: Any = None) -> jax.Array:
+    """Adds each row's bias, weighed where rows are.
+
+    Rows after the last group have none, and none has their cotangents, which may be NaN.
+    """
+    if bias is None:
+        return y
+    own = bias.at[group].get(mode="fill", fill_value=0)
+    return y + (own if of_rows is None else (of_rows * own.astype(of_rows.dtype)).astype(y.dtype))
 
 
 def _product(rows, weight, adapter, *, sizes, implementation):
@@ -114,7 +121,7 @@ def _rows_of_experts(x: jax.Array, order: Order) -> jax.Array:
 
 
 def _of_experts_backward(order, drows):
-    return jnp.where(order.is_right, summed(drows, order), jnp.nan).astype(drows.dtype), None
+    return jnp.where(order.is_right, summed(drows, order.row), jnp.nan).astype(drows.dtype), None
 
 
 _rows_of_experts.defvjp(lambda x, order: (_gathered(x, order), order), _of_experts_backward)
@@ -124,7 +131,7 @@ _rows_of_experts.defvjp(lambda x, order: (_gathered(x, order), order), _of_exper
 def _rows_of_tokens(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array:
     """rows (N·k, D), weights (N, k) → (N, D): the weighted sum over a token's choices."""
     weights = jnp.where(order.is_right, weights, jnp.nan).astype(promoted(rows.dtype, jnp.float32))
-    return summed(rows, order, weights).astype(rows.dtype)
+    return summed(rows, order.row, weights).astype(rows.dtype)
 
 
 def _of_tokens_forward(rows, weights, order):
@@ -142,19 +149,24 @@ def _of_tokens_backward(residuals, dy):
 _rows_of_tokens.defvjp(_of_tokens_forward, _of_tokens_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gated(both: jax.Array, activation: str) -> jax.Array:
-    """act(gate) · up of (N·k, 2F); only its input is kept for the backward."""
-    return glu.product(*jnp.split(both, 2, axis=1), activation=activation)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gated(both: jax.Array, of_rows: jax.Array | None, activation: str) -> jax.Array:
+    """act(gate) · up of (M, 2F), times the rows' weights (M, 1) if there are; only its inputs are kept."""
+    h = glu.product(*jnp.split(both, 2, axis=1), activation=activation)
+    return h if of_rows is None else (of_rows * h.astype(of_rows.dtype)).astype(h.dtype)
 
 
-def _gated_backward(activation, both, dh):
+def _gated_backward(activation, residuals, dh):
+    both, of_rows = residuals
     gate, up = jnp.split(both, 2, axis=1)
-    gradients = glu.gradients(dh.astype(promoted(dh.dtype, jnp.float32)), gate, up, activation=activation)
-    return (jnp.concatenate(gradients, axis=1),)
+    dh, dof_rows = dh.astype(promoted(dh.dtype, jnp.float32)), None
+    if of_rows is not None:
+        h = glu.product(gate, up, activation=activation).astype(dh.dtype)
+        dh, dof_rows = of_rows * dh, jnp.sum(h * dh, axis=1, keepdims=True).astype(of_rows.dtype)
+    return jnp.concatenate(glu.gradients(dh, gate, up, activation=activation), axis=1), dof_rows
 
 
-_gated.defvjp(lambda both, activation: (_gated(both, activation), both), _gated_backward)
+_gated.defvjp(lambda both, of_rows, activation: (_gated(both, of_rows, activation), (both, of_rows)), _gated_backward)
 
 
 # --- quantised experts ------------------------------------------------------------------------------------------------

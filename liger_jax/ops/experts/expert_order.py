@@ -1,6 +1,6 @@
 """The order in which the choices of tokens are sorted by expert, and sums over a token's choices."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,15 @@ def sorted_by_expert(experts: jax.Array, num_experts: int) -> Order:
     return Order(choice // k, choice, row, sizes, is_right)
 
 
-def summed(rows: jax.Array, order: Order, weights: jax.Array | None = None) -> jax.Array:
-    """rows (N·k, D) → (N, D), the sum over a token's choices, with weights (N, k); float32 or wider."""
+def summed(
+    rows: jax.Array, row: jax.Array, weights: jax.Array | None = None, *, mode: Any = "promise_in_bounds"
+) -> jax.Array:
+    """rows (M, D), row (N, k) of each choice → (N, D), the sum over a token's choices; float32 or wider.
+
+    `weights` (N, k) weigh them. With `mode="fill"` a choice whose row is not there adds nothing.
+    """
     total = 0.0
-    for choice in range(order.row.shape[1]):
-        own = rows.at[order.row[:, choice]].get(mode="promise_in_bounds").astype(promoted(rows.dtype, jnp.float32))
+    for choice in range(row.shape[1]):
+        own = rows.at[row[:, choice]].get(mode=mode, fill_value=0).astype(promoted(rows.dtype, jnp.float32))
         total = total + (own if weights is None else weights[:, choice, None] * own)
     return jnp.asarray(total)

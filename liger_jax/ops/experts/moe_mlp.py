@@ -47,7 +47,7 @@ def _forward(arrays, options):
     h = glu.product(gate, up, activation=options.activation)
     y = _plus_bias(options.down.forward.run(h, down, order.sizes, fill), down_bias, group)
     weights = jnp.where(order.is_right, weights, jnp.nan).astype(promoted(x.dtype, jnp.float32))
-    return summed(y, order, weights).astype(x.dtype), order, both
+    return summed(y, order.row, weights).astype(x.dtype), order, both
 
 
 def _plus_bias(y: jax.Array, bias: jax.Array | None, group: jax.Array) -> jax.Array:
@@ -118,7 +118,7 @@ def _backward_rule(options, residuals, dy):
     if gate_up_bias is not None and by_gate_up_bias:
         dgate_up_bias = _bias_gradient(dboth, group, gate_up_bias)
     if by_x:
-        dx = summed(options.gate_up.transposed.run(dboth, gate_up, order.sizes, fill), order)
+        dx = summed(options.gate_up.transposed.run(dboth, gate_up, order.sizes, fill), order.row)
         dx = jnp.where(order.is_right, dx, jnp.nan).astype(x.dtype)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None
 

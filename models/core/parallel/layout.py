@@ -40,7 +40,7 @@ class Layout:
             of all. Use `place` to make batches for it, which shifts labels, pads rows and puts chunks in order. Rows
             may have any length.
         expert: the axis over which the experts of a mixture, and the batch, are sharded: it is added to `batch` if it
-            is not there. Each device has some of every layer's experts, to which the other devices send their tokens.
+            is not there. Each device has some of every layer's experts, and computes them for all devices' tokens.
             Other parameters are sharded over it as over fsdp, if `fsdp` is a single name. Its size must divide the
             number of experts.
 
