@@ -478,6 +478,16 @@ def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
         finetune(source, iter([{"text": _tiny.text(20)}]), stream=True, eval_data=rows[:4])
 
 
+def test_a_generator_that_was_read_before_resumes_no_run(source, rows, tmp_path):
+    texts = lambda: ({"text": _tiny.text(20, i)} for i in itertools.count())
+    options = dict(stream=True, eval_data=rows[:4], out=tmp_path / "run")
+    endless = texts()
+    finetune(source, endless, callbacks=[lambda step, metrics, model: step == 2], **options)
+    with pytest.raises(ValueError, match=r"holds another run: stream='its first step has .*' became '.*'"):
+        finetune(source, endless, **options)
+    assert finetune(source, texts(), **options).step == 6
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
