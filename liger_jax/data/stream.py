@@ -54,6 +54,13 @@ class Stream:
         """Whether pieces fill the rows of a step together."""
         return self._options.pack
 
+    def made_of(self) -> dict[str, str]:
+        """A text that identifies rows of a program by their first step: an iterator may have been read before."""
+        if self._own is None:
+            return {}
+        first = b"".join(each.tokens.tobytes() + each.labels.tobytes() for each in self.pieces_of(0))
+        return {"stream": f"its first step has the digest {digests.of_bytes(first)[:12]}"}
+
     def rows_of(self, step: int) -> Rows:
         """The rows of a step, packed or padded."""
         chosen = self.pieces_of(step)

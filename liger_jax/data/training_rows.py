@@ -73,7 +73,8 @@ class TrainingRows:
         """Texts that identify the data of a run: its documents, and its tokens."""
         digest = digests.of_bytes("".join(each.digest for each in self._tokens).encode())[:12]
         number = sum(each.num_rows for each in self.laid)
-        return {
+        begins = {} if self.stream is None else self.stream.made_of()
+        return begins | {
             "documents": " and ".join(each.meta["documents"] for each in self._tokens),
             "rows": f"{number} rows, as tokenizer and chat template make them: {digest}",
         }

@@ -106,6 +106,7 @@ class _Parts:
     def of(cls, model: Any, layout: Layout | None) -> "_Parts":
         """Splits a model."""
         kind = nnx.LoRAParam if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) else nnx.Param
+        _check_trained(nnx.state(model, kind))
         graph, params, frozen = nnx.split(Whole(model, layout), kind, ...)
         digest = digests.of_json(digests.of_leaves((params, frozen)))
         return cls(graph, params, frozen, jax.typeof(_head(model)), _parameters(model), digest)
@@ -222,6 +223,17 @@ def _check(settings: Settings[FinetuneOptions], model: Any) -> None:
         )
     _check_adapters(model)
     _check_states(model, head)
+
+
+def _check_trained(params: Any) -> None:
+    """Refuses parameters that no optimizer trains or no checkpoint holds."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if leaf.dtype == jnp.float16 or not leaf.size:
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise UserError(
+                f"The model's {name} is {leaf.dtype} of shape {leaf.shape}, and a trained parameter must be bfloat16 "
+                "or wider, and not be empty. Cast it, or hold it in an nnx.Variable."
+            )
 
 
 def _check_adapters(model: Any) -> None:

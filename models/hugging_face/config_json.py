@@ -168,6 +168,22 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     return {"architectures": [architecture], "torch_dtype": dtype, **always, **values}
 
 
+def more_fields(fields: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields that a save adds to those of the model, if they are JSON that leaves the model as it is."""
+    for name, value in fields.items():
+        given = f"save_pretrained: config_fields={{{name!r}: {config_fields.short(value)}}}"
+        try:
+            same = json.loads(json.dumps(own.get(name, value), allow_nan=False)) == json.loads(
+                json.dumps(value, allow_nan=False)
+            )
+        except (TypeError, ValueError):
+            raise ValueError(f"{given} must be JSON: texts, finite numbers, booleans, None, lists and dicts.") from None
+        if not same or (name == "dtype" and value != own["torch_dtype"]):
+            held = config_fields.short(own.get(name, own["torch_dtype"]))
+            raise ValueError(f"{given} contradicts the model, which has {held}. Leave it out.")
+    return fields
+
+
 def not_in_transformers(config: Any, model_type: str) -> list[str]:
     """Finds the fields of a written config that transformers does not compute or does not read."""
     clauses, scaling = [], config.rope_scaling

@@ -177,7 +177,7 @@ class Pretrained(nnx.Module):
             path: a folder, created if it does not exist. No other process may write to it at the same time. The
                 safetensors and generation_config.json of an earlier model in it are deleted; until then the disk holds
                 both models.
-            max_shard_bytes: the largest size of a file, unless a single tensor is larger.
+            max_shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
             config_fields: more fields for config.json, such as `{"eos_token_id": 2}`.
             tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
                 chat_template.jinja, which replace those in `path`; or the result of `hugging_face.source.find`. `None`
@@ -185,8 +185,10 @@ class Pretrained(nnx.Module):
 
         Raises:
             FileNotFoundError: the folder of the multimodal checkpoint from which the model was loaded no longer exists.
-            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`; `lora.merge_lora`
-                adds them to the weights), or `tokenizer_from` is not a folder with a tokenizer's files.
+            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`;
+                `lora.merge_lora` adds them to the weights) or a parameter that is not in float32, bfloat16, float16 or
+                float64, `config_fields` are no JSON or contradict the model, or `tokenizer_from` is not a folder with a
+                tokenizer's files.
         """
         if max_shard_bytes < 1:
             raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
@@ -197,9 +199,13 @@ class Pretrained(nnx.Module):
                 "weights that they change, merge_lora(model), or save them alone, save_adapters(model, path); both are "
                 "in liger_jax.models.lora."
             )
-        values = json.loads(self.kept.config)
-        values |= config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
-        values |= config_fields or {}
+        if odd := {str(parameter.dtype) for _, parameter in flat} - set(config_json.DTYPES):
+            raise ValueError(
+                f"save_pretrained: parameters are {', '.join(sorted(odd))}, and must be "
+                f"{', '.join(config_json.DTYPES)}, since from_pretrained reads no others. Cast them before."
+            )
+        own = config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
+        values = json.loads(self.kept.config) | own | config_json.more_fields(config_fields or {}, own)
         whole = self.kept.whole
         if different := config_json.not_in_transformers(self.config, values["model_type"]):
             warnings.warn(

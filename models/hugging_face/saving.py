@@ -82,6 +82,8 @@ def write_adapters(
 @contextlib.contextmanager
 def _mended(folder: pathlib.Path, names: Names, small_files: Iterable[str]) -> Iterator[None]:
     """A context for a save, before and after which no other save is left unfinished."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file, or a link to no folder, and must be a folder or not exist.")
     folder.mkdir(parents=True, exist_ok=True)
     for path in {(folder / name).parent for name in small_files}:
         if path != folder and path.is_symlink():  # files elsewhere would be replaced

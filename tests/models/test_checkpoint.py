@@ -394,6 +394,41 @@ def test_adapters_are_not_saved_under_names_that_nobody_reads(tmp_path):
         model.save_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn"])
+def test_weights_that_cannot_be_read_again_are_not_saved(dtype, folder):
+    model: Any = make_model()
+    model.model.norm.scale = nnx.Param(model.model.norm.scale[...].astype(dtype))
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=f"parameters are {dtype}, and must be float32, bfloat16, float16, float64"):
+        model.save_pretrained(folder)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"vocab_size": 7}, r"\{'vocab_size': 7\} contradicts the model, which has \d+"),
+        ({"dtype": "float16"}, r"\{'dtype': 'float16'\} contradicts the model, which has 'float32'"),
+        ({"eos_token_id": float("nan")}, r"\{'eos_token_id': nan\} must be JSON"),
+        ({"note": {1, 2}}, r"\{'note': \{1, 2\}\} must be JSON"),
+    ],
+)
+def test_fields_that_would_spoil_a_checkpoint_are_not_saved(fields, message, folder):
+    before = (folder / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=f"save_pretrained: config_fields={message}"):
+        make_model().save_pretrained(folder, config_fields=fields)
+    assert (folder / "config.json").read_bytes() == before
+    make_model().save_pretrained(folder, config_fields={"hidden_size": CONFIG.hidden_size, "dtype": "float32"})
+
+
+def test_a_model_is_not_saved_to_a_file_or_a_broken_link(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(NotADirectoryError, match=f"{name} is a file, or a link to no folder, and must be"):
+            make_model().save_pretrained(tmp_path / name)
+
+
 def test_tied_head_and_rotary_buffers_may_be_there_once_more(tmp_path):
     model = make_model(dataclasses.replace(CONFIG, tie_word_embeddings=True))
     model.save_pretrained(tmp_path)

@@ -470,12 +470,32 @@ def test_an_adapter_of_a_head_that_no_gradient_reaches_is_refused(model, targets
         own_model._check_adapters(own)
 
 
+@pytest.mark.parametrize("leaf", [jnp.zeros((3, 4), jnp.float16), jnp.zeros((0, 4))])
+def test_a_parameter_that_cannot_be_trained_is_refused_before_the_run(leaf, source, rows):
+    model: Any = Headed()
+    model.extra = nnx.Param(leaf)
+    with pytest.raises(
+        ValueError, match=r"The model's extra is float(16|32) of shape \(., 4\), and a trained parameter"
+    ):
+        trainers.finetune(model, rows, tokenizer=source, length=16, batch=2, steps=1)
+
+
 def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
     endless = ({"text": _tiny.text(20, i)} for i in itertools.count())
     result = finetune(source, endless, stream=True, eval_data=rows[:4])
     assert len(result.metrics["loss"]) == 6
     with pytest.raises(ValueError, match=r"^rows is an iterator that .* Pass fewer steps, or rows that can be read"):
         finetune(source, iter([{"text": _tiny.text(20)}]), stream=True, eval_data=rows[:4])
+
+
+def test_a_generator_that_was_read_before_resumes_no_run(source, rows, tmp_path):
+    texts = lambda: ({"text": _tiny.text(20, i)} for i in itertools.count())
+    options = dict(stream=True, eval_data=rows[:4], out=tmp_path / "run")
+    endless = texts()
+    finetune(source, endless, callbacks=[lambda step, metrics, model: step == 2], **options)
+    with pytest.raises(ValueError, match=r"holds another run: stream='its first step has .*' became '.*'"):
+        finetune(source, endless, **options)
+    assert finetune(source, texts(), **options).step == 6
 
 
 @pytest.mark.parametrize(
