@@ -2,6 +2,7 @@
 
 from liger_jax import _interrupt  # noqa: F401, I001  # first: it says what Ctrl-C does during the other imports
 from liger_jax import _packages  # noqa: F401  # then: it says which versions do not work together
+from liger_jax import _simulated  # noqa: F401, I001  # then: XLA reads it when it starts
 from liger_jax import losses as losses
 from liger_jax.ops import BlockQuantized as BlockQuantized
 from liger_jax.ops import DynamicRope as DynamicRope

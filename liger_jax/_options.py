@@ -143,6 +143,9 @@ def check(owner: Any) -> None:
         if wrong := [each for each in several if isinstance(each, str) and "\0" in each]:
             raise UserError(f"{flag(field)}={wrong[0]!r} holds a null character, which file names cannot have.")
         if choices is not None and value not in choices:
+            if isinstance(value, str) and value.isdecimal() and int(value) in choices:
+                names, cure = ", ".join(choices[:-1]), f"{flag(field)}={int(value)}"
+                raise UserError(f"{flag(field)}={value!r} must be one of {names}, or a number, not its text: {cure}.")
             raise UserError(f"{flag(field)}={value} must be one of {', '.join(choices)}.")
         if told is not None and (problem := told(value)):
             is_long = isinstance(value, int) and abs(value) >= 10**30

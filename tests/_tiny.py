@@ -65,6 +65,11 @@ def pairs(count: int) -> str:
     return "\n".join(lines)
 
 
+def prompts(count: int) -> str:
+    """JSON lines of prompts, each with the letter that is rewarded."""
+    return "\n".join(json.dumps({"prompt": text(2 + i % 3, i), "letter": "e"}) for i in range(count))
+
+
 def answers(count: int) -> str:
     """JSON lines of single answers with labels, of which those that begin with "one" are good."""
     lines = []

@@ -18,9 +18,10 @@ from jax.core import Tracer
 from liger_jax._tree import tree_dataclass
 from liger_jax.ops import checks
 from liger_jax.ops.labels import as_labels
-from liger_jax.pallas_kernels.cross_entropy import formulas
+from liger_jax.pallas_kernels.cross_entropy import row_losses as loss_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Statistics
+from liger_jax.pallas_kernels.cross_entropy.row_losses import Coefficients
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -220,8 +221,8 @@ def row_losses(statistics: Statistics, terms: TokenTerms, options: LossOptions) 
     """The losses of the tokens (N,). The coefficients hold a mean's denominator already."""
     coefficients = terms.coefficients
     if options.token_scaling:
-        statistics, coefficients = formulas.by_own_probability(statistics, coefficients)
-    return formulas.row_losses(statistics, coefficients, terms.class_weight_sum)
+        statistics, coefficients = loss_formulas.by_own_probability(statistics, coefficients)
+    return loss_formulas.row_losses(statistics, coefficients, terms.class_weight_sum)
 
 
 def reduced(losses: jax.Array, options: LossOptions, shape: tuple[int, ...]) -> jax.Array:
@@ -237,7 +238,7 @@ def metrics(statistics: Statistics, terms: TokenTerms, options: LossOptions, sha
     correct, num_counting = (options.sum(x.astype(jnp.float32)) for x in (right, terms.counts))
     squared = terms.coefficients.squared
     if options.token_scaling:
-        squared = formulas.by_own_probability(statistics, terms.coefficients)[1].squared
+        squared = loss_formulas.by_own_probability(statistics, terms.coefficients)[1].squared
     z_losses = (
         jnp.zeros(terms.counts.shape, jnp.float32)
         if squared is None

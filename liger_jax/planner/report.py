@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from liger_jax._install import install_command
+from liger_jax.pallas_kernels.devices import HOPPER
 from liger_jax.planner.advice import PRECISIONS, Change, options
 from liger_jax.planner.devices import GIB, LITTLE, NEAR, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
 from liger_jax.planner.estimate import DYNAMIC, STATIC
@@ -149,7 +150,9 @@ def _choice(plan: MemoryPlan) -> Iterator[str]:
         if plan.run.micro_batches > 1:
             yield f"batch: {plan.run.batch} rows in {plan.run.micro_batches} micro-batches"
     if plan.fits and (rate := plan.tokens_per_second) is not None:
-        error = f"within {WITHIN:.0%} of what was measured on Hopper GPUs"
+        is_measured = plan.run.target.platform == "gpu" and plan.run.target.capability == HOPPER
+        near = f"within {WITHIN:.0%} of what was measured" if is_measured else "which was compared with measurements"
+        error = f"{near} on Hopper GPUs{'' if is_measured else ' alone'}"
         yield f"Speed: about {float(f'{rate:.2g}'):,.0f} tokens a second (estimate, {error})."
 
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from liger_jax import _simulated
 from liger_jax.data.public import given_rows
 from liger_jax.trainers import arguments
 from liger_jax.trainers.arguments import LoRA
@@ -244,6 +245,7 @@ def _run(
     in_memory: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Result:
     """Runs a method. `own`: the method's arguments that are options. `in_memory`: objects of the program."""
+    _simulated.threads_given()  # a notebook may ask for several devices after its imports
     is_named = isinstance(model, str | os.PathLike)
     if not isinstance(tokenizer, str | os.PathLike | None):
         raise TypeError(

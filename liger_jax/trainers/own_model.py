@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.interpreters import partial_eval
 
 from liger_jax.data import token_cache, training_rows
 from liger_jax.losses import shifted_labels
@@ -250,12 +251,9 @@ def _check_adapters(model: Any) -> None:
         program = jax.make_jaxpr(call)(own, rest).jaxpr
     except Exception:  # as in `_check_states`
         return
-    read = {id(each) for each in program.outvars}
-    for operation in reversed(program.eqns):
-        if operation.effects or any(id(each) in read for each in operation.outvars):
-            read |= {id(each) for each in operation.invars}
+    _, read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))  # also within functions that are jitted
     paths = [path for path, _ in jax.tree.leaves_with_path(own)]
-    unread = [path for path, each in zip(paths, program.invars, strict=False) if id(each) not in read]
+    unread = [path for path, is_read in zip(paths, read, strict=False) if not is_read]
     names = dict.fromkeys(jax.tree_util.keystr(path[:-1], simple=True, separator=".") for path in unread)
     names = [*dict.fromkeys(name.rpartition(".")[0] for name in names)]
     if names:

@@ -96,7 +96,8 @@ def lines(
     what = "row" if settings.rows.pack else data.laid[0].tokens.kind
     epochs = recipe.epochs_to_train or steps / math.ceil(data.num_in_epoch / recipe.batch)
     yield (
-        f"steps: {steps:,} of {counted(recipe.batch, what)}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}; "
+        f"steps: {steps:,} of {counted(min(recipe.batch, data.num_in_epoch), what)}, "
+        f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}; "
         f"{counted(round(tokens), 'token')} a step in rows × places of {' and '.join(each)}, "
         f"{padding:.1%} of them padding"
     )

@@ -1,7 +1,6 @@
 """What a start of a command compiles: few programs, each of them once."""
 
 import collections
-import json
 
 import jax
 import pytest
@@ -22,8 +21,7 @@ def source(tmp_path_factory):
     """A checkpoint's folder, with conversations, prompts and rewards beside it."""
     folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
     (folder.parent / "chats.jsonl").write_text(_tiny.chats(12))
-    lines = [json.dumps({"prompt": _tiny.text(2 + i % 3, i), "letter": "e"}) for i in range(4)]
-    (folder.parent / "prompts.jsonl").write_text("\n".join(lines))
+    (folder.parent / "prompts.jsonl").write_text(_tiny.prompts(4))
     (folder.parent / "start_rewards.py").write_text(REWARDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder.parent)

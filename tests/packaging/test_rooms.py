@@ -17,7 +17,7 @@ ROOMS = {
     "chat": set(), "data": {"chat", "training", *MODELS}, "trainers": {"data", "planner", "training", *MODELS},
     "commands": {"trainers", "data", "chat", "planner", "training", *MODELS},
 }  # fmt: skip
-BELOW = ("_options", "user_errors", "_install", "_interrupt", "_packages", "_tree")
+BELOW = ("_options", "user_errors", "_install", "_interrupt", "_packages", "_tree", "_simulated")
 
 
 @functools.cache

@@ -48,6 +48,8 @@ def test_the_verdict_comes_first_then_the_largest_batch_then_advice_and_the_tabl
     assert lines[3].startswith("Static memory") and lines[5].startswith("Planned: llama-3-8b, 16 × 4096 tokens")
     detailed = report.text(found, details=True).splitlines()
     assert detailed[: len(lines)] == lines and detailed[len(lines) + 1].startswith("GiB on each device")
+    other = report.text(plan("llama-3-8b", batch=1, seq=512, device="rtx4090", lora=16, remat="full"))
+    assert re.search(r"\(estimate, which was compared with measurements on Hopper GPUs alone\)\.$", other, re.MULTILINE)
     lines = report.text(plan("llama-3-8b", batch=1, seq=4096, device="t4")).splitlines()
     assert re.fullmatch(r"Does not fit: 121\.9 GiB needed, and a process can have 13\.\d\.", lines[0])
     assert lines[1] == "No batch of 4096 tokens fits (estimate)."

@@ -449,6 +449,12 @@ class Headed(nnx.Module):
         return self.lm_head.kernel[...].T
 
 
+class Jitted(Headed):
+    @nnx.jit
+    def hidden_states(self, input_ids):
+        return super().hidden_states(input_ids)
+
+
 class WithAdapter(Headed):
     @property
     def head(self):
@@ -460,7 +466,7 @@ class WithAdapter(Headed):
     ["model", "targets", "is_trained"],
     [
         (Headed, ["lm_head"], False), (Headed, ["up", "lm_head"], False), (Headed, ["up"], True),
-        (WithAdapter, ["lm_head"], True),
+        (Jitted, ["lm_head"], False), (Jitted, ["up"], True), (WithAdapter, ["lm_head"], True),
     ],
 )  # fmt: skip
 def test_an_adapter_of_a_head_that_no_gradient_reaches_is_refused(model, targets, is_trained, source):
@@ -512,6 +518,8 @@ def test_a_generator_that_was_read_before_resumes_no_run(source, rows, tmp_path)
          "batch, the whole step's rows over all devices and micro-batches."),
         (dict(callbacks=[lambda step, metrics: None]), TypeError, None),
         (dict(batch="4"), TypeError, "batch='4' must be an int."),
+        (dict(remat="1"), ValueError, "remat='1' must be one of auto, none, full, dots, offload, offload_attention, or "
+         "a number, not its text: remat=1."),
         (dict(lora=4), TypeError, "finetune: lora belongs to the adapters: pass adapters=trainers.LoRA(…)."),
         (dict(adapters=trainers.LoRA(0)), ValueError, "adapters=LoRA(0) must be at least 1."),
         (dict(adapters=None, merge=True), ValueError,

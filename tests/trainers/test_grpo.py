@@ -47,8 +47,7 @@ def letters(completions, letter):
 def source(tmp_path_factory):
     """A checkpoint's folder, with prompts and rewards beside it."""
     folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
-    lines = [json.dumps({"prompt": _tiny.text(2 + i % 3, i), "letter": "e"}) for i in range(10)]
-    (folder.parent / "prompts.jsonl").write_text("\n".join(lines))
+    (folder.parent / "prompts.jsonl").write_text(_tiny.prompts(10))
     (folder.parent / "tiny_rewards.py").write_text(REWARDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder.parent)

@@ -274,7 +274,8 @@ def test_a_folder_of_before_says_why_its_documents_share_no_rows(takes_segments,
 
 
 @pytest.mark.parametrize(["batch", "steps", "advice"], [(2, None, "--batch 16 --learning-rate 2.8e-05 trains"),
-    (2, 99, "--batch 16 --learning-rate 2.8e-05 --steps 13 trains"), (2, 3, ""), (128, None, "")])  # fmt: skip
+    (2, 99, "--batch 16 --learning-rate 2.8e-05 --steps 13 trains"), (2, 3, ""),
+    (128, None, ""), (999, None, "")])  # fmt: skip
 def test_a_larger_batch_is_named_where_a_step_has_few_tokens(batch, steps, advice, tmp_path):
     tokens = Tokens(np.full(200, 50))
     laid, laying = LaidRows(tokens, [np.arange(200)], 256, False), Laying(batch=batch)
@@ -286,5 +287,5 @@ def test_a_larger_batch_is_named_where_a_step_has_few_tokens(batch, steps, advic
     data = TrainingRows(laid, None, None, "").laid_in_steps(*settings.recipe.order, number, laying)
     first, *more = step_sizes.lines(settings, data, number, laying)
     epochs = "1 epoch" if steps is None else f"{steps / 100:.3g} epochs"
-    assert first.startswith(f"steps: {number} of {batch} pieces, {epochs}; ")
+    assert first.startswith(f"steps: {number} of {min(batch, 200)} pieces, {epochs}; ")
     assert (advice in more[0]) if advice else not more

@@ -17,7 +17,7 @@ from liger_jax.ops.linear._sum import RowLoss, linear_sum
 from liger_jax.ops.linear.plan import choose_mode
 from liger_jax.ops.linear.problem import OP
 from liger_jax.ops.linear.split_head import SplitHead, taken_apart, whole_weight
-from liger_jax.pallas_kernels.cross_entropy import formulas
+from liger_jax.pallas_kernels.cross_entropy import row_losses as formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
 
