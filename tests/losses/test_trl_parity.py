@@ -225,16 +225,20 @@ def test_orpo(rng, torch):
     assert_same(torch, lambda w, x: losses.orpo_loss(w, x, nll, beta=0.3).losses.mean(), theirs, *means)
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
-def test_cpo_and_simpo(loss_type, rng, torch):
-    smoothing = 0.1 if loss_type in ("sigmoid", "simpo") else 0.0
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo", "alphapo"])
+def test_cpo_simpo_and_alphapo(loss_type, rng, torch):
+    smoothing = 0.1 if loss_type in ("sigmoid", "simpo", "alphapo") else 0.0
     arrays = -3 * rng.gamma(1.0, 1.0, (2, P))
-    self = trainer(loss_type=loss_type, beta=0.3, alpha=0.0, simpo_gamma=0.5, label_smoothing=smoothing)
+    alpha = 0.25 if loss_type == "alphapo" else 0.0
+    theirs = "simpo" if loss_type == "alphapo" else loss_type  # as CPOConfig names it
+    self = trainer(loss_type=theirs, beta=0.3, alpha=alpha, simpo_gamma=0.5, label_smoothing=smoothing)
     options = dict(beta=0.3, label_smoothing=smoothing)
 
     def ours(w, x):
         if loss_type == "simpo":
             return losses.simpo_loss(w, x, gamma=0.5, **options).losses.mean()
+        if loss_type == "alphapo":
+            return losses.alphapo_loss(w, x, gamma=0.5, reward_alpha=alpha, **options).losses.mean()
         return losses.cpo_loss(w, x, loss_type=loss_type, cpo_alpha=0.0, **options).losses.mean()
 
     assert_same(

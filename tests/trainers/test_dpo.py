@@ -30,8 +30,8 @@ DPO = (
     "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft "
     "sigmoid_norm"
 ).split()
-FREE = ("orpo", "cpo", "cpo_hinge", "cpo_ipo", "simpo")
-SMOOTHED = {name: {"label_smoothing": 0.1} for name in ("exo_pair", "robust")}
+FREE = ("orpo", "cpo", "cpo_hinge", "cpo_ipo", "simpo", "alphapo")
+REQUIRED = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "alphapo": {"reward_alpha": 0.25}}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,8 @@ def named_loss(name, policy, reference, counts, whole):
         return losses.orpo_loss(means[0], means[1], jnp.float32(-whole[:, 0].sum() / whole[:, 1].sum())).losses.mean()
     if name == "simpo":
         return losses.simpo_loss(*means).losses.mean()
+    if name == "alphapo":
+        return losses.alphapo_loss(*means, reward_alpha=0.25).losses.mean()
     if name.startswith("cpo"):
         kind, nll = name.partition("_")[2] or "sigmoid", -policy[:, 0].sum() / counts[:, 0].sum()
         sides = means if kind == "ipo" else (chosen, rejected)
@@ -92,7 +94,7 @@ def named_loss(name, policy, reference, counts, whole):
     tokens = dict(chosen_tokens=jnp.asarray(counts[:, 0]), rejected_tokens=jnp.asarray(counts[:, 1]))
     read = {"ipo": tokens, "sigmoid_norm": tokens, "sft": {"chosen_tokens": tokens["chosen_tokens"]}}.get(name, {})
     references = jnp.asarray(reference, jnp.float32).T
-    options = SMOOTHED.get(name, {})
+    options = REQUIRED.get(name, {})
     return losses.dpo_loss(chosen, rejected, *references, loss_type=name, **read, **options).losses.mean()
 
 
@@ -111,7 +113,7 @@ def loss_of(preference):
 def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
     rng = np.random.default_rng(1)
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
-    preference = Preference(loss_type=name, **SMOOTHED.get(name, {}))
+    preference = Preference(loss_type=name, **REQUIRED.get(name, {}))
     (found, counts, whole), (of_reference, *_) = each_pair(batch, policy), each_pair(batch, reference)
     assert found.shape == (9, 2)
     stored = {**batch, reference_log_probs.NAME: responses_of(reference, batch)}
@@ -346,6 +348,7 @@ def test_pairs_are_learnt_by_adapters(source, tmp_path, loss):
         (["--loss=orpo", "--label-smoothing=0.1"], "--label-smoothing does not go with --loss orpo. Leave it out."),
         (["--loss=cpo", "--discopop-tau=0.1"], "--discopop-tau does not go with --loss cpo. Leave it out."),
         (["--loss=simpo", "--ld-alpha=1"], "--ld-alpha does not go with --loss simpo. Leave it out."),
+        (["--loss=alphapo"], "--reward-alpha=0.0 must be a finite number other than 0"),
         (["--loss=exo_pair"], "--label-smoothing=0.0 must be > 0"),
         (["--label-smoothing=0.1"], "does not read it"),
         (["--ld-alpha=2"], "--ld-alpha=2.0 must be in [0, 1]"),
