@@ -16,21 +16,17 @@ from liger_jax.commands import main
 from liger_jax.data.answers import PairTokenizer
 from liger_jax.data.preferences import pair
 from liger_jax.data.training_rows import prepared
+from liger_jax.losses.preference import DPO_TYPES, READERS
 from liger_jax.trainers import pairs, reference_log_probs, samples
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
-from liger_jax.trainers.preference_losses import Preference
+from liger_jax.trainers.preference_losses import FREE, Preference
 from liger_jax.training import pack_pairs, rows
 from liger_jax.user_errors import UserError
 from tests import _tiny
 from tests.trainers._runs import Model, figures_of
 
 SMALL = "--length 128 --batch 4 --steps 5 --every 5 --learning-rate 0.02".split()
-DPO = (
-    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft "
-    "sigmoid_norm"
-).split()
-FREE = ("orpo", "cpo", "cpo_hinge", "cpo_ipo", "simpo", "alphapo")
 REQUIRED = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "alphapo": {"reward_alpha": 0.25}}
 
 
@@ -92,7 +88,7 @@ def named_loss(name, policy, reference, counts, whole):
         sides = means if kind == "ipo" else (chosen, rejected)
         return losses.cpo_loss(sides[0], sides[1], jnp.float32(nll), loss_type=kind).losses.mean()
     tokens = dict(chosen_tokens=jnp.asarray(counts[:, 0]), rejected_tokens=jnp.asarray(counts[:, 1]))
-    read = {"ipo": tokens, "sigmoid_norm": tokens, "sft": {"chosen_tokens": tokens["chosen_tokens"]}}.get(name, {})
+    read = {option: count for option, count in tokens.items() if name in READERS[option]}
     references = jnp.asarray(reference, jnp.float32).T
     options = REQUIRED.get(name, {})
     return losses.dpo_loss(chosen, rejected, *references, loss_type=name, **read, **options).losses.mean()
@@ -109,7 +105,7 @@ def loss_of(preference):
     return jax.jit(lambda log_probs, batch, *normalizer: loss(Model(log_probs), batch, *normalizer))
 
 
-@pytest.mark.parametrize("name", [*DPO, *FREE])
+@pytest.mark.parametrize("name", [*DPO_TYPES, *FREE])
 def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
     rng = np.random.default_rng(1)
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
@@ -119,7 +115,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
     stored = {**batch, reference_log_probs.NAME: responses_of(reference, batch)}
     loss, figures = loss_of(preference)(policy, stored)
     np.testing.assert_allclose(loss, named_loss(name, found, of_reference, counts, whole), rtol=1e-5)
-    if name in DPO:
+    if name in DPO_TYPES:
         rewards = 0.1 * (found - of_reference)
         told = dict(chosen=rewards[:, 0].mean(), rejected=rewards[:, 1].mean())
         told |= dict(margins=(-np.diff(rewards)).mean(), accuracies=(np.diff(rewards) < 0).mean())
