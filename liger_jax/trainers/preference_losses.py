@@ -18,6 +18,7 @@ from liger_jax.user_errors import UserError, in_options
 
 CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss` calls them
 FREE = ("orpo", *CPO, "simpo", "alphapo")  # losses without a reference
+OF_MEANS = ("orpo", "cpo_ipo", "simpo", "alphapo")  # those that read the mean of an answer's tokens, and not the sum
 NAMES = (*DPO_TYPES, *FREE, *KTO_TYPES)
 
 _FUNCTIONS: dict[str, Any] = {
@@ -164,7 +165,7 @@ class Preference(LossOptions):
         """The losses of pairs; meaningless where an entry is not a pair."""
         chosen, rejected = pairs.chosen, pairs.rejected
         counts = [jnp.maximum(n, 1).astype(jnp.int32) for n in (pairs.chosen_tokens, pairs.rejected_tokens)]
-        if self.loss_type in ("orpo", "simpo", "alphapo", "cpo_ipo"):
+        if self.loss_type in OF_MEANS:
             chosen, rejected = (x / n for x, n in zip((chosen, rejected), counts, strict=True))
         if not self.needs_reference:  # a mean of 0 has infinite odds: entries that are not pairs get another
             chosen, rejected = (jnp.where(pairs.exist, x, -1.0) for x in (chosen, rejected))
