@@ -21,7 +21,11 @@ from liger_jax.losses.sampler import MODES
 from tests.losses._oracle import close, scale_of_sum
 
 HAS_TRL = all(importlib.util.find_spec(name) for name in ("torch", "trl"))
-pytestmark = [pytest.mark.parity, pytest.mark.skipif(not HAS_TRL, reason="torch or trl is not installed")]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.skipif(not HAS_TRL, reason="torch or trl is not installed"),
+    pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'"),
+]
 P, T = 4, 7
 TYPES_AND_LEVELS = [(t, "token") for t in LOSS_TYPES] + [(t, "sequence") for t in LOSS_TYPES if t not in SEQUENCE_TYPES]
 LENGTHS = np.array([5, 2, 4, 6, 3, 6, 1, 4])  # of P chosen and P rejected
