@@ -135,6 +135,7 @@ $(call PEER_ENV,%)/.installed: pyproject.toml
 
 help:
 	@echo 'make train      train a small LLaMA on real text         ARGS="--steps 50"  EXTRA=cuda|tpu|none'
+	@echo 'make env        the environment of the tests, in which python and liger-jax are those of this checkout'
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
 	@echo '                JOBS=8 workers, PART=1/2 of the cases, ENV=system: in the Python that is there'
 	@echo '                PYTEST_ARGS=--costs: seconds and cases of each file; --cold: nothing compiled before'
@@ -167,6 +168,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(filter
 installed = $(if $(filter venv,$(ENV)),$(TEST_ENV)/.installed$(1))
 
 env: $(call installed)
+	@echo 'make: the environment is activated with . $(TEST_ENV)/bin/activate'
 
 # Doctests are examples: without TESTS, the package is not searched for them.
 test: $(call installed)

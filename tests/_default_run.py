@@ -8,7 +8,7 @@ import re
 # `make examples` runs them, beside the examples of docstrings.
 EXAMPLES = {
     "packaging/test_snippets.py": r"test_examples_of_a_page|test_example_runs_alone",
-    "packaging/test_site.py": r"test_(every_public|an_entry|pages_ask|the_pictures|the_search|a_plot)",  # one build
+    "packaging/test_site.py": r"test_(an_entry|pages_ask|the_pictures|the_search|a_plot)",  # one build
     "examples/test_alignment_and_distillation.py": r"test",
     "examples/test_integrations.py": r"test",
     "examples/test_train_llama.py": r"test_(a_packed_run|another_setting|it_starts|a_loss_that_is_not|a_run_learns)",

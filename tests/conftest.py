@@ -170,7 +170,12 @@ def pytest_report_header(config):
     return lines
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        terminalreporter.write_line(
+            f"no case is left by -m {config.option.markexpr!r} and -k {config.option.keyword!r}; `make test-full` and "
+            "`make examples` run the cases that `make test` leaves out (tests/_default_run.py)"
+        )
     if config.getoption("--costs"):
         costs = collections.defaultdict(lambda: [0.0, 0])
         for report in itertools.chain(*terminalreporter.stats.values()):

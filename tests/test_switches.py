@@ -179,6 +179,7 @@ def all_losses(log_probs, mask):
     found += [losses.dpo_loss(*pairs, f_divergence=name) for name in _dpo_formulas.DIVERGENCES]
     found += [losses.cpo_loss(p, p, -p, loss_type=name) for name in ("sigmoid", "hinge", "ipo")]
     found += [losses.orpo_loss(means, 2 * means, -means), losses.simpo_loss(means, 2 * means)]
+    found.append(losses.alphapo_loss(means, 2 * means, reward_alpha=0.25))
     found += [losses.kto_loss(p, p * 1.1, mask[:, 2], kl=0.0), losses.kto_loss(p, p, mask[:, 2], kl=p)]
     found += [losses.sequence_log_probs(log_probs, mask, average) for average in (True, False)]
     found += [losses.sequence_log_probs(log_probs, mask, ld_alpha=0.5, shared_tokens=jnp.asarray([1, 2, 1, 1]))]

@@ -27,6 +27,7 @@ from liger_jax.losses.policy_batch import reverse_kl_advantages as reverse_kl_ad
 from liger_jax.losses.policy_token import policy_token_loss as policy_token_loss
 from liger_jax.losses.preference import DPOOutput as DPOOutput
 from liger_jax.losses.preference import dpo_loss as dpo_loss
+from liger_jax.losses.reference_free import alphapo_loss as alphapo_loss
 from liger_jax.losses.reference_free import cpo_loss as cpo_loss
 from liger_jax.losses.reference_free import orpo_loss as orpo_loss
 from liger_jax.losses.reference_free import simpo_loss as simpo_loss

@@ -1,4 +1,4 @@
-"""Losses of preference pairs that need no reference policy: ORPO, CPO and SimPO."""
+"""Losses of preference pairs that need no reference policy: ORPO, CPO, SimPO and AlphaPO."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.losses import _checks
-from liger_jax.losses._dpo_formulas import smoothed_sigmoid
+from liger_jax.losses._dpo_formulas import score, smoothed_sigmoid
 from liger_jax.losses.preference import DPOOutput
 from liger_jax.ops.checks import check_choice, check_shape
 
@@ -149,11 +149,64 @@ def simpo_loss(
     op = "simpo_loss"
     _checks.check_positive(op, beta=beta)
     _checks.check_label_smoothing(op, label_smoothing)
-    _checks.check_python_numbers(op, gamma=gamma)
-    _checks.check_number(op, "gamma", gamma, 0 <= gamma < float("inf"), "a finite number >= 0; 0.0 is no margin")
+    _check_gamma(op, gamma)
     chosen, rejected = _checks.as_sequences(op, chosen=chosen, rejected=rejected)
     losses = smoothed_sigmoid(beta * (chosen - rejected) - gamma, label_smoothing)
     return _output(losses, chosen, rejected, beta)
+
+
+def alphapo_loss(
+    chosen: Float[Array, "P"],
+    rejected: Float[Array, "P"],
+    *,
+    reward_alpha: float = 0.0,
+    beta: float = 0.1,
+    gamma: float = 0.5,
+    label_smoothing: float = 0.0,
+) -> DPOOutput:
+    """Reward shape preference optimisation: SimPO with another function of the mean log-probabilities as rewards.
+
+    loss = −(1 − ε) log σ(x) − ε log σ(−x), x = β (r(chosen) − r(rejected)) − γ, r(a) = (1 − e^(−αa)) / α.
+
+    For α towards 0 it is `simpo_loss`. The larger α is, the more an unlikely response's reward changes with its
+    log-probability, and the less a likely one's. −αa is clipped at 80.
+
+    Args:
+        chosen: mean log-probabilities of the preferred responses' tokens, any float dtype; `sequence_log_probs` with
+            `average=True` makes them.
+        rejected: the other responses' log-probabilities, of the same shape.
+        reward_alpha: α, any number but 0; TRL calls it `alpha`.
+        beta: > 0, the scale of rewards.
+        gamma: ≥ 0, the target margin of β r(chosen) over β r(rejected).
+        label_smoothing: ε in [0, 0.5).
+
+    Returns:
+        A `DPOOutput`; rewards are β r.
+
+    Example:
+        >>> chosen, rejected = jnp.array([-0.5, -1.0]), jnp.array([-1.5, -0.8])
+        >>> alphapo_loss(chosen, rejected, reward_alpha=0.25, beta=2.0).losses.tolist()
+        [0.118, 1.314]
+
+    References:
+        Gupta et al., AlphaPO: Reward Shape Matters for LLM Alignment, arXiv:2501.03884.
+    """
+    op = "alphapo_loss"
+    _checks.check_python_numbers(op, reward_alpha=reward_alpha)
+    is_shape = 0 < abs(reward_alpha) < float("inf")
+    _checks.check_number(op, "reward_alpha", reward_alpha, is_shape, "a finite number other than 0, where it is SimPO")
+    _checks.check_positive(op, beta=beta)
+    _checks.check_label_smoothing(op, label_smoothing)
+    _check_gamma(op, gamma)
+    means = _checks.as_sequences(op, chosen=chosen, rejected=rejected)
+    chosen, rejected = (score(mean, "alpha_divergence", 1.0 - reward_alpha) for mean in means)  # the same function
+    losses = smoothed_sigmoid(beta * (chosen - rejected) - gamma, label_smoothing)
+    return _output(losses, chosen, rejected, beta)
+
+
+def _check_gamma(op: str, gamma: Any) -> None:
+    _checks.check_python_numbers(op, gamma=gamma)
+    _checks.check_number(op, "gamma", gamma, 0 <= gamma < float("inf"), "a finite number >= 0; 0.0 is no margin")
 
 
 def _nll(op: str, chosen_nll: Any, chosen: jax.Array) -> jax.Array:

@@ -98,6 +98,7 @@ _HINTS = {
     "--sync-ref-model": (_DPO, "The reference stays. Start once more from the result, which is then its own reference"),
     "--rpo-alpha": (_DPO, "It is --loss sigmoid,sft --loss-weights 1,ALPHA"),
     "--simpo-gamma": (_DPO, "It is --gamma"),
+    "--alpha": (_DPO, "It is --lora-alpha of adapters, and --reward-alpha of --loss alphapo"),
     "--loss-type": (_DPO, "It is --loss"),
     "--reward-funcs": ("--reward", "It is --reward, which takes functions as TRL calls them"),
     "--bf16": ("--param-dtype", "bfloat16 is the default of --dtype; --param-dtype bfloat16 holds weights so, too"),
@@ -163,7 +164,8 @@ _VALUES = {  # of other trainers
 _COMMANDS = {  # what other packages call a command, or a method is called
     "sft": "finetune", "train": "finetune", "fit": "finetune", "pretrain": "finetune", "lora": "finetune --lora",
     "qlora": "finetune --lora --quantize nf4", "kto": "dpo --loss kto", "orpo": "dpo --loss orpo",
-    "simpo": "dpo --loss simpo", "cpo": "dpo --loss cpo", "ipo": "dpo --loss ipo", "rloo": "grpo --advantages rloo",
+    "simpo": "dpo --loss simpo", "alphapo": "dpo --loss alphapo", "cpo": "dpo --loss cpo", "ipo": "dpo --loss ipo",
+    "rloo": "grpo --advantages rloo",
     "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "gkd": "distill", "kd": "distill", "inference": "generate",
     "infer": "generate", "predict": "generate", "complete": "generate", "memory": "plan", "estimate": "plan",
     "info": "doctor", "env": "doctor", "eval": "finetune --eval-data FILE --steps 1", "merge": "finetune --merge",

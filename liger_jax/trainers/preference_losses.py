@@ -17,12 +17,13 @@ from liger_jax.losses.unpaired import KTO_TYPES
 from liger_jax.user_errors import UserError, in_options
 
 CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss` calls them
-FREE = ("orpo", *CPO, "simpo")  # losses without a reference
+FREE = ("orpo", *CPO, "simpo", "alphapo")  # losses without a reference
+OF_MEANS = ("orpo", "cpo_ipo", "simpo", "alphapo")  # those that read the mean of an answer's tokens, and not the sum
 NAMES = (*DPO_TYPES, *FREE, *KTO_TYPES)
 
 _FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys(DPO_TYPES, losses.dpo_loss), "orpo": losses.orpo_loss, **dict.fromkeys(CPO, losses.cpo_loss),
-    "simpo": losses.simpo_loss, **dict.fromkeys(KTO_TYPES, losses.kto_loss),
+    "simpo": losses.simpo_loss, "alphapo": losses.alphapo_loss, **dict.fromkeys(KTO_TYPES, losses.kto_loss),
 }  # fmt: skip
 _FAR = 1e9  # beyond every log-probability, so that entries that are not pairs are sorted last
 
@@ -61,7 +62,8 @@ class LossOptions:
     f_alpha: float | None = option(None, "alpha of alpha_divergence (default: 0.5)")
     discopop_tau: float | None = option(None, "temperature of discopop (default: 0.05)")
     cpo_alpha: float | None = option(None, "weight of the chosen answer's likelihood, for cpo (default: 1)")
-    gamma: float | None = option(None, "the margin of simpo (default: 0.5)")
+    gamma: float | None = option(None, "the margin of simpo and alphapo (default: 0.5)")
+    reward_alpha: float | None = option(None, "alpha of alphapo's reward, which needs it")
     ld_alpha: float | None = option(
         None, "weight of the tokens of a response beyond the shorter one's length, as in LD-DPO (default: 1)"
     )
@@ -163,14 +165,14 @@ class Preference(LossOptions):
         """The losses of pairs; meaningless where an entry is not a pair."""
         chosen, rejected = pairs.chosen, pairs.rejected
         counts = [jnp.maximum(n, 1).astype(jnp.int32) for n in (pairs.chosen_tokens, pairs.rejected_tokens)]
-        if self.loss_type in ("orpo", "simpo", "cpo_ipo"):
+        if self.loss_type in OF_MEANS:
             chosen, rejected = (x / n for x, n in zip((chosen, rejected), counts, strict=True))
         if not self.needs_reference:  # a mean of 0 has infinite odds: entries that are not pairs get another
             chosen, rejected = (jnp.where(pairs.exist, x, -1.0) for x in (chosen, rejected))
         if self.loss_type == "orpo":
             return losses.orpo_loss(chosen, rejected, pairs.nll, **_given(self))
-        if self.loss_type == "simpo":
-            return losses.simpo_loss(chosen, rejected, **_given(self))
+        if self.loss_type in ("simpo", "alphapo"):
+            return _FUNCTIONS[self.loss_type](chosen, rejected, **_given(self))
         if self.loss_type in CPO:
             nll = None if self.cpo_alpha == 0 else pairs.nll
             return losses.cpo_loss(chosen, rejected, nll, loss_type=CPO[self.loss_type], **_given(self))

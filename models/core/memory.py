@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from liger_jax.models.core.embedding import logit_options_of, sums_gradients, tied_head_dtype
 from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward
-from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS, may_fuse
+from liger_jax.models.core.feed_forward import FEED_FORWARDS, may_fuse
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import kinds_of, modes_of
 from liger_jax.models.core.remat import Remat, is_offloaded, mode_of_first
@@ -115,7 +115,7 @@ class LayerMemory:
         at_once = tokens if self.dora else tokens_at_once(tokens, c.hidden_size, self.remat, self.tensor)
 
         def bytes_of(one):
-            if one is FEED_FORWARDS[DENSE]:
+            if one is not FEED_FORWARDS[EXPERTS]:
                 return self._bytes(one.values_in_backward(c, in_place) - kept["feed-forward"], at_once)
             where = dict(adapted=self.adapts_experts, devices=self.expert, tensor=self.tensor)
             held = self._bytes(one.values_in_backward(c, in_place, **where) - kept["feed-forward"])

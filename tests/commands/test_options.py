@@ -98,6 +98,7 @@ FACTORS = {
             "--data {pairs} --loss discopop --discopop-tau 0.1",
             "--data {pairs} --loss cpo --cpo-alpha 0.5",
             "--data org/pairs --subset one --loss simpo --gamma 1 --beta 2",
+            "--data {pairs} --loss alphapo --reward-alpha 0.25 --gamma 1 --beta 2",
             "--data {answers} --loss kto --desirable-weight 2 --undesirable-weight 0.5",
         ],
     },

@@ -1,4 +1,4 @@
-"""ORPO, CPO and SimPO are their papers' formulas, and stay finite where a response is certain."""
+"""ORPO, CPO, SimPO and AlphaPO are their papers' formulas, and stay finite where a response is certain."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.losses import cpo_loss, orpo_loss, simpo_loss
+from liger_jax.losses import alphapo_loss, cpo_loss, orpo_loss, simpo_loss
 from tests.losses._oracle import assert_matches, close
 
 BETA, EPSILON = 0.3, 0.1
@@ -82,6 +82,34 @@ def test_simpo_asks_for_a_margin(means):
     assert_matches(ours, oracle, means[:2])
 
 
+@pytest.mark.parametrize("alpha", [0.25, -0.5])
+def test_alphapo_rewards_powers_of_probabilities(alpha, means):
+    reward = lambda mean: (1 - np.exp(mean) ** -alpha) / alpha
+
+    def oracle(w, x):
+        margin = 2.5 * reward(w) - 2.5 * reward(x) - 1.2
+        return -(1 - EPSILON) * log_sigmoid(margin) - EPSILON * log_sigmoid(-margin)
+
+    loss = functools.partial(alphapo_loss, reward_alpha=alpha, beta=2.5, gamma=1.2, label_smoothing=EPSILON)
+    assert_matches(lambda w, x: loss(w, x).losses, oracle, means[:2])
+    output = loss(*(jnp.asarray(x, jnp.float32) for x in means[:2]))
+    close(output.chosen_rewards, 2.5 * reward(means[0]))
+    close(output.rejected_rewards, 2.5 * reward(means[1]))
+
+
+def test_alphapo_of_a_small_alpha_is_simpo(means):
+    chosen, rejected = (jnp.asarray(x, jnp.float32) for x in means[:2])
+    for alpha in (1e-30, -1e-7, 1e-5):
+        close(alphapo_loss(chosen, rejected, reward_alpha=alpha).losses, simpo_loss(chosen, rejected).losses)
+
+
+def test_alphapo_is_finite_where_a_response_is_impossible():
+    ends = jnp.asarray([-1000.0, -1.0, -1e30]), jnp.asarray([-1.0, -1000.0, -1e30])
+    loss = lambda w, x: alphapo_loss(w, x, reward_alpha=2.0, beta=1.0).losses
+    value, pullback = jax.vjp(loss, *ends)
+    assert np.isfinite(value).all() and all(np.isfinite(g).all() for g in pullback(jnp.ones(3)))
+
+
 def test_rewards_are_scaled_log_probabilities_without_gradient(means):
     chosen, rejected, nll = (jnp.asarray(x, jnp.float32) for x in means)
     for loss in (functools.partial(orpo_loss, chosen_nll=nll), functools.partial(cpo_loss, chosen_nll=nll), simpo_loss):
@@ -122,6 +150,10 @@ ONES = jnp.ones(3)
         ),
         (cpo_loss, dict(label_smoothing=0.5), ValueError, r"label_smoothing=0.5 must be in \[0, 0.5\)"),
         (simpo_loss, dict(gamma=-0.5), ValueError, "gamma=-0.5 must be a finite number >= 0"),
+        (alphapo_loss, dict(), ValueError, "reward_alpha=0.0 must be a finite number other than 0"),
+        (alphapo_loss, dict(reward_alpha=float("inf")), ValueError, "reward_alpha=inf must be a finite number"),
+        (alphapo_loss, dict(reward_alpha=ONES), TypeError, "reward_alpha is "),
+        (alphapo_loss, dict(reward_alpha=0.25, gamma=-0.5), ValueError, "gamma=-0.5 must be a finite number >= 0"),
         (simpo_loss, dict(chosen=jnp.ones((3, 7))), ValueError, r"chosen has shape \(3, 7\), but must have one axis"),
         (simpo_loss, dict(beta="1"), TypeError, "beta is a str, but must be a Python number"),
     ],

@@ -21,7 +21,11 @@ from liger_jax.losses.sampler import MODES
 from tests.losses._oracle import close, scale_of_sum
 
 HAS_TRL = all(importlib.util.find_spec(name) for name in ("torch", "trl"))
-pytestmark = [pytest.mark.parity, pytest.mark.skipif(not HAS_TRL, reason="torch or trl is not installed")]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.skipif(not HAS_TRL, reason="torch or trl is not installed"),
+    pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'"),
+]
 P, T = 4, 7
 TYPES_AND_LEVELS = [(t, "token") for t in LOSS_TYPES] + [(t, "sequence") for t in LOSS_TYPES if t not in SEQUENCE_TYPES]
 LENGTHS = np.array([5, 2, 4, 6, 3, 6, 1, 4])  # of P chosen and P rejected
@@ -225,16 +229,20 @@ def test_orpo(rng, torch):
     assert_same(torch, lambda w, x: losses.orpo_loss(w, x, nll, beta=0.3).losses.mean(), theirs, *means)
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
-def test_cpo_and_simpo(loss_type, rng, torch):
-    smoothing = 0.1 if loss_type in ("sigmoid", "simpo") else 0.0
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo", "alphapo"])
+def test_cpo_simpo_and_alphapo(loss_type, rng, torch):
+    smoothing = 0.1 if loss_type in ("sigmoid", "simpo", "alphapo") else 0.0
     arrays = -3 * rng.gamma(1.0, 1.0, (2, P))
-    self = trainer(loss_type=loss_type, beta=0.3, alpha=0.0, simpo_gamma=0.5, label_smoothing=smoothing)
+    alpha = 0.25 if loss_type == "alphapo" else 0.0
+    theirs = "simpo" if loss_type == "alphapo" else loss_type  # as CPOConfig names it
+    self = trainer(loss_type=theirs, beta=0.3, alpha=alpha, simpo_gamma=0.5, label_smoothing=smoothing)
     options = dict(beta=0.3, label_smoothing=smoothing)
 
     def ours(w, x):
         if loss_type == "simpo":
             return losses.simpo_loss(w, x, gamma=0.5, **options).losses.mean()
+        if loss_type == "alphapo":
+            return losses.alphapo_loss(w, x, gamma=0.5, reward_alpha=alpha, **options).losses.mean()
         return losses.cpo_loss(w, x, loss_type=loss_type, cpo_alpha=0.0, **options).losses.mean()
 
     assert_same(

@@ -1,11 +1,12 @@
 """Small checkpoints of Hugging Face's own models, and what these compute with them.
 
-    python -m tests.models._hugging_face
+    python -m tests.models._hugging_face qwen3
 
-writes the folders of `golden/`, with PyTorch and transformers. The tests read them where neither is installed, and make
-fresh ones where both are.
+writes this folder of `golden/`, or without a case all of them, with PyTorch and transformers. The tests read them where
+neither is installed, and make fresh ones where both are.
 """
 
+import argparse
 import importlib
 import pathlib
 from typing import Any, NamedTuple
@@ -356,7 +357,13 @@ def committed(case: str) -> tuple[pathlib.Path, Expected]:
 
 
 def main():
-    for case in (*COMMITTED, *EXPERTS):
+    known = (*COMMITTED, *EXPERTS)
+    parser = argparse.ArgumentParser(description="Writes the folders of tests/models/golden.")
+    parser.add_argument("case", nargs="*", help=f"the cases to write, of {', '.join(known)}; all without one")
+    cases = parser.parse_args().case
+    if unknown := {*cases} - {*known}:
+        parser.error(f"{', '.join(sorted(unknown))}: not in COMMITTED and not in EXPERTS. Add it there.")
+    for case in cases or known:
         expected = make(case, GOLDEN / case, seed=0)
         arrays = {f"gradient {name}": x for name, x in expected.gradients.items()}
         arrays |= {name: np.asarray(x) for name, x in expected._asdict().items() if name != "gradients"}

@@ -13,11 +13,16 @@ import pytest
 from liger_jax import _options, commands
 from liger_jax.commands import _parser
 from liger_jax.commands._arguments import settings_of
+from liger_jax.losses import dpo_loss
+from liger_jax.losses._policy_formulas import LOSS_TYPES as POLICY_TYPES
+from liger_jax.losses.preference import DPO_TYPES
+from liger_jax.losses.unpaired import KTO_TYPES
 from liger_jax.trainers import options
 from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.grpo_options import GrpoOptions
+from liger_jax.trainers.preference_losses import FREE
 from liger_jax.user_errors import UserError
 
 CHECKOUT = Path(__file__).parents[2]
@@ -80,6 +85,7 @@ def test_a_command_of_a_page_is_taken_by_its_parser(page, parsers, capsys):
     """A training command's values must also go together, as far as neither files nor a device are needed to know."""
     for _, line, named in [command for command in COMMANDS if command[0] == page]:
         name = line.split()[0]
+        capsys.readouterr()  # what was said of the line before
         try:
             args = parsers[name].parse_args(words(line, named, parsers[name]))
             if name in METHODS and "--config" not in line:  # what goes together may be in the file
@@ -136,7 +142,10 @@ def explained(page: str) -> set[str]:
 def test_the_tables_of_options_are_whole_and_have_no_others(name, parsers):
     ours = {option for action in parsers[name]._actions for option in action.option_strings if option[:2] == "--"}
     ours -= {option for option in ours if f"--{option.removeprefix('--no-')}" in ours - {option}}
-    assert not (others := explained(name) - ours - {"--no-cache"}), f"no options: {sorted(others)}"
+    table = f"the table under ## Options of docs/{name}.md"
+    assert not (others := explained(name) - ours - {"--no-cache"}), (
+        f"{table} has {sorted(others)}, which are no options"
+    )
     told = set(re.findall(r"--[a-z-]+[a-z]", TEXTS[f"docs/{name}.md"])) | {
         "--help",
         "--help-all",
@@ -144,7 +153,23 @@ def test_the_tables_of_options_are_whole_and_have_no_others(name, parsers):
         "--cache",
     }
     lost = ours - told - (explained("finetune") if name in METHODS else set())
-    assert not lost, f"without a word: {sorted(lost)}"
+    assert not lost, f"{table} lacks {sorted(lost)}"
+
+
+def test_every_type_of_a_loss_is_explained():
+    """In the table of its function's docstring, or in its option's row in the page of its command."""
+    row = lambda page, option: re.search(rf"^\| `{option}` \|.*", TEXTS[page], re.MULTILINE)[0]
+    names_in = {
+        "the table in the docstring of dpo_loss": (
+            DPO_TYPES,
+            "".join(re.findall(r'\| "\w+" \|', dpo_loss.__doc__ or "")),
+        ),
+        "the row of --loss in docs/dpo.md": ((*FREE, *KTO_TYPES), row("docs/dpo.md", "--loss")),
+        "the row of --loss-type in docs/grpo.md": (POLICY_TYPES, row("docs/grpo.md", "--loss-type")),
+    }
+    for place, (names, text) in names_in.items():
+        missing = [name for name in names if not re.search(rf'["`]{name}["`]', text)]
+        assert not missing, f"{place} lacks {missing}"
 
 
 @pytest.mark.parametrize("name", METHODS)

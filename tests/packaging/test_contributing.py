@@ -7,8 +7,12 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 SECTIONS = re.split(r"^## ", (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-ADDING = [section for section in SECTIONS if re.match("Add a(n option| data| type| command)", section)]
-PLACES = (CHECKOUT, CHECKOUT / "liger_jax", CHECKOUT / "liger_jax" / "trainers", CHECKOUT / "tests" / "losses")
+ADDING = [section for section in SECTIONS if section.startswith("Add a")]
+FOLDERS = (
+    "", "liger_jax", "liger_jax/trainers", "tests/losses", "pallas_kernels/norms", "pallas_kernels/gated_mlp",
+    "pallas_kernels/fused_linear_cross_entropy",
+)  # fmt: skip
+PLACES = [CHECKOUT / folder for folder in FOLDERS]
 
 
 @pytest.mark.parametrize("section", ADDING, ids=lambda section: section.splitlines()[0])

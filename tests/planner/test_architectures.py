@@ -47,7 +47,6 @@ PUBLISHED = {  # parameters as the models' publishers count them, in billions; o
 
 
 def test_models_have_as_many_parameters_as_is_published():
-    assert set(PUBLISHED) == set(MODELS)
     found = {name: architecture(name).num_parameters / 1e9 for name in MODELS}
     assert found == pytest.approx(PUBLISHED, rel=1e-3)
 

@@ -16,22 +16,18 @@ from liger_jax.commands import main
 from liger_jax.data.answers import PairTokenizer
 from liger_jax.data.preferences import pair
 from liger_jax.data.training_rows import prepared
+from liger_jax.losses.preference import DPO_TYPES, READERS
 from liger_jax.trainers import pairs, reference_log_probs, samples
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
-from liger_jax.trainers.preference_losses import Preference
+from liger_jax.trainers.preference_losses import FREE, Preference
 from liger_jax.training import pack_pairs, rows
 from liger_jax.user_errors import UserError
 from tests import _tiny
 from tests.trainers._runs import Model, figures_of
 
 SMALL = "--length 128 --batch 4 --steps 5 --every 5 --learning-rate 0.02".split()
-DPO = (
-    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft "
-    "sigmoid_norm"
-).split()
-FREE = ("orpo", "cpo", "cpo_hinge", "cpo_ipo", "simpo")
-SMOOTHED = {name: {"label_smoothing": 0.1} for name in ("exo_pair", "robust")}
+REQUIRED = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "alphapo": {"reward_alpha": 0.25}}
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +81,16 @@ def named_loss(name, policy, reference, counts, whole):
         return losses.orpo_loss(means[0], means[1], jnp.float32(-whole[:, 0].sum() / whole[:, 1].sum())).losses.mean()
     if name == "simpo":
         return losses.simpo_loss(*means).losses.mean()
+    if name == "alphapo":
+        return losses.alphapo_loss(*means, reward_alpha=0.25).losses.mean()
     if name.startswith("cpo"):
         kind, nll = name.partition("_")[2] or "sigmoid", -policy[:, 0].sum() / counts[:, 0].sum()
         sides = means if kind == "ipo" else (chosen, rejected)
         return losses.cpo_loss(sides[0], sides[1], jnp.float32(nll), loss_type=kind).losses.mean()
     tokens = dict(chosen_tokens=jnp.asarray(counts[:, 0]), rejected_tokens=jnp.asarray(counts[:, 1]))
-    read = {"ipo": tokens, "sigmoid_norm": tokens, "sft": {"chosen_tokens": tokens["chosen_tokens"]}}.get(name, {})
+    read = {option: count for option, count in tokens.items() if name in READERS[option]}
     references = jnp.asarray(reference, jnp.float32).T
-    options = SMOOTHED.get(name, {})
+    options = REQUIRED.get(name, {})
     return losses.dpo_loss(chosen, rejected, *references, loss_type=name, **read, **options).losses.mean()
 
 
@@ -107,17 +105,17 @@ def loss_of(preference):
     return jax.jit(lambda log_probs, batch, *normalizer: loss(Model(log_probs), batch, *normalizer))
 
 
-@pytest.mark.parametrize("name", [*DPO, *FREE])
+@pytest.mark.parametrize("name", [*DPO_TYPES, *FREE])
 def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
     rng = np.random.default_rng(1)
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
-    preference = Preference(loss_type=name, **SMOOTHED.get(name, {}))
+    preference = Preference(loss_type=name, **REQUIRED.get(name, {}))
     (found, counts, whole), (of_reference, *_) = each_pair(batch, policy), each_pair(batch, reference)
     assert found.shape == (9, 2)
     stored = {**batch, reference_log_probs.NAME: responses_of(reference, batch)}
     loss, figures = loss_of(preference)(policy, stored)
     np.testing.assert_allclose(loss, named_loss(name, found, of_reference, counts, whole), rtol=1e-5)
-    if name in DPO:
+    if name in DPO_TYPES:
         rewards = 0.1 * (found - of_reference)
         told = dict(chosen=rewards[:, 0].mean(), rejected=rewards[:, 1].mean())
         told |= dict(margins=(-np.diff(rewards)).mean(), accuracies=(np.diff(rewards) < 0).mean())
@@ -346,6 +344,7 @@ def test_pairs_are_learnt_by_adapters(source, tmp_path, loss):
         (["--loss=orpo", "--label-smoothing=0.1"], "--label-smoothing does not go with --loss orpo. Leave it out."),
         (["--loss=cpo", "--discopop-tau=0.1"], "--discopop-tau does not go with --loss cpo. Leave it out."),
         (["--loss=simpo", "--ld-alpha=1"], "--ld-alpha does not go with --loss simpo. Leave it out."),
+        (["--loss=alphapo"], "--reward-alpha=0.0 must be a finite number other than 0"),
         (["--loss=exo_pair"], "--label-smoothing=0.0 must be > 0"),
         (["--label-smoothing=0.1"], "does not read it"),
         (["--ld-alpha=2"], "--ld-alpha=2.0 must be in [0, 1]"),
