@@ -30,6 +30,7 @@ from liger_jax.trainers.placement import Placement
 from liger_jax.trainers.run_data import RunRows
 from liger_jax.trainers.task import Task
 from liger_jax.training import meshes
+from liger_jax.training.waiting import uncollected
 from liger_jax.user_errors import UserError
 
 TaskOf = Callable[[Any, Source, Architecture], Task]
@@ -50,6 +51,7 @@ class Run:
     data: Callable[[], tuple[Tokenizer, RunRows]]  # its tokenizer and rows, which are made once
 
 
+@uncollected()
 def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, Any]:
     """Decides the settings that were left open, by model, devices and memory. Prints the memory that the run needs."""
     model, adapted, source = adapters.found(asked.placement.model, asked.adapters)
