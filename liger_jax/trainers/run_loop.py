@@ -9,16 +9,17 @@ import jax
 import numpy as np
 from flax import nnx
 
+from liger_jax import _collector
 from liger_jax.trainers import adapters, run_model
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.samples import Samples
 from liger_jax.trainers.training_inputs import TrainingInputs
 from liger_jax.training import Checkpoints, Loop, make_step, processes, scoring
-from liger_jax.training.waiting import Compiling, uncollected
+from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 
 
-@uncollected()
+@_collector.paused()
 def programs(
     run: Run, inputs: TrainingInputs, like: Any, rollouts: Any = None, shown: Any = None
 ) -> tuple[list[Future[Any]], Any]:

@@ -1,7 +1,6 @@
 """Work that takes seconds: announced while it lasts, and done beside other work where possible."""
 
 import contextlib
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,24 +20,6 @@ def telling(what: str) -> Iterator[None]:
         print(f" {time.perf_counter() - start:.1f} s", end="", flush=True)
     finally:  # the next output, such as an error, begins a new line
         print(flush=True)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """A context, or a decorator, in which Python does not look for unreachable cycles of objects.
-
-    Tracing makes so many objects that live on that looking through them takes up to a quarter of its time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            if not gc.get_freeze_count():  # both make all objects old, so that the next search begins with few
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
