@@ -2,13 +2,17 @@
 
 import collections
 import gc
+import importlib
 import json
+import threading
 
 import jax
 import pytest
 
 from liger_jax import _collector, losses
 from liger_jax.commands import main
+from liger_jax.planner import cards
+from liger_jax.trainers import start
 from liger_jax.training.waiting import Compiling
 from tests import _tiny
 
@@ -92,3 +96,19 @@ def test_the_collector_is_as_before_after_a_pause():
     # What was made meanwhile is old, so that the search of the youngest passes it over, and nothing stays frozen.
     assert gc.isenabled() and not gc.get_freeze_count()
     assert any(each is made for each in gc.get_objects(generation=2))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_kernels_packages_are_imported_while_devices_start(monkeypatch, used):
+    imported, is_imported, is_started, in_time = [], threading.Event(), threading.Event(), []
+
+    def devices():
+        in_time.append(not used or is_imported.wait(10))
+        is_started.set()
+
+    monkeypatch.setattr(cards, "are_used", lambda: used)
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(importlib, "import_module", lambda name: imported.append(name) or is_imported.set())
+    start._start_devices()
+    assert imported == ["jax.experimental.pallas.mosaic_gpu"] * used  # no other device needs it
+    assert is_started.wait(10) and in_time == [True]
