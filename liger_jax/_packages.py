@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 
+from liger_jax import _collector
 from liger_jax._install import NAME, checkout, version
 
 SHOWN = ("jax", "jaxlib", "flax", "optax", "chex", "jaxtyping", "safetensors", "tokenizers", "orbax-checkpoint")
@@ -96,8 +97,9 @@ def _of_one_length(a, b):
 
 def _import_them():
     try:
-        for package in ("jax", "flax.nnx", "optax", "chex", "jaxtyping"):
-            importlib.import_module(package)
+        with _collector.paused():
+            for package in ("jax", "flax.nnx", "optax", "chex", "jaxtyping"):
+                importlib.import_module(package)
     except Exception as error:
         _say(error)
 

@@ -80,7 +80,7 @@ def take(environment: MutableMapping[str, str] = os.environ, are_several: bool =
 
     Returns a line where other programs hold much of a card; else an empty one.
     """
-    if is_decided(environment) or not _uses_cards(environment):
+    if is_decided(environment) or not are_used(environment):
         return ""
     ranks = [environment[name] for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK") if name in environment]
     local_rank = int(ranks[0]) if one_each and ranks and ranks[0].isdecimal() else None
@@ -127,7 +127,8 @@ def unclaimed(device: Any, count: int) -> str:
     )
 
 
-def _uses_cards(environment: Mapping[str, str]) -> bool:
+def are_used(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether JAX looks for cards when it starts."""
     platforms = environment.get("JAX_PLATFORMS", "").lower()
     if platforms and not any(name in platforms.split(",") for name in ("cuda", "gpu")):
         return False

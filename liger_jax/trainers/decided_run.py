@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from liger_jax import _collector
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner import cards
@@ -50,6 +51,7 @@ class Run:
     data: Callable[[], tuple[Tokenizer, RunRows]]  # its tokenizer and rows, which are made once
 
 
+@_collector.paused()
 def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, Any]:
     """Decides the settings that were left open, by model, devices and memory. Prints the memory that the run needs."""
     model, adapted, source = adapters.found(asked.placement.model, asked.adapters)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from liger_jax import _collector
 from liger_jax.trainers import adapters, run_model
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.samples import Samples
@@ -18,6 +19,7 @@ from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 
 
+@_collector.paused()
 def programs(
     run: Run, inputs: TrainingInputs, like: Any, rollouts: Any = None, shown: Any = None
 ) -> tuple[list[Future[Any]], Any]:
@@ -31,14 +33,16 @@ def programs(
     loss = adapters.loss_of(settings.adapters, settings.recipe.seed, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, normalizer=task.normalizer(settings, data))
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
-    compiling, scored = Compiling(), devices.place(inputs.some_of(0))
-    # On a mesh the sampler is compiled when it is called, for the shardings that its weights have then.
-    sampler = rollouts.lowered(shown) if rollouts is not None and devices.mesh is None else []
-    started = [compiling.lowered(program) for program in sampler]
-    for batch, micro_batches in inputs.examples:
+    compiling, scored, started, sampler = Compiling(), devices.place(inputs.some_of(0)), [], []
+    for batch, micro_batches in inputs.examples:  # the step takes longest to compile
         step = make_step(graph, optimizer, loss, micro_batches=micro_batches, **options)
         started.append(compiling.start(devices.jitted(step, state, optimizer), state, batch, frozen))
-    return [*started, compiling.start(task.sums(graph, settings, data), state[0], frozen, scored)], state
+    # On a mesh the sampler is compiled when it is called, for the shardings that its weights have then.
+    if rollouts is not None and devices.mesh is None:
+        # Prompts have other sizes than the rows of a step, so that other products are measured. They are also scored.
+        compiling = Compiling()
+        sampler = [compiling.lowered(program) for program in rollouts.lowered(shown)]
+    return [*sampler, *started, compiling.start(task.sums(graph, settings, data), state[0], frozen, scored)], state
 
 
 def loop(

@@ -4,9 +4,14 @@ import dataclasses
 import importlib
 from typing import Any
 
+import jax
+
+from liger_jax import _collector
+from liger_jax.planner import cards
 from liger_jax.trainers.options import Settings, options_of
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.training import processes
+from liger_jax.training.waiting import beside
 from liger_jax.user_errors import UserError, needed_packages, user_errors
 
 
@@ -32,6 +37,7 @@ def started(settings: Settings[Any], task: str, *, length_is_given: bool, after:
     if settings.placement.distributed is not None:
         with user_errors():
             processes.begin(settings.placement.distributed)
+    _start_devices()
     with user_errors():
         processes.check_same("options", settings.of_all_processes())
     if processes.is_first():
@@ -41,3 +47,11 @@ def started(settings: Settings[Any], task: str, *, length_is_given: bool, after:
         return run.train(settings, getattr(importlib.import_module(f"liger_jax.trainers.{module}"), name), after)
     except MemoryError as error:
         raise UserError("This machine has too little memory. Pass a smaller --batch.") from error
+
+
+@_collector.paused()
+def _start_devices() -> None:
+    """Begins to start the devices, and imports meanwhile what kernels for NVIDIA GPUs are traced with."""
+    beside(jax.devices)  # the driver starts without Python's lock; who asks for devices next waits for it, or fails too
+    if cards.are_used():
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")

@@ -44,7 +44,8 @@ class Compiling:
     """Threads that compile programs; a single one on a GPU.
 
     There XLA measures several kernels for each product, and remembers the best one. An evaluation has the forward of
-    the step, so that two programs compiled at the same time would measure the same products twice.
+    the step, so that two programs compiled at the same time would measure the same products twice. Programs without
+    common products may have threads of their own.
     """
 
     def __init__(self):

@@ -1,12 +1,18 @@
 """What a start of a command compiles: few programs, each of them once."""
 
 import collections
+import gc
+import importlib
+import threading
 
 import jax
 import pytest
 
-from liger_jax import losses
+from liger_jax import _collector, losses
 from liger_jax.commands import main
+from liger_jax.planner import cards
+from liger_jax.trainers import start
+from liger_jax.training.waiting import Compiling
 from tests import _tiny
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -56,9 +62,51 @@ def test_finetune_compiles_few_programs(source, programs, tmp_path):
 
 
 def test_grpo_compiles_few_programs_and_traces_its_loss_once(source, programs, tmp_path, monkeypatch):
-    policy_loss, calls = losses.policy_loss, []
-    monkeypatch.setattr(losses, "policy_loss", lambda *args, **named: calls.append(1) or policy_loss(*args, **named))
+    policy_loss, searches, compiled, lowered = losses.policy_loss, [], [], Compiling.lowered
+
+    def noted(self, program):
+        name = program.as_text().partition("module @jit_")[2].split()[0]
+        compiled.append((name, self))
+        return lowered(self, program)
+
+    traced = lambda *args, **named: searches.append(gc.isenabled()) or policy_loss(*args, **named)
+    monkeypatch.setattr(losses, "policy_loss", traced)
+    monkeypatch.setattr(Compiling, "lowered", noted)
     sampling = "--group=2 --prompt-length=16 --completion-length=8".split()
     assert started(source, tmp_path, "grpo", "--data=prompts.jsonl", "--reward=start_rewards:letters", *sampling) == 0
     assert of_name(programs, "step", "sums", "_begin", "_decode") == [1, 1, 1, 1], programs
-    assert len(programs) <= 18 and len(calls) == 1, programs
+    assert len(programs) <= 18 and searches == [False], programs  # traced once, while Python's collector is paused
+    names, (of_step, *of_prompts) = zip(*compiled, strict=True)
+    assert names == ("step", "_begin", "_decode", "sums")  # the longest first
+    assert set(of_prompts) == {of_prompts[0]} != {of_step}  # programs with common products one after the other
+
+
+def test_the_collector_is_as_before_after_a_pause():
+    with pytest.raises(KeyError), _collector.paused():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+    with _collector.paused():
+        made = [[]]
+        with _collector.paused():
+            pass
+        assert not gc.isenabled()
+    # What was made meanwhile is old, so that the search of the youngest passes it over, and nothing stays frozen.
+    assert gc.isenabled() and not gc.get_freeze_count()
+    assert any(each is made for each in gc.get_objects(generation=2))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_kernels_packages_are_imported_while_devices_start(monkeypatch, used):
+    imported, is_imported, is_started, in_time = [], threading.Event(), threading.Event(), []
+
+    def devices():
+        in_time.append(not used or is_imported.wait(10))
+        is_started.set()
+
+    monkeypatch.setattr(cards, "are_used", lambda: used)
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(importlib, "import_module", lambda name: imported.append(name) or is_imported.set())
+    start._start_devices()
+    assert imported == ["jax.experimental.pallas.mosaic_gpu"] * used  # no other device needs it
+    assert is_started.wait(10) and in_time == [True]

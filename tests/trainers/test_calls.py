@@ -451,7 +451,7 @@ class Headed(nnx.Module):
 
 class Jitted(Headed):
     @nnx.jit
-    def hidden_states(self, input_ids):
+    def hidden_states(self, input_ids):  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().hidden_states(input_ids)
 
 
