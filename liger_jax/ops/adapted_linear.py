@@ -153,7 +153,7 @@ def _gated_vjp(x, gate_kernel, up_kernel, down_kernel, a, gate_b, up_b, down_a, 
 def _gated_forward_rule(*primals_and_options):
     *primals, options = primals_and_options
     arrays, needs = _needs(primals)
-    y, t, gate, up, down_t = _gated_forward(*arrays, options)
+    y, t, gate, up, down_t = _gated_forward(*arrays, options=options)
     gate, up = checkpoint_name((gate, up), ADAPTED)
     return y, (needs, arrays, t, gate, up, down_t)
 

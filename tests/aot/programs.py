@@ -26,6 +26,7 @@ from liger_jax import (
     rms_norm,
     swiglu,
 )
+from liger_jax.ops.adapted_linear import adapted_linear
 from liger_jax.ops.decode_attention import decode_attention
 
 BF16, F32, INT = jnp.bfloat16, jnp.float32, jnp.int32
@@ -340,6 +341,12 @@ HOPPER_ONLY = [
         with_gradient(gated_mlp, (0, 1, 2, 3)),
         MLP,
         ("gated_mlp_up", "gated_mlp_gradients", "gated_mlp_input_gradient"),
+    ),
+    Case(
+        "hopper_adapted_linear",
+        with_gradient(adapted_linear, (0, 1, 2, 3)),
+        (((8192, 4096), BF16), ((4096, 14336), BF16), ((4096, 16), F32), ((16, 14336), F32)),
+        ("adapted_linear",),
     ),
     Case("hopper_grouped_matmul", with_gradient(grouped_matmul, (0, 1)), EXPERTS, GROUPED),
     Case("hopper_moe_mlp", with_gradient(experts, (0, 1, 2, 3)), MIXTURE, GROUPED, full=True),
