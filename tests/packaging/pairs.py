@@ -63,7 +63,10 @@ def check(name: str, constraints: list[str]) -> None:
         python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         variables["JAX_PLATFORMS"] = "cpu"
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "-c", limits]
+        # As in tests/conftest.py: code that runs twice need not be fast.
+        variables["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        # Bytecode is made of what is imported, not of every file: the environment is gone in a minute.
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-compile", "-c", limits]
         for command in ([*pip, "-e", ROOT], [python, "-c", PROGRAM], [python.with_name("liger-jax"), "--version"]):
             subprocess.run(command, cwd=folder, env=variables, check=True)
 
