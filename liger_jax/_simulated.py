@@ -16,7 +16,8 @@ def threads_given() -> None:
     """
     asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     count = getattr(jax.config, "jax_num_cpu_devices", -1)
-    if max(count, *map(int, asked), 1) > 1:
+    count = max(count, *map(int, asked), 1)
+    if count > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(_THREADS, 16 * count)))
 
 

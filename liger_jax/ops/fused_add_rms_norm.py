@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _explicit, _rows, checks, meshes
@@ -17,8 +16,6 @@ from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "fused_add_rms_norm"
 _KERNELS = Kernels(_OP, backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu"), defaults={"gpu": ("triton",)})
-# `checkpoint_name` of what a kernel returns, for remat policies that keep the results of norms.
-SUBLAYER_INPUT = "sublayer_input"
 _HOPPER_WIDTHS = (9216, 2048)  # forward and backward; measured, benchmarks/results/row_tiles.md
 
 
@@ -29,9 +26,7 @@ def _fused(x, residual, scale, forward, backward, adds) -> Any:
 
 
 def _forward_rule(x, residual, scale, forward, backward, adds):
-    results = forward.run(*forward.guarded(x, residual, scale))
-    # XLA's pass is fused with what reads it, so that nothing is gained where its results are kept.
-    y, new_residual, sums = checkpoint_name(results, SUBLAYER_INPUT) if forward.is_guarded else results
+    y, new_residual, sums = forward.run(*forward.guarded(x, residual, scale))
     return (y, new_residual), (new_residual, scale, sums)
 
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,30 +13,27 @@ from liger_jax.ops import _explicit, checks, meshes
 from liger_jax.ops.checks import ArrayLike
 from liger_jax.ops.kernels import Implementation, only_xla
 from liger_jax.ops.layout import spec_of
-from liger_jax.ops.place import place_of
 from liger_jax.pallas_kernels.tiles import in_float32
 
 _KERNELS = {op: only_xla(op) for op in ("apply_rope", "apply_mrope")}
 _LAYOUTS = ("half", "interleaved")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _rotate(q, k, cos, sin, sections, layout, mirrors):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _rotate(q, k, cos, sin, sections, layout):
     cos, sin = (_of_sections(table, sections) for table in (cos, sin))
-    rotated = _mirrored if mirrors and layout == "half" and cos.shape[-1] == q.shape[-1] else _joined
-    return rotated(q, cos, sin, layout), rotated(k, cos, sin, layout)
+    return _rotated(q, cos, sin, layout), _rotated(k, cos, sin, layout)
 
 
-def _forward_rule(q, k, cos, sin, *options):
-    return _rotate(q, k, cos, sin, *options), (cos, sin)
+def _forward_rule(q, k, cos, sin, sections, layout):
+    return _rotate(q, k, cos, sin, sections, layout), (cos, sin)
 
 
-def _backward_rule(sections, layout, mirrors, tables, cotangents):
+def _backward_rule(sections, layout, tables, cotangents):
     cos, sin = (_of_sections(table, sections) for table in tables)
     # The transpose of the rotation, which is its inverse where both halves of a table are equal.
-    sin = -jnp.flip(_halves(sin), axis=-2).reshape(sin.shape)
-    gradients: Any = _rotate(*cotangents, cos, sin, None, layout, mirrors)
-    return *gradients, None, None
+    sin = -jnp.roll(sin, sin.shape[-1] // 2, axis=-1)
+    return *(_rotated(dy, cos, sin, layout) for dy in cotangents), None, None
 
 
 _rotate.defvjp(_forward_rule, _backward_rule)
@@ -52,23 +48,7 @@ def _of_sections(table: jax.Array, sections: tuple[int, ...] | None) -> jax.Arra
     return jnp.concatenate([x[i % 3] for i, x in enumerate(columns)], axis=-1)
 
 
-def _halves(x: jax.Array) -> jax.Array:
-    """(..., R) → (..., 2, R/2)."""
-    return x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-
-
-def _mirrored(x: jax.Array, cos: jax.Array, sin: jax.Array, layout: str) -> jax.Array:
-    """`_joined`, of whole heads in layout "half": every number is computed from itself and its pair.
-
-    XLA makes one plain loop of it on a GPU, where halves that are joined become a slower one.
-    """
-    own = _halves(in_float32(x))
-    cos, sin = (_halves(table.astype(own.dtype)[:, :, None, :]) for table in (cos, sin))
-    sign = jnp.array([-1.0, 1.0], own.dtype).reshape(1, 1, 1, 2, 1)
-    return (own * cos + jnp.flip(own, axis=-2) * (sign * sin)).astype(x.dtype).reshape(x.shape)
-
-
-def _joined(x: jax.Array, cos: jax.Array, sin: jax.Array, layout: str) -> jax.Array:
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, layout: str) -> jax.Array:
     """Rotates the first R columns of x (B, T, heads, H) in float32; cos and sin (1|B, T, R)."""
     rotary, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
     halves = functools.partial(jnp.split, indices_or_sections=2, axis=-1)
@@ -187,8 +167,7 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
         local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=None)
         specs = spec, key_spec, table_spec, table_spec
         return _explicit.on_shards(op, local, (q, k, cos, sin), specs, specs[:2])
-    mirrors = place_of(q).platform != "tpu"  # where a flip of halves would move lanes
-    return _rotate(*meshes.align_varying(q, k, cos, sin), sections, layout, mirrors)
+    return _rotate(*meshes.align_varying(q, k, cos, sin), sections, layout)
 
 
 def _check_shapes(op: str, q: jax.Array, k: jax.Array, table_shape: tuple[int, ...]) -> None:

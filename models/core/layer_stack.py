@@ -21,7 +21,7 @@ from liger_jax.models.core.gated_convolution import CONVOLUTION
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.linear_attention import LINEAR
 from liger_jax.models.core.parameters import stack_of_place
-from liger_jax.models.core.remat import Mode, Remat
+from liger_jax.models.core.remat import POLICIES, Mode, Remat
 from liger_jax.models.core.stream import Stream, as_input
 from liger_jax.ops.eager import compiled_once, is_part_of_a_program
 
@@ -69,9 +69,9 @@ class LayerStack:
     kinds: tuple[LayerKind, ...]  # the kind of each of the L layers
     scan: bool  # stack the parameters along a leading axis and scan over it
     # What a layer keeps for the backward. `"none"` keeps all but norms, gates and sums, which take one pass over memory
-    # to compute again, and without a scan norms too (`remat.policy`); `"full"` only its input; `"dots"` its matrix
-    # products too; `"offload"` its input, in the host's memory; `"offload_attention"` attention's result there, too; a
-    # number is that of the last layers that are as with `"dots"`, and the others are as with `"full"`.
+    # to compute again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the host's
+    # memory; `"offload_attention"` attention's result there, too; a number is that of the last layers that are as with
+    # `"dots"`, and the others are as with `"full"`.
     remat: Remat
     kernels: KernelOptions = KernelOptions()  # the model's options, for their layout
 
@@ -221,8 +221,7 @@ class LayerStack:
 
         if mode == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):
             return call  # JAX's TPU interpreter has effects, which jax.checkpoint refuses
-        policy = remats.policy(mode, stacked=not prevent_cse)
-        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)
+        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[mode])
 
     def _scanned(
         self,

@@ -202,8 +202,6 @@ class LayerMemory:
             # with attention's queries and keys (rotated, or before their norms), values, result and sums
             "none": (d, projected + d + result),
         }[mode_of_first(self.remat)]
-        if self.remat == "none" and c.layers_differ and self.device.platform == "gpu" and self.kernels.rms_norm:
-            of_attention += 2 * d  # in a loop, norms' results too (`remat.policy`)
         where = lambda one: dict(devices=self.expert) if one is FEED_FORWARDS[EXPERTS] else {}
         of_feed_forward = max(one.values_kept(c, self.remat, **where(one)) for one in self._feed_forwards())
         return {"layer inputs": inputs, "attention": of_attention, "feed-forward": of_feed_forward}

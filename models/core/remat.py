@@ -8,7 +8,6 @@ from jax import lax
 from liger_jax.ops.adapted_linear import ADAPTED
 from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.experts.moe_mlp import EXPERT_GATE_UP
-from liger_jax.ops.fused_add_rms_norm import SUBLAYER_INPUT
 from liger_jax.ops.gated_mlp import UP_PROJECTION
 from liger_jax.pallas_kernels.gated_delta_rule.config import GATED_DELTA_RULE_STATES
 
@@ -71,12 +70,6 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     return _is_cudnn(primitive) or is_product
 
 
-def _sublayer_inputs_too(primitive: Any, *shapes: Any, **params: Any) -> bool:
-    """The same, and the results of the kernels that normalise the residual stream."""
-    is_input = primitive.name == "name" and params["name"] == SUBLAYER_INPUT
-    return is_input or _more_than_one_pass(primitive, *shapes, **params)
-
-
 def _to_host(*names: str) -> Any:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=names, offload_src="device", offload_dst="pinned_host"
@@ -110,12 +103,3 @@ POLICIES = {
     "offload": _to_host(INPUT),
     "offload_attention": _input_and_attention,
 }
-
-
-def policy(mode: Mode, *, stacked: bool) -> Any:
-    """What a layer keeps, for `jax.checkpoint`. `stacked`: whether a scan stacks what its layers keep.
-
-    Without a scan "none" keeps the inputs of a layer's products, too: a pass over memory less for each in the backward.
-    A scan would copy them into its stacks, which takes as long.
-    """
-    return _sublayer_inputs_too if mode == "none" and not stacked else POLICIES[mode]

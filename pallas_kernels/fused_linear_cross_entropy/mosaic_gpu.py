@@ -252,8 +252,6 @@ class _WeightSum(NamedTuple):
         like, shapes = inputs.hidden, [span.inputs.weight.shape for span in spans_of(inputs, self.options)]
         if self.in_bytes:
             return [(hopper.empty(like, s, self.dtype), hopper.empty(like, s, jnp.uint8)) for s in shapes]
-        if not self.one_chunk and hopper.can_add_in_place(like):
-            return [hopper.empty(like, shape, jnp.float32) for shape in shapes]
         return [_zeros_if(like, not self.one_chunk, shape, jnp.float32) for shape in shapes]
 
     def added(self, total: Any, span: Span, du: jax.Array, which: jax.Array) -> Any:
@@ -267,7 +265,7 @@ class _WeightSum(NamedTuple):
         if self.one_chunk:
             return formulas.weight_gradient(du, hidden, options, self.dtype)
         if hopper.can_add_in_place(hidden):
-            return kernels.add_to_float32(total, du, hidden, which, options)
+            return kernels.put_product(total, du, hidden, jnp.zeros(1, jnp.int32), options, add=True)
         return total + formulas.weight_gradient(du, hidden, options)
 
     def whole(self, totals: list[Any], shape: tuple[int, ...], after: jax.Array) -> jax.Array:

@@ -133,34 +133,21 @@ def add_product(total: jax.Array | None, du: jax.Array, inputs: Inputs, start: j
     return total
 
 
-def put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.Array, options: LinearOptions):
-    """Writes duᵀ · X to its place in dW, from the vocabulary's `start` on, in place."""
+def put_product(
+    whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.Array, options: LinearOptions, add: bool = False
+):
+    """Writes duᵀ · X to its place in dW, from the vocabulary's `start` on, or adds it (float32), in place."""
 
     def finish(tile: Tile, refs, scratch):
         row, column = tile.row, tile.column
         row, column = (row + tile.place, column) if options.vocab_dim == 0 else (row, column + tile.place)
-        store_tile(tile, tile.values, scratch[0], refs[0], row, column)
+        store_tile(tile, tile.values, scratch[0], refs[0], row, column, add)
 
-    return _into(whole, du, hidden, options, finish, place=start)
-
-
-def add_to_float32(total: jax.Array, du: jax.Array, hidden: jax.Array, which: jax.Array, options: LinearOptions):
-    """Adds duᵀ · X to a float32 sum, in place; `which` (1,) int32 is `FIRST_CHUNK` where the sum has no value yet."""
-
-    def finish(tile: Tile, refs, scratch):
-        for is_wanted, add in ((tile.flag == FIRST_CHUNK, False), (tile.flag != FIRST_CHUNK, True)):
-            pl.when(is_wanted)(functools.partial(_store, tile, refs, scratch, add))
-
-    return _into(total, du, hidden, options, finish, flag=which)
-
-
-def _into(whole: jax.Array, du: jax.Array, hidden: jax.Array, options: LinearOptions, finish: Any, **number: jax.Array):
-    """The product duᵀ · X, with an epilogue that writes to an array (V, D), or in the weight's layout."""
     operands = weight_operands(du, hidden, options)
     (whole,) = product(
         Factors(*operands, (0, 0)),
         config.mosaic_gpu_tiles(du.shape[0], *(x.shape[1] for x in operands)),
-        Epilogue(finish, in_place=[whole], scratch=[staging(whole.dtype)], **number),
+        Epilogue(finish, in_place=[whole], scratch=[staging(whole.dtype)], place=start),
         name="fused_linear_cross_entropy_weight_gradient",
     )
     return whole

@@ -44,6 +44,13 @@ class _Plain:
         return gated_xla.glu.gradients_and_product(dh, gate, up, activation=activation)
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu():
+    """The stand-ins are no GPU's default, and its float32 products are rounded."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture
 def added(monkeypatch):
     """Counts the products with adapters that the ops make, by their kernel's name."""

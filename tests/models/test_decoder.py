@@ -246,35 +246,6 @@ def test_a_layer_keeps_queries_and_what_they_attend_to_once(family, count, platf
     assert len(kept) == count, kept
 
 
-@pytest.mark.parametrize(
-    "platform, remat, count",
-    [
-        ("gpu", "none", 4),  # the stream before both sublayers, and normalised
-        ("tpu", "none", 2),  # XLA fuses a norm with the product that reads it: the input, and attention's projection
-        ("gpu", "full", 1),
-    ],
-)
-def test_unrolled_layers_keep_what_a_gpu_s_norms_return(platform, remat, count):
-    config = models.Qwen3Config(
-        vocab_size=8, hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=16,
-    )  # fmt: skip
-    options = dict(scan_layers=False, remat=remat, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    graph, params = nnx.split(models.Qwen3ForCausalLM(config, **options, rngs=nnx.Rngs(0)).model)
-    kinds = {"gpu": "NVIDIA H200", "tpu": "TPU v5 lite"}
-
-    def kept(params, x):
-        run = lambda params, x: (
-            nnx.merge(graph, params).run_layers(x, {"full_attention": (None, None, None, None)}).hidden
-        )
-        return jax.vjp(run, params, x)[1]
-
-    with described(kinds[platform], platform):
-        leaves = jax.tree.leaves(jax.eval_shape(kept, params, jax.ShapeDtypeStruct((2, 96, 128), jnp.bfloat16)))
-    found = [leaf.shape for leaf in leaves if leaf.size == 2 * 96 * 128]
-    assert len(found) == count, found
-
-
 @pytest.mark.parametrize("last", ["linear", "lora", "own product"])
 def test_projections_in_one_product_are_each_its_own(last, rng):
     rngs, options = nnx.Rngs(0), dict(dtype=jnp.float32, bias_init=nnx.initializers.normal())

@@ -39,6 +39,7 @@ threads = [threading.Thread(target=rounds) for _ in range(2)]
 )
 def test_programs_of_two_threads_on_two_cores_end(flag, count):
     environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "NPROC")}
+    environment["JAX_PLATFORMS"] = "cpu"
     environment["XLA_FLAGS"] = f"{flag} --xla_cpu_collective_call_terminate_timeout_seconds=20"
     command = [sys.executable, "-c", PROGRAM.format(count=count)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
