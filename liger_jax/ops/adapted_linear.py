@@ -98,7 +98,7 @@ def can_add(x: Any, *kernels: Any) -> bool:
     place, n = place_of(x, *jax.tree.leaves(kernels)), math.prod(x.shape[:-1])
     for kernel in kernels:
         d, f = kernel.shape
-        if not (isinstance(n, int) and config.is_large(n, f) and config.is_large(n, d)):
+        if not (isinstance(n, int) and config.is_large(n, d, f)):
             return False
         kernel = jax.ShapeDtypeStruct(kernel.shape, x.dtype)
         if KERNELS.choose(None, x, kernel, place=place).name == "xla":

@@ -69,6 +69,7 @@ def added(monkeypatch):
     monkeypatch.setattr(op, "KERNELS", kernels("adapted_linear"))
     monkeypatch.setattr(op, "_GATED", kernels("adapted_gated_mlp"))
     monkeypatch.setattr(op.config, "LEAST_TILES", 1)
+    monkeypatch.setattr(op.config, "LEAST_WIDTH", 1)
     monkeypatch.setattr(op.gated_config, "LEAST_TILES", 1)
     return counts
 
@@ -151,3 +152,8 @@ def test_on_a_mesh_adapters_are_products_that_xla_partitions():
     assert not may(Layout(batch=("data",), fsdp="data"))
     assert not make(kernels=KernelOptions(batch_axes=("data",))).model.layers.mlp.up_proj.has_kernels
     assert make().model.layers.mlp.up_proj.has_kernels
+
+
+@pytest.mark.parametrize("width, rows, wide", [(4096, 8192, True), (2048, 8192, False), (4096, 512, False)])
+def test_kernels_are_for_wide_products_of_many_rows(width, rows, wide):
+    assert op.config.is_large(rows, width, 14336) == op.config.is_large(rows, 14336, width) == wide
