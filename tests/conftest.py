@@ -171,7 +171,10 @@ def pytest_report_header(config):
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    missing = [name for name in config.args if not (config.invocation_params.dir / name.partition("::")[0]).exists()]
+    if missing:
+        terminalreporter.write_line(f"there is no {', '.join(missing)}")
+    elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         terminalreporter.write_line(
             f"no case is left by -m {config.option.markexpr!r} and -k {config.option.keyword!r}; `make test-full` and "
             "`make examples` run the cases that `make test` leaves out (tests/_default_run.py)"
