@@ -94,7 +94,7 @@ _linear = jax.jit(_linear_vjp, static_argnums=4, inline=True)
 
 
 def can_add(x: Any, *kernels: Any) -> bool:
-    """Whether a kernel adds the adapters' products of projections here: else they are plain products."""
+    """Whether a kernel computes these projections with their adapters; if not, XLA computes separate products."""
     place, n = place_of(x, *jax.tree.leaves(kernels)), math.prod(x.shape[:-1])
     for kernel in kernels:
         d, f = kernel.shape
@@ -191,7 +191,7 @@ _gated = jax.jit(_gated_vjp, static_argnums=9, inline=True)
 
 
 def can_gate(x: Any, up_kernel: Any, activation: str) -> bool:
-    """Whether a kernel makes the unit of adapted projections here, where `can_add`."""
+    """Whether kernels also compute the gate of such projections; `can_add` comes first."""
     if not gated_config.is_large(math.prod(x.shape[:-1]), up_kernel.shape[1]):
         return False
     kernel, place = jax.ShapeDtypeStruct(up_kernel.shape, x.dtype), place_of(x, *jax.tree.leaves(up_kernel))

@@ -82,7 +82,7 @@ class KernelOptions:
 
     @property
     def may_add_adapters(self) -> bool:
-        """Whether a kernel may make a frozen product and its adapter's in one accumulation: with all arrays here."""
+        """Whether a kernel may compute a projection with its adapter: on one device, with the default kernels."""
         return self.glu and self.implementation is None and not self.mesh_layout.axes
 
     @classmethod

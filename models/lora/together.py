@@ -1,4 +1,4 @@
-"""Projections with adapters as few products: where a kernel adds the adapters in its accumulator."""
+"""Projections whose frozen product and adapters are computed by one kernel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def one_projection(x: Float[Array, "*rows in"], projection: Any) -> Float[Array,
 
 
 def several_projections(x: Float[Array, "*rows in"], projections: Sequence[Any]) -> list[Array] | None:
-    """Projections of one input as one, whose A are side by side and whose B are blocks; `None` where they cannot be."""
+    """Projections of one input by one product, with A concatenated and B block-diagonal; `None` if they cannot join."""
     if not _are_plain(*projections) or any(each.magnitude is not None for each in projections):
         return None
     if (taken := _input(x, *projections)) is None:
@@ -70,7 +70,7 @@ def gated_mlp(x: Float[Array, "*rows D"], projections: Sequence[Any], activation
 
 
 def _are_plain(*projections: Any) -> bool:
-    """Whether all are adapted products, as `nnx.Linear` computes them by default, of inputs that are not dropped."""
+    """Whether all have adapters without dropout, and compute their products as `nnx.Linear` does by default."""
     return all(
         getattr(each, "has_kernels", False)
         and not each.drops

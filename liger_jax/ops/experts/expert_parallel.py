@@ -35,7 +35,7 @@ def rows_at_once(choices: int, devices: int) -> int:
 def on_shards(
     x: jax.Array, weights: jax.Array, experts: jax.Array, own: int, arrays: Any, feed_forward: Callable, axis: str
 ) -> jax.Array:
-    """The weighted sums of this device's tokens over their experts, of which each device has `own`.
+    """The weighted sum of its experts' results for each token of this device. The experts are shared by the devices.
 
     Args:
         x: (N, D), this device's tokens.
