@@ -115,7 +115,7 @@ def test_a_cpu_shares_the_memory_of_what_is_read(rng):
             assert array.ctypes.data % 64 == 0 or not array.size
     array = transfers.aligned((1000, 1000), np.float32)
     array[...] = rng.normal(size=array.shape)
-    before, on_device = array.copy(), jax.device_put(array)
+    before, on_device = array.copy(), jax.device_put(array, jax.devices("cpu")[0])
     assert on_device.unsafe_buffer_pointer() == array.ctypes.data
     jax.jit(lambda x: x + 1, donate_argnums=0)(on_device).block_until_ready()
     np.testing.assert_array_equal(array, before)
