@@ -114,7 +114,7 @@ class Gemma4Layer(LayerWithInput):
         normed, hidden = self.pre_feedforward_layernorm.add(self.post_attention_layernorm(attended), hidden)
         fed, aux = self.mlp(normed)
         hidden = self.add_input(hidden + self.post_feedforward_layernorm(fed), own_inputs, self.mlp.gated)
-        hidden = hidden * jax.lax.stop_gradient(self.layer_scalar[...]).astype(hidden.dtype)  # which nobody trains
+        hidden = hidden * jax.lax.stop_gradient(self.layer_scalar[0]).astype(hidden.dtype)  # which nobody trains
         return Stream(hidden, own_inputs[1:], keys | ({self.type: own_keys} if self.is_stored else {})), aux
 
 

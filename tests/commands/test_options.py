@@ -162,7 +162,7 @@ FACTORS = {
     },
     "plan": {
         "model": ["--model qwen2-0.5b", "--model {model}"],
-        "batch": ["--batch 4", "--batch 4 --micro-batches 2"],
+        "batch": ["--batch 8", "--batch 8 --micro-batches 2"],
         "seq": ["--seq 256", "--seq 64 --rope-scaling linear --model {short}"],
         "device": [
             "--device h100", "--device v5e:2x2 --mesh fsdp=4", "--memory 24GiB", "--device h100 --host-memory 64GiB",
