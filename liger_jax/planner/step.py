@@ -120,12 +120,14 @@ class Run:
         self._check_adapters()
         unit = self.batch_unit
         if self.batch % unit:
-            cut = f" in micro_batches={self.micro_batches}" if self.micro_batches > 1 else ""
+            cut, least = f"micro_batches={self.micro_batches}", max(1, self.batch // unit) * unit
+            if self.batch_devices == 1:
+                raise ValueError(f"batch={self.batch} is not divisible by {cut}. Pass batch={least}, or fewer of them.")
             groups = "devices" if self.batch_devices == self.target.count else "groups of devices"
             raise ValueError(
                 f"batch={self.batch} is not divisible by the {self.batch_devices} {groups} of {self.target.name!r}, "
-                f"which take equal numbers of sequences{cut}. Pass batch={max(1, self.batch // unit) * unit}, or "
-                "fewer devices."
+                f"which take equal numbers of sequences{f' in {cut}' if self.micro_batches > 1 else ''}. "
+                f"Pass batch={least}, or fewer devices."
             )
         longest = self.model.config.longest_sequence
         if self.seq > longest:

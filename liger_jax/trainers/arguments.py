@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import numbers
 import os
 import shutil
@@ -212,6 +213,8 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> tuple[tuple[str, 
         weights = list(weights)
         if wrong := [each for each in weights if not isinstance(each, numbers.Real) or isinstance(each, bool)]:
             raise TypeError(f"reward_weights holds {wrong[0]!r}, and must hold a number for each reward.")
+        if endless := [each for each in weights if not math.isfinite(each)]:
+            raise ValueError(f"reward_weights holds {float(endless[0])!r}, and must hold finite numbers.")
     if weights is not None and len(weights) != len(given):
         given_weights, of = counted(len(weights), "number"), counted(len(given), "reward")
         raise ValueError(f"reward_weights has {given_weights} for {of}. Pass one for each.")

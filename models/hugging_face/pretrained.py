@@ -185,11 +185,16 @@ class Pretrained(nnx.Module):
 
         Raises:
             FileNotFoundError: the folder of the multimodal checkpoint from which the model was loaded no longer exists.
+            TypeError: `max_shard_bytes` is no integer.
             ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`;
                 `lora.merge_lora` adds them to the weights) or a parameter that is not in float32, bfloat16, float16 or
                 float64, `config_fields` are no JSON or contradict the model, or `tokenizer_from` is not a folder with a
                 tokenizer's files.
         """
+        if not isinstance(max_shard_bytes, int):
+            raise TypeError(
+                f"save_pretrained: max_shard_bytes={max_shard_bytes!r} must be an integer, such as 5 * 10**9."
+            )
         if max_shard_bytes < 1:
             raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
         flat = nnx.to_flat_state(nnx.state(self, nnx.Param))

@@ -516,6 +516,8 @@ def test_absent_files_are_named(folder, tmp_path):
         LlamaForCausalLM.from_pretrained("./nowhere")
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be positive"):
         make_model().save_pretrained(tmp_path, max_shard_bytes=0)
+    with pytest.raises(TypeError, match="max_shard_bytes='5GB' must be an integer"):
+        make_model().save_pretrained(tmp_path, max_shard_bytes="5GB")
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,10 @@ def test_micro_batches_hold_the_activations_of_one_and_a_sum_of_gradients():
         ValueError, match="batch=12 is not divisible by the 2 devices .* in micro_batches=4. Pass batch=8"
     ):
         make_run("qwen2-0.5b", batch=12, seq=128, device="h200:2", micro_batches=4)
+    with pytest.raises(
+        ValueError, match="^batch=6 is not divisible by micro_batches=4. Pass batch=4, or fewer of them.$"
+    ):
+        make_run("qwen2-0.5b", batch=6, seq=128, device="h200", micro_batches=4)
 
 
 def test_what_lies_on_the_host_takes_no_memory_of_a_device():

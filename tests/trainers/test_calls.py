@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import pickle
 import re
 import signal
@@ -575,6 +576,8 @@ def test_each_reward_has_a_weight():
     assert texts[1].endswith("=0.5") and [*functions.values()] == [short, len]
     with pytest.raises(ValueError, match="^reward_weights has 1 number for 2 rewards. Pass one for each.$"):
         arguments.rewards_of([short, len], [1.0])
+    with pytest.raises(ValueError, match="^reward_weights holds nan, and must hold finite numbers.$"):
+        arguments.rewards_of([short, len], [1.0, math.nan])
 
 
 @pytest.mark.parametrize("given", [-1, "nonsense"], ids=str)
