@@ -4,7 +4,9 @@ JAX looks a program up by its text, the versions of jaxlib and XLA, the flags an
 compiled. What a program computes is never kept. Programs that call back into Python are always compiled.
 """
 
+import ctypes
 import functools
+import gc
 import itertools
 import os
 import shutil
@@ -52,6 +54,19 @@ def _folder() -> Path:
         lines = []
     processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     return FOLDER / f"{zlib.crc32(''.join(processor).encode()):08x}"
+
+
+def drop_beyond(most: int) -> None:
+    """Drops the programs of this process where it holds more than `most` bytes. Only Linux says what it holds."""
+    try:
+        held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return
+    if held > most:
+        jax.clear_caches()
+        gc.collect()
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # what glibc keeps for later
+            trim(0)
 
 
 def share_contexts(most: int = 100) -> None:

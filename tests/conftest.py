@@ -198,6 +198,13 @@ def highest_precision():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_that_fit():
+    """Each of two workers of the full run would hold 8 GB of programs in the end."""
+    yield
+    _compiled.drop_beyond(3 << 30)
+
+
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory):
     """The folder that tests have for the user's folder of caches, in which commands keep compiled programs."""
