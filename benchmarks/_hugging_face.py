@@ -23,6 +23,22 @@ def patch_with_liger(model_type: str) -> None:
     getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{model_type}")()
 
 
+def random_model(values: dict[str, Any]) -> Any:
+    """A model in bfloat16, on the GPU if there is one. `values`: config.json."""
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        values = json.loads(json.dumps(values))  # lists rather than tuples, as out of the file
+        config = transformers.AutoConfig.for_model(**values, use_cache=False)
+        # Attention is transformers' choice, torch's fused one; but that has no softcap, and transformers 5.17 leaves it
+        # out of a Gemma 2 without a word.
+        attention = "eager" if values.get("attn_logit_softcapping") else None
+        # Of transformers' ways to run experts the one over torch's grouped products, which is its fastest.
+        experts = {"experts_implementation": "grouped_mm"} if values.get("num_experts_per_tok") else {}
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention, **experts
+        )
+
+
 def training_step(
     values: dict[str, Any],
     tokens: np.ndarray,
@@ -39,20 +55,10 @@ def training_step(
     gradient checkpointing. `learning_rate`: AdamW's. `decay`: the weights' decay. `rank`: of adapters on all
     projections of layers, which alone are trained; PEFT's, in bfloat16. None for none.
     """
-    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    torch = importlib.import_module("torch")
     cuda = torch.cuda if torch.cuda.is_available() else None
-    with torch.device("cuda" if cuda else "cpu"):
-        values = json.loads(json.dumps(values))  # lists rather than tuples, as out of the file
-        config = transformers.AutoConfig.for_model(**values, use_cache=False)
-        # Attention is transformers' choice, torch's fused one; but that has no softcap, and transformers 5.17 leaves it
-        # out of a Gemma 2 without a word.
-        attention = "eager" if values.get("attn_logit_softcapping") else None
-        # Of transformers' ways to run experts the one over torch's grouped products, which is its fastest.
-        experts = {"experts_implementation": "grouped_mm"} if values.get("num_experts_per_tok") else {}
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention, **experts
-        ).train()
-        ids = torch.tensor(tokens, dtype=torch.int64)
+    model = random_model(values).train()
+    ids = torch.tensor(tokens, dtype=torch.int64, device="cuda" if cuda else "cpu")
     if recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if rank is not None:

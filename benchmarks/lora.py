@@ -1,18 +1,24 @@
 """Adapters beside dense and quantised weights: tokens a second, memory beside the plan, and a layer's cost.
 
     python -m benchmarks.lora [--model llama-3-8b] [--batch 4] [--seq 2048] [--rank 16] [--remat full] [--kinds nf4]
-    python -m benchmarks.lora --parts steps peer --kinds       beside Hugging Face with PEFT and Liger's kernels
+    python -m benchmarks.lora --parts steps peer      beside Hugging Face with PEFT and Liger's kernels, and Unsloth
 
 A step is loss, gradients of the adapters and AdamW, as `liger-jax plan --lora 16 --param-dtype bfloat16` plans it, on
 random weights that are made on the device. The peak is the allocator's, and only known for the first program, which is
 the quantised one; the plan is the compiler's account of it. The layer is one of the model's with `remat="none"`: its
 forward, and its backward by its input alone, or by its input and the adapters. Times are medians over rounds in which
-every program has its turn. The peer's step, of the same shape, has a process of its own before that.
+every program has its turn. The peers' steps, of the same shape, have processes of their own before that. A line says so
+if Unsloth is not installed.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
+import importlib.util
+import pathlib
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import _hugging_face
+from benchmarks import _hugging_face, _unsloth
 from benchmarks._measure import heading, in_own_process, in_rounds, save, table
 from liger_jax.models.hugging_face import config_json
 from liger_jax.models.lora import add_lora, trainable
@@ -76,9 +82,9 @@ def step_of(run: Run, program: Any) -> Any:
     return one
 
 
-def steps(run: Run, kinds: list[str]) -> str:
+def steps(run: Run, options: argparse.Namespace) -> str:
     """The table of whole steps."""
-    runs = {kind: dataclasses.replace(run, quantize=kind) for kind in kinds}
+    runs = {kind: dataclasses.replace(run, quantize=kind) for kind in options.kinds}
     runs["bfloat16"] = run
     with concurrent.futures.ThreadPoolExecutor() as pool:  # before there is any state, beside which trials would run
         compiled = dict(
@@ -101,7 +107,7 @@ def steps(run: Run, kinds: list[str]) -> str:
     return table(["base weights", "ms a step", "tokens/s", "× bfloat16", "GiB, compiled", "allocator's peak"], rows)
 
 
-def layer(run: Run, kinds: list[str]) -> str:
+def layer(run: Run, options: argparse.Namespace) -> str:
     """The table of one layer."""
     config = dataclasses.replace(run.model.config, num_hidden_layers=1, vocab_size=256)
     x = jax.random.normal(jax.random.key(0), (run.batch, run.seq, config.hidden_size), jnp.bfloat16)
@@ -127,7 +133,7 @@ def layer(run: Run, kinds: list[str]) -> str:
         return jax.jit(gradients).lower(*arrays).compile(), arrays
 
     cases = {"frozen": (None, False), "with adapters": (None, True)}
-    cases |= {f"with adapters, {kind}": (kind, True) for kind in kinds}
+    cases |= {f"with adapters, {kind}": (kind, True) for kind in options.kinds}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = dict(zip(cases, pool.map(lambda case: program(*case), cases.values()), strict=True))
     times = in_rounds({name: lambda p=p, arrays=arrays: p(*arrays) for name, (p, arrays) in compiled.items()})
@@ -135,23 +141,60 @@ def layer(run: Run, kinds: list[str]) -> str:
     return table(["layer", "ms", "× frozen"], rows)
 
 
-def peer_ms(values: dict[str, Any], batch: int, seq: int, rank: int, recomputed: bool) -> tuple[float, float]:
-    """Milliseconds and peak GiB of the step of transformers with PEFT's adapters and Liger's kernels."""
+# --- others' steps ----------------------------------------------------------------------------------------------------
+
+
+def peft_step(values: dict[str, Any], checkpoint: pathlib.Path, options: dict[str, Any]) -> _hugging_face.Step:
+    """Hugging Face's, with bfloat16 adapters in the place of PEFT's float32."""
+    del checkpoint
     _hugging_face.patch_with_liger(values["model_type"])
-    tokens = np.random.default_rng(0).integers(0, values["vocab_size"], (batch, seq))
-    options = dict(compiled=False, recomputed=recomputed, learning_rate=1e-4, decay=0.0, rank=rank)
-    step = _hugging_face.training_step(values, tokens, **options)
-    ms = in_rounds({"peer": step.run}, wait=step.wait, rounds=3, seconds=2)["peer"]
-    return ms, (step.peak_bytes() or 0) / GIB
+    return _hugging_face.training_step(values, compiled=False, **options)
 
 
-def peer(run: Run, kinds: list[str]) -> str:
-    """The table of Hugging Face's step with PEFT and Liger's kernels."""
-    del kinds
-    values = config_json.write(run.model.config, run.model.family.config_fixed, run.model.family.__name__, "bfloat16")
-    ms, peak = in_own_process(peer_ms, values, run.batch, run.seq, run.lora, run.remat != "none")
-    row = ["HF + PEFT + Liger, bfloat16", f"{ms:.0f}", f"{run.batch * run.seq / ms * 1e3:,.0f}", f"{peak:.2f}"]
-    return table(["peer", "ms a step", "tokens/s", "allocator's peak, GiB"], [row])
+def unsloth_step(four_bits: bool, values: Any, checkpoint: pathlib.Path, options: dict[str, Any]) -> _hugging_face.Step:
+    """Unsloth's."""
+    del values
+    return _unsloth.training_step(checkpoint, four_bits=four_bits, **options)
+
+
+PEERS: dict[str, tuple[str, Callable[..., _hugging_face.Step]]] = {
+    "hf": ("HF + PEFT + Liger, bfloat16", peft_step),
+    "unsloth": ("Unsloth, bfloat16", functools.partial(unsloth_step, False)),
+    "unsloth-nf4": ("Unsloth, nf4", functools.partial(unsloth_step, True)),
+}
+
+
+def peer_row(peer: str, values: dict[str, Any], checkpoint: pathlib.Path, options: dict[str, Any]) -> list[str]:
+    """A peer's line of the table. `values`: config.json. `options`: of a training step."""
+    name, make = PEERS[peer]
+    step = make(values, checkpoint, options)
+    losses = [float(step.run()) for _ in range(2)]
+    ms = in_rounds({name: step.run}, wait=step.wait, rounds=3, seconds=2)[name]
+    peak, speed = (step.peak_bytes() or 0) / GIB, options["tokens"].size / ms * 1e3
+    return [name, f"{ms:.0f}", f"{speed:,.0f}", f"{peak:.2f}", ", ".join(f"{loss:.3f}" for loss in losses)]
+
+
+def peer(run: Run, options: argparse.Namespace) -> str:
+    """The table of others' steps. What cannot run here is a line, too."""
+    config = run.model.config
+    values = config_json.write(config, run.model.family.config_fixed, run.model.family.__name__, "bfloat16")
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (run.batch, run.seq))
+    step = dict(tokens=tokens, rank=run.lora, recomputed=run.remat != "none", learning_rate=1e-4, decay=0.0)
+    peers = [peer for peer in options.peers if peer == "hf" or importlib.util.find_spec("unsloth")]
+    if len(peers) < len(options.peers):
+        print("Unsloth is not installed: without its rows", flush=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = options.checkpoint or pathlib.Path(folder)
+        if options.checkpoint is None and set(peers) - {"hf"}:
+            in_own_process(_unsloth.write_checkpoint, checkpoint, values)
+        for peer in peers:
+            try:
+                rows.append(in_own_process(peer_row, peer, values, checkpoint, step))
+            except Exception as error:
+                rows.append([PEERS[peer][0], "failed", "", "", " ".join(f"{error}".split())[:300]])
+            print(*rows[-1], sep=" | ", flush=True)
+    return table(["peer", "ms a step", "tokens/s", "allocator's peak, GiB", "first losses"], rows)
 
 
 PARTS = {"peer": peer, "steps": steps, "layer": layer}
@@ -166,6 +209,10 @@ def main():
     parser.add_argument("--remat", default="full")
     parser.add_argument("--kinds", nargs="*", default=["nf4"])
     parser.add_argument("--device", default="h100", help="by the planner's name, for the loss's memory")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="of the part peer")
+    parser.add_argument(
+        "--checkpoint", type=pathlib.Path, help="the model's, for Unsloth; random weights are written without it"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["steps", "layer"])
     arguments = parser.parse_args()
     run = make_run(
@@ -181,7 +228,7 @@ def main():
     command += f"--rank {arguments.rank} --remat {arguments.remat} --kinds {' '.join(arguments.kinds)} "
     command += f"--parts {' '.join(arguments.parts)}"
     # The peer first: its process takes the memory that JAX would hold later.
-    tables = [part(run, arguments.kinds) for name, part in PARTS.items() if name in arguments.parts]
+    tables = [part(run, arguments) for name, part in PARTS.items() if name in arguments.parts]
     save("lora", "\n".join([heading(command), *tables]))
 
 
