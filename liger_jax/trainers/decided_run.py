@@ -106,7 +106,8 @@ def _devices(
     of_mesh = lambda sizes: meshes.Devices(meshes.mesh_of(sizes, there), meshes.layout_of(sizes))
     its = lambda sizes: _teacher_memory(settings, task, precision["dtype"], of_mesh(sizes))
     choose = mesh_choice.by_time(settings, architecture, precision, there, its, sampling is not None)
-    devices = meshes.chosen(mesh, there, rows, shape, choose, "" if sampling is None else common)
+    is_mixture = sampling is None and architecture.config.experts is not None
+    devices = meshes.chosen(mesh, there, rows, shape, choose, "" if sampling is None else common, is_mixture=is_mixture)
     if sampling is not None and rows % (number := math.prod(devices.sizes.values())):
         raise UserError(
             f"--mesh={mesh}: each of the {number} devices samples completions of its own prompts, also along tensor "

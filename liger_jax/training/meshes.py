@@ -167,9 +167,11 @@ def chosen(
     model: Callable[[Layout], Any],
     choose: Callable[[list[Mapping[str, int]]], tuple[int, str]] | None = None,
     words: str = "",
+    *,
+    is_mixture: bool = False,
 ) -> Devices:
     """The devices of a run: the requested mesh, or else the most devices along data and fsdp that divide batch and
-    weights.
+    weights, or along expert for a mixture.
 
     `choose` is given the sizes of such meshes of equally many devices, the most split one first, and returns an index
     and the reason. Without it all devices are along fsdp. `words`: what the number of rows is, where it is not that of
@@ -183,9 +185,11 @@ def chosen(
     model, why = functools.cache(model), ""
     for number in range(len(devices), 0, -1):
         divisors = [n for n in range(1, number + 1) if number % n == 0] if choose else [1]
+        names = [f"fsdp={number}" if n == 1 else f"data={n},fsdp={number // n}" for n in divisors]
+        if choose and is_mixture and number > 1:
+            names.insert(1, f"expert={number}")
         found: list[tuple[dict[str, int], Devices]] = []
-        for copies in divisors:
-            named = f"fsdp={number}" if copies == 1 else f"data={copies},fsdp={number // copies}"
+        for named in names:
             try:
                 found.append((sizes := parse_mesh(named), _checked(named, sizes, devices, rows, model, words)))
             except ValueError as error:

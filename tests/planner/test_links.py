@@ -1,6 +1,7 @@
 """What links cost a step on each mesh, and how their speed is measured and kept."""
 
 import json
+import math
 
 import jax
 import pytest
@@ -37,6 +38,16 @@ def test_trained_weights_are_scattered_over_fsdp_or_summed_over_data_and_updated
     assert seconds(NVLINK, 1, 2) == pytest.approx(of_fsdp, rel=1e-3)
     assert seconds(NVLINK, 2, 1) == pytest.approx(of_data, rel=1e-3)
     assert seconds(NVLINK, 2, 1) > 0.9 * seconds(NVLINK, 1, 2) and seconds(PCIE, 2, 1) < 0.75 * seconds(PCIE, 1, 2)
+
+
+def test_over_an_expert_axis_tokens_are_sent_and_experts_stay():
+    model, adapters = architecture("olmoe-1b-7b-0924"), dict(lora=16, param_dtype="bfloat16")
+    seconds = lambda axis: link_seconds(Run(model, 4, 2048, target("h200:2"), {axis: 2}, **adapters), NVLINK)
+    experts = sum(math.prod(x.shape) for info, x in model.parameters if info.kind == "experts")
+    tokens = 16 * (3 + 2) * 4096 * 2048 * 2  # layers' gathers and scatters of the other device's tokens
+    halves = 2 * 2 * (model.num_parameters - experts) / 2
+    assert seconds("expert") == pytest.approx((halves + tokens) / 330e9, rel=1e-3)
+    assert seconds("fsdp") == pytest.approx((halves + 2 * 2 * experts / 2) / 330e9, rel=1e-3)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices, which a CPU simulates")

@@ -1,6 +1,7 @@
 """The mesh of a run that names none: whole weights where they fit and are faster, and the same when it resumes."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -24,16 +25,17 @@ ADAPTERS = dict(lora=16)
 def choose(monkeypatch):
     """A function that chooses for four cards of so many GiB."""
 
-    def choose(gib, before=None, mesh=None, rate=330e9, of_method=(), **options):
+    def choose(gib, before=None, mesh=None, rate=330e9, of_method=(), name="llama-3-8b", among=MESHES, **options):
         size = int(gib * GIB)
         monkeypatch.setattr(mesh_choice, "links", lambda there: Links(rate, rate, rate))
         card = devices.Target("h200", "gpu", "A card", 1, size, "", size, size)
         monkeypatch.setattr(devices, "here", lambda: card)
         monkeypatch.setattr(mesh_choice.memory, "stored", lambda settings: before)
-        settings = Settings.of(FinetuneOptions, model="m", data="d", batch=8, length=2048, mesh=mesh, **options)
+        options = dict(batch=8, length=2048) | options
+        settings = Settings.of(FinetuneOptions, model="m", data="d", mesh=mesh, **options)
         dtypes = settings.placement.precision(options.get("lora"), "bfloat16")
-        model = architecture("llama-3-8b")
-        return mesh_choice.by_time(settings, model, dict(dtypes, dtype="bfloat16"), [None] * 4, *of_method)(MESHES)
+        model, there = architecture(name), [None] * math.prod(among[0].values())
+        return mesh_choice.by_time(settings, model, dict(dtypes, dtype="bfloat16"), there, *of_method)(among)
 
     return choose
 
@@ -54,6 +56,24 @@ def test_trained_weights_are_split(choose):
     index, reason = choose(1000)
     assert index == 0 and "where data=4 takes" in reason
     assert choose(75) == (0, "since the weights do not fit whole on each device")
+
+
+@pytest.mark.parametrize(
+    ["number", "rows", "length", "gib", "options", "expected"],
+    [
+        (2, 2, 2048, 45, {}, 1),  # as it was measured: 0.80 of the time of fsdp=2
+        (2, 4, 4096, 45, {}, 0),  # as fast as fsdp=2, and 1.1 GiB more
+        (8, 2, 2048, 45, {}, 1),
+        (8, 4, 4096, 45, {}, 0),  # tokens of eight devices are more than the experts
+        (2, 2, 2048, 130, ADAPTERS, 2),  # whole weights fit
+        (2, 2, 2048, 12, ADAPTERS, 1),
+        (2, 2, 2048, 12, {}, 0),  # nothing fits
+    ],
+)
+def test_experts_stay_where_their_tokens_are_fewer_bytes(choose, number, rows, length, gib, options, expected):
+    among = [parse_mesh(f"{axis}={number}") for axis in ("fsdp", "expert", "data")]
+    of = dict(batch=rows * number, length=length, param_dtype="bfloat16", remat="full")
+    assert choose(gib, rate=218e9, name="olmoe-1b-7b-0924", among=among, **of, **options)[0] == expected
 
 
 def test_a_teacher_must_fit_beside_the_whole_weights(choose):
