@@ -246,7 +246,7 @@ def _path(given: str | os.PathLike[str]) -> str:
     return os.path.expanduser(os.fspath(given))
 
 
-_CURES = dict.fromkeys(
+_CURES: dict[str | None, str] = dict.fromkeys(
     ("optimizer", "schedule", "learning_rate"), " An optimizer or a schedule of your own goes into training.make_step."
 )
 

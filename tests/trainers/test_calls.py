@@ -574,8 +574,8 @@ def test_a_generator_that_was_read_before_resumes_no_run(source, rows, tmp_path)
          "batch, the whole step's rows over all devices and micro-batches."),
         (dict(callbacks=[lambda step, metrics: None]), TypeError, None),
         (dict(batch="4"), TypeError, "batch='4' must be an int."),
-        (dict(schedule=abs), TypeError, "schedule=<built-in function abs> must be a text. An optimizer or a schedule of "
-         "your own goes into training.make_step."),
+        (dict(schedule=abs), TypeError, "schedule=<built-in function abs> must be a text. An optimizer or a schedule "
+         "of your own goes into training.make_step."),
         (dict(remat="1"), ValueError, "remat='1' must be one of auto, none, full, dots, offload, offload_attention, or "
          "a number, not its text: remat=1."),
         (dict(lora=4), TypeError, "finetune: lora belongs to the adapters: pass adapters=trainers.LoRA(…)."),
