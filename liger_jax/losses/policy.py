@@ -102,13 +102,15 @@ def policy_loss(
     Where `old_log_probs` is NaN or infinite, or more than 80 below `log_probs`, the token is taken as not scored by the
     sampler. It is treated as on-policy: ρ = 1.
 
+    Only `log_probs` and `entropy` have gradients; all other arrays are constants.
+
     "dapo" and "bnpo" differ only in the `denominator` that you pass: that of DAPO is the whole step's, over all
     devices.
 
     Args:
         log_probs: the sampled tokens' log-probabilities under the policy, any float dtype.
-        old_log_probs: those under the policy that sampled the tokens. None for log_probs without gradient, which is
-            correct if the policy has not changed since.
+        old_log_probs: those under the policy that sampled the tokens. None for log_probs, which is correct if the
+            policy has not changed since.
         advantages: one for each sequence, or for each token; `group_advantages` makes them from rewards. Those of a
             packed row's sequences are (B, num_segments).
         mask: bool, which tokens count; values at other tokens have no effect.
@@ -173,7 +175,7 @@ def policy_loss(
     (log_probs,) = _checks.as_float32(op, log_probs=log_probs)
     if log_probs.ndim != 2:
         raise ValueError(f"{op}: log_probs has shape {log_probs.shape}, but must be (sequences, tokens).")
-    old_log_probs = jax.lax.stop_gradient(log_probs) if old_log_probs is None else old_log_probs
+    old_log_probs = log_probs if old_log_probs is None else old_log_probs
     sequences = sequences_of(op, segment_ids, num_segments, log_probs.shape)
     mask = sequences.tokens(_checks.as_mask(op, "mask", mask, log_probs.shape))
     weights, default = checked_policy_weights(op, mask, loss_type, max_length, sequences)
@@ -181,6 +183,7 @@ def policy_loss(
         op, mask, old_log_probs=old_log_probs, reference_log_probs=reference_log_probs, entropy=entropy
     )
     advantages, importance = _numbers(op, mask, sequences, advantages, importance_ratio)
+    old, reference, advantages, importance = jax.lax.stop_gradient((old, reference, advantages, importance))
     log_probs = jnp.where(mask, log_probs, 0.0)
     log_ratios, log_weights = log_ratio(log_probs, old), None
     if importance_level == "sequence":

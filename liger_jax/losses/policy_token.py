@@ -1,5 +1,6 @@
 """The policy loss token by token, for losses that make gradients together with the logits."""
 
+import jax
 from jaxtyping import Array, Float
 
 from liger_jax.losses import _checks
@@ -36,7 +37,7 @@ def policy_token_loss(
     | "vespo", "gmpo" | no: the weight of a token depends on its whole sequence |
 
     For packed rows, `spread_segments` gives each token its segment's advantage. Options that are not listed here are
-    those of `policy_loss`.
+    those of `policy_loss`. Only `log_probs` has a gradient.
 
     Args:
         log_probs: the tokens' log-probabilities under the policy, any float dtype and shape.
@@ -86,4 +87,6 @@ def policy_token_loss(
     log_probs, old_log_probs, advantages, reference, importance = _checks.as_float32(op, **arrays)
     for name, x in zip(arrays, (log_probs, old_log_probs, advantages, reference, importance), strict=True):
         check_shape(op, name, x, log_probs.shape, "one number for each token of log_probs")
+    constants = old_log_probs, advantages, reference, importance
+    old_log_probs, advantages, reference, importance = jax.lax.stop_gradient(constants)
     return objective.losses(log_ratio(log_probs, old_log_probs), log_probs, advantages, reference, importance)

@@ -74,9 +74,10 @@ def kto_loss(
     _checks.check_python_numbers(op, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     for name, weight in dict(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight).items():
         _checks.check_number(op, name, weight, weight >= 0, ">= 0; 0 leaves such responses out")
-    if (kl is None) == (loss_type == "kto"):
-        cure = "pass log-ratios of mismatched responses, or 0.0" if kl is None else "leave it out"
-        raise ValueError(f"{op}: kl belongs to loss_type='kto' and to no other, but loss_type={loss_type!r}; {cure}.")
+    if kl is None and loss_type == "kto":
+        raise ValueError(f"{op}: loss_type='kto' needs kl; pass log-ratios of mismatched responses, or 0.0.")
+    if kl is not None and loss_type != "kto":
+        raise ValueError(f"{op}: kl belongs to loss_type='kto', but loss_type={loss_type!r}; leave it out.")
     log_probs, reference_log_probs = _checks.as_sequences(
         op, log_probs=log_probs, reference_log_probs=reference_log_probs
     )

@@ -249,6 +249,11 @@ def _path(given: str | os.PathLike[str]) -> str:
     return os.path.expanduser(os.fspath(given))
 
 
+_CURES: dict[str | None, str] = dict.fromkeys(
+    ("optimizer", "schedule", "learning_rate"), " An optimizer or a schedule of your own goes into training.make_step."
+)
+
+
 def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
     """A value converted to the type of its option, from any type that means the same."""
     is_text, is_flag = isinstance(value, str), isinstance(value, bool | np.bool_)
@@ -273,4 +278,5 @@ def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
             return tuple(map(float if holds_numbers else str, several))
         of_kind = [(tuple, "numbers" if holds_numbers else "a text or several", False, tuple)]
     name = "rank" if field.name == "lora" else _options.python_name(field).removeprefix("lora_")
-    raise TypeError(f"{name}={value!r} must be {' or '.join(each[1] for each in of_kind)}.")
+    cure = _CURES.get(name, "") if callable(value) or isinstance(value, tuple) else ""
+    raise TypeError(f"{name}={value!r} must be {' or '.join(each[1] for each in of_kind)}.{cure}")

@@ -222,14 +222,15 @@ def _check(settings: Settings[FinetuneOptions], model: Any) -> None:
             f"The model's head {what}, and must be an array of (vocabulary, width), such as an embedding, or the "
             "kernel of nnx.Linear transposed. A property may return it."
         )
-    _check_adapters(model)
+    _check_read(model)
     _check_states(model, head)
+    _check_causal(model, head.shape[0])
 
 
 def _check_trained(params: Any) -> None:
     """Refuses parameters that no optimizer trains or no checkpoint holds."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        if leaf.dtype == jnp.float16 or not leaf.size:
+        if leaf.dtype == jnp.float16 or not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.size:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
             raise UserError(
                 f"The model's {name} is {leaf.dtype} of shape {leaf.shape}, and a trained parameter must be bfloat16 "
@@ -237,14 +238,14 @@ def _check_trained(params: Any) -> None:
             )
 
 
-def _check_adapters(model: Any) -> None:
-    """Refuses adapters on which neither the hidden states nor the head depend, as that of a head's layer."""
-    graph, own, rest = nnx.split(model, nnx.LoRAParam, ...)
+def _check_read(model: Any) -> None:
+    """Refuses adapters and biases on which neither hidden states nor head depend, as those of a head's layer."""
+    graph, *own, rest = nnx.split(model, nnx.LoRAParam, nnx.Param, ...)
     ids = jnp.zeros((1, 8), jnp.int32)
     given = {name: x for name, x in _alone(ids).items() if name in _parameters(model)}
 
     def call(own: Any, rest: Any) -> Any:
-        merged = nnx.merge(graph, own, rest)
+        merged = nnx.merge(graph, *own, rest)
         return merged.hidden_states(ids, **given), _head(merged)
 
     try:
@@ -252,14 +253,60 @@ def _check_adapters(model: Any) -> None:
     except Exception:  # as in `_check_states`
         return
     _, read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))  # also within functions that are jitted
-    paths = [path for path, _ in jax.tree.leaves_with_path(own)]
-    unread = [path for path, is_read in zip(paths, read, strict=False) if not is_read]
-    names = dict.fromkeys(jax.tree_util.keystr(path[:-1], simple=True, separator=".") for path in unread)
-    names = [*dict.fromkeys(name.rpartition(".")[0] for name in names)]
+    adapters, params = (
+        [jax.tree_util.keystr(path[:-1], simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(each)]
+        for each in own
+    )
+    is_read = dict(zip(adapters + params, read, strict=False))
+    names = [*dict.fromkeys(name.rpartition(".")[0] for name in adapters if not is_read[name])]
     if names:
         raise UserError(
             f"Neither hidden_states nor head reads the adapters of {' and '.join(names)}, so that they would not be "
             "trained. Leave the layer out of add_lora's targets; or let head return its weight with the adapter."
+        )
+
+    for name in params:
+        layer, _, kind = name.rpartition(".")
+        if kind == "bias" and not is_read[name] and is_read.get(f"{layer}.kernel"):
+            raise UserError(
+                f"Neither hidden_states nor head reads {name}, so that the loss would be of logits without it. Make "
+                "the layer without it, by use_bias=False; or let hidden_states end with a column of ones, and head "
+                "with the bias as its last column."
+            )
+
+
+def _check_causal(model: Any, vocabulary: int) -> None:
+    """Refuses hidden states that depend on later tokens, on another row, or on another document of the row."""
+    graph, state = nnx.split(model)
+    ids = np.arange(16, dtype=np.int32).reshape(2, 8) % vocabulary
+    early, late = (np.where(np.arange(8) // 4 == half, (ids + 1) % vocabulary, ids) for half in (0, 1))
+    late[1] = early[1] = (ids[1] + 1) % vocabulary
+    one, two = _alone(jnp.asarray(ids)), _alone(jnp.asarray(ids))
+    two = dict(segment_ids=1 + two["positions"] // 4, positions=two["positions"] % 4)
+
+    @jax.jit
+    def call(state: Any, ids: Any, given: Any) -> Any:
+        given = {name: x for name, x in given.items() if name in _parameters(model)}
+        return nnx.merge(graph, state).hidden_states(ids, **given)[0]
+
+    def depends(given: Any, others: Any, places: slice) -> bool:
+        before, after = (np.asarray(call(state, x, given), np.float32)[places] for x in (ids, others))
+        return bool(np.max(np.abs(before - after)) > 1e-3 * np.max(np.abs(before)))  # NaN is seen by the first step
+
+    try:
+        on_later = depends(one, late, slice(4))
+        on_others = "segment_ids" in _parameters(model) and depends(two, early, slice(4, None))
+    except Exception:  # as in `_check_states`
+        return
+    if on_later:
+        raise UserError(
+            "The model's hidden_states of a token depend on tokens after it, or on other rows, so that it would see "
+            "what it is to predict. Mask its attention causally, and let no row depend on others."
+        )
+    if on_others:
+        raise UserError(
+            "The model's hidden_states of a token depend on another document of its row. Mask where segment_ids "
+            "differ; or leave the parameter segment_ids out, and each document has its own row."
         )
 
 

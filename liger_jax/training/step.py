@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.interpreters import partial_eval
 
 from liger_jax.losses import shifted_labels
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
@@ -83,6 +84,11 @@ def scored_tokens(batch: Batch) -> jax.Array:
     named = model_arguments(batch)
     targets, weights = named.get("shift_labels"), named.get("loss_weights")
     if targets is None:
+        if "labels" not in named:
+            raise ValueError(
+                f"scored_tokens: the batch has {', '.join(named)}, and no labels to count; for another loss pass "
+                "make_step(normalizer=) a function of the batch that returns its denominator."
+            )
         targets = shifted_labels(named["labels"], named.get("segment_ids"))
     targets = as_labels(targets)
     if named.get("segment_ids") is not None:
@@ -133,7 +139,8 @@ def make_step(
 
     Raises:
         ValueError: `micro_batches` is less than 1, or more than 1 and `loss_fn` needs the whole batch; and, from the
-            step, the batch is not divisible by it, or arrays differ in their number of sequences.
+            step, the batch is not divisible by it, arrays differ in their number of sequences, or `loss_fn` does not
+            read the denominator. For a loss without one `normalizer` returns `None`.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -201,11 +208,26 @@ def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
         results = value_and_grad(params, micro_batch, denominator)
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, results), None
 
-    value, _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), denominator)
+    first = params, jax.tree.map(lambda x: x[0], batches), denominator
+    program, (value, _) = jax.make_jaxpr(value_and_grad, return_shape=True)(*first)
+    _check_denominator(program.jaxpr, len(jax.tree.leaves(denominator)), micro_batches)
     with promotions():
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), (value, params))
     (value, grads), _ = jax.lax.scan(add, zeros, batches)
     return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
+
+
+def _check_denominator(program: Any, num_numbers: int, micro_batches: int) -> None:
+    """Refuses a loss that does not read the denominator, the last arguments of its program."""
+    if not num_numbers:
+        return
+    _, read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))  # also within functions that are jitted
+    if not any(read[-num_numbers:]):
+        raise ValueError(
+            f"make_step: micro_batches={micro_batches} adds up the results of loss_fn, which does not read its third "
+            "argument, the whole batch's denominator: of means the sum is too large. Divide a micro-batch's sum by it, "
+            "as normalizer= makes it; or, for a loss that is a sum alone, pass normalizer=lambda batch: None."
+        )
 
 
 def _micro_batched(batch: Batch, micro_batches: int) -> Any:

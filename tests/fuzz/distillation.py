@@ -68,6 +68,8 @@ def fused_linear_distillation(draw: Draw) -> Case:
     kinds = {"divergence": draw.pick("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")}
     kinds |= draw.optional(beta=(0.1, 0.5))
     options, counting = _distillation_options(draw), Tokens.drawn(draw, student.tokens, student.v)
+    if kinds["divergence"] != "jsd":
+        kinds.pop("beta", None)
     if kinds["divergence"] == "cosine":
         options.pop("temperature", None)
     of_heads = {f"{head.prefix}{name}": x for head in (student, teacher) for name, x in logit_options(draw).items()}

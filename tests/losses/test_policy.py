@@ -9,7 +9,8 @@ import pytest
 
 from liger_jax.losses import group_advantages, policy_loss, policy_token_loss, policy_weights, reinforce_advantages
 from liger_jax.losses._policy_formulas import CLIPPING_TYPES, LOSS_TYPES, SEQUENCE_TYPES
-from tests.losses._oracle import assert_matches, close
+from tests.losses import _oracle
+from tests.losses._oracle import close
 
 B, T = 4, 6
 MASK = np.arange(T) < np.array([[6], [2], [4], [1]])
@@ -17,6 +18,8 @@ MASK[0, 2] = False  # a tool's answer amid a completion
 ADVANTAGES = np.array([1.3, -0.7, 0.4, -2.0])
 MAX_LENGTH = 9
 SEPARABLE_TYPES = [t for t in LOSS_TYPES if t not in SEQUENCE_TYPES]
+# The old policy and the reference are constants.
+assert_matches = functools.partial(_oracle.assert_matches, constants=(1, 2))
 TYPES_AND_LEVELS = [(t, "token") for t in LOSS_TYPES] + [(t, "sequence") for t in SEPARABLE_TYPES]
 
 
@@ -162,7 +165,7 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_type(arrays, rng):
     entropy = rng.gamma(2.0, 1.0, (B, T))
     ours = lambda x, old, h: loss(x, old, entropy=h, entropy_coef=0.1, **options_of("grpo"))
     expected = lambda x, old, h: oracle(x, old, loss_type="grpo") - 0.1 * (h * MASK).sum() / MASK.sum()
-    assert_matches(ours, expected, [*arrays[:2], entropy])
+    assert_matches(ours, expected, [*arrays[:2], entropy], constants=(1,))
 
 
 @pytest.mark.parametrize("loss_type", SEPARABLE_TYPES)
@@ -198,6 +201,29 @@ def test_micro_batches_of_one_step_add_up_to_it(loss_type, arrays, rng):
     whole_step = dict(denominator=denominator, entropy_denominator=float(MASK.sum()))
     parts = lambda: part(slice(0, 1), **whole_step) + part(slice(1, B), **whole_step)
     close(jax.jit(parts)(), jax.jit(lambda: part(slice(None)))())
+
+
+@pytest.mark.parametrize("loss_type, level", TYPES_AND_LEVELS)
+def test_the_policy_itself_as_the_old_one_is_a_constant(loss_type, level, arrays):
+    """Where it is computed in the same program, a ratio of one array to itself would have no gradient."""
+    policy = jnp.asarray(arrays[0], jnp.float32)
+    options = options_of(loss_type) | dict(importance_level=level)
+    gradient = lambda f: jax.jit(jax.grad(f))(policy)
+    close(gradient(lambda x: loss(x, x, **options)), gradient(lambda x: loss(x, None, **options)))
+
+
+def test_all_but_the_policy_is_constant(arrays):
+    policy, old, reference = (jnp.asarray(x, jnp.float32) for x in arrays)
+    advantages = jnp.broadcast_to(jnp.asarray(ADVANTAGES, jnp.float32)[:, None], (B, T))
+    others = old, advantages, reference, jnp.ones((B, T))
+
+    def of_rows(old, advantages, reference, importance):
+        options = options_of("grpo") | dict(beta=0.1, importance_ratio=importance)
+        return policy_loss(policy, old, advantages, reference_log_probs=reference, **options).loss
+
+    by_token = lambda *others: jnp.sum(policy_token_loss(policy, *others, beta=0.1))
+    for f in (of_rows, by_token):
+        assert not any(np.any(x) for x in jax.grad(f, argnums=(0, 1, 2, 3))(*others))
 
 
 @pytest.mark.parametrize("loss_type, level", TYPES_AND_LEVELS)

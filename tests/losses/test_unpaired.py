@@ -109,8 +109,8 @@ ONES, GOOD = jnp.ones(3), jnp.ones(3, bool)
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({}, ValueError, "kl belongs to loss_type='kto' and to no other, but loss_type='kto'; pass log-ratios"),
-        (dict(kl=0.0, loss_type="apo_zero_unpaired"), ValueError, "kl belongs to loss_type='kto'.*leave it out"),
+        ({}, ValueError, "loss_type='kto' needs kl; pass log-ratios of mismatched responses, or 0.0"),
+        (dict(kl=0.0, loss_type="apo_zero_unpaired"), ValueError, "kl belongs to loss_type='kto', but.*leave it out"),
         (dict(kl=0.0, beta=0.0), ValueError, "beta=0.0 must be a finite number > 0"),
         (dict(kl=0.0, desirable_weight=-1.0), ValueError, "desirable_weight=-1.0 must be >= 0"),
         (dict(kl=0.0, loss_type="bco"), ValueError, "loss_type='bco' is unknown"),

@@ -113,7 +113,7 @@ def test_bfloat16_gradients_are_accumulated_in_float32(batch):
         x = model.head.astype(jnp.float32)
         return jnp.sum(x) * jnp.where(jnp.any(batch == 0), 1.0, 2.0**-9)
 
-    step = jax.jit(make_step(graph, optax.sgd(1.0), loss_fn, micro_batches=9))
+    step = jax.jit(make_step(graph, optax.sgd(1.0), loss_fn, normalizer=lambda _: None, micro_batches=9))
     (found, _), _ = step((jax.tree.map(jnp.zeros_like, params), SGD.init(params)), jnp.arange(9)[:, None])
     head = found["lm_head"][...]
     assert head.dtype == jnp.bfloat16
@@ -148,7 +148,7 @@ def test_what_a_loss_function_returns_beside_the_loss_adds_up_and_one_trace_serv
         traces.append(batch)
         return jnp.sum(model.head), jnp.sum(batch["input_ids"])
 
-    (_, total), _ = stepped(batch, loss_fn=loss_fn, has_aux=True, micro_batches=4)
+    (_, total), _ = stepped(batch, loss_fn=loss_fn, normalizer=lambda _: None, has_aux=True, micro_batches=4)
     assert total == jnp.sum(batch["input_ids"])
     assert len(traces) == 1
 
@@ -230,6 +230,18 @@ def test_micro_batches_of_a_policy_loss_add_up_to_the_batch(rng):
     np.testing.assert_allclose(value, whole, rtol=1e-5)
     for found, truth in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         assert np.abs(found - truth).max() < 2e-5 * np.abs(truth).max()
+
+
+def test_a_mean_that_does_not_read_the_denominator_has_no_micro_batches(batch):
+    """Such means would add up to a loss that is as many times too large as there are micro-batches."""
+    mean = lambda model, batch, normalizer: model(**batch).loss
+    inner = jax.jit(lambda head, normalizer: jnp.mean(head))
+    for loss_fn in (mean, lambda model, batch, normalizer: inner(model.head, normalizer)):
+        with pytest.raises(ValueError, match="micro_batches=2 adds up .*does not read its third argument.*Divide"):
+            stepped(batch, loss_fn=loss_fn, micro_batches=2)
+        stepped(batch, loss_fn=loss_fn, micro_batches=1)
+    with pytest.raises(ValueError, match="the batch has x, and no labels to count; .*normalizer"):
+        scored_tokens(dict(x=jnp.ones(3)))
 
 
 def test_a_loss_that_needs_the_whole_batch_has_no_micro_batches():

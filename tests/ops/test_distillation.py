@@ -47,11 +47,12 @@ def distillation_cases(rng, kind, hard_weight, reduction, mode, dtype=jnp.float3
     student, teacher = heads(rng, dtype=dtype)
     labels, where, counts = scored(rng)
     temperature = 1.0 if kind == "cosine" else TEMPERATURE
+    beta = dict(beta=BETA) if kind == "jsd" else {}
 
     def op(hidden, weight, bias):
         return fused_linear_distillation(
             hidden, weight, teacher[0], teacher[1].T,
-            divergence=kind, beta=BETA, temperature=temperature, labels=labels, where=where, hard_weight=hard_weight,
+            divergence=kind, **beta, temperature=temperature, labels=labels, where=where, hard_weight=hard_weight,
             student_bias=bias, student_logit_softcap=5.0, student_logit_scale=1.3,
             teacher_bias=teacher[2], teacher_weight_layout="dv", teacher_logit_scale=0.5,
             reduction=reduction, mode=mode, chunk_size=10,
@@ -602,6 +603,7 @@ def test_likely_tokens_are_compared_by_probabilities_of_at_most_one(divergence, 
         ),
         (dict(divergence="cosine", temperature=2.0), "temperature=2.0 changes no angle between logits"),
         (dict(temperature=0.0), "temperature=0.0 must be finite and > 0"),
+        (dict(beta=0.3), "beta=0.3 is read by divergence='jsd' alone, not by 'forward_kl'; leave it out"),
         (dict(hard_weight=0.5), "weighs the cross-entropy of labels, and none are given"),
         (dict(hard_weight=1.5, labels=np.zeros(N, int)), "hard_weight=1.5 must be in [0, 1]"),
         (dict(mode="fast", reduction="none"), "makes gradients in the forward, and here the cotangent of each token"),

@@ -67,7 +67,7 @@ def op_and_truth(labels, entropy, scale_by_c=True, **options):
     def op(hidden, weight, bias, old, ref, advantage, c):
         def loss_fn(log_prob, *rest):
             entropy_part = -BONUS * rest[0] if entropy else jnp.zeros(())
-            return c * dapo(log_prob, *rest[-3:]) + entropy_part
+            return c * dapo_by_hand(log_prob, *rest[-3:]) + entropy_part
 
         weight = weight.T if options.get("weight_layout") == "dv" else weight
         per_token = old, ref, advantage
@@ -136,6 +136,15 @@ def test_the_cross_entropy_is_the_case_of_minus_log_prob(mode, rng):
     found = run(lambda h, w: fused_linear_token_loss(jnp.negative, h, w, labels, denominator=N - 1, mode=mode)[0])
     expected = run(lambda h, w: fused_linear_cross_entropy(h, w, labels, mode=mode))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), found, expected)
+
+
+@all_modes
+def test_a_loss_may_be_a_constant(mode, rng):
+    loss = lambda hidden: fused_linear_token_loss(
+        lambda log_prob: 2.0, hidden, heads(rng)[1], labels_of(rng), denominator=1, mode=mode
+    )[0]
+    value, gradient = jax.value_and_grad(loss)(heads(rng)[0])
+    assert value > 0 and not gradient.any()
 
 
 @all_modes

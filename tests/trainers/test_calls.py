@@ -456,6 +456,62 @@ class Jitted(Headed):
         return super().hidden_states(input_ids)
 
 
+class Biased(Headed):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nnx.Linear(8, 320, rngs=nnx.Rngs(2))
+
+
+class WithBias(Biased):
+    def hidden_states(self, input_ids):
+        return jnp.pad(super().hidden_states(input_ids), ((0, 0), (0, 0), (0, 1)), constant_values=1.0)
+
+    @property
+    def head(self):
+        layer: Any = self.lm_head
+        return jnp.append(layer.kernel[...], layer.bias[...][None], axis=0).T
+
+
+def test_a_bias_of_the_head_that_the_loss_leaves_out_is_refused():
+    with pytest.raises(ValueError, match=r"^Neither hidden_states nor head reads lm_head.bias, so .*use_bias=False"):
+        own_model._check_read(Biased())
+    for model in (WithBias(), Headed()):
+        own_model._check_read(model)
+
+
+class Seeing(nnx.Module):
+    """One whose tokens see what they ought not to, or not."""
+
+    def __init__(self, sees):
+        self.embed, self.sees = nnx.Embed(320, 8, rngs=nnx.Rngs(0)), sees
+
+    def hidden_states(self, input_ids, segment_ids):
+        x = self.embed(input_ids)
+        alike = segment_ids[:, :, None] == segment_ids[:, None] if self.sees != "documents" else True
+        mask = alike & (jnp.tri(x.shape[1], dtype=bool) if self.sees != "later" else True)
+        x = jnp.einsum("bts,bsd->btd", jnp.broadcast_to(mask, (*x.shape[:2], x.shape[1])) / x.shape[1], x)
+        return x - x[::-1] if self.sees == "rows" else x
+
+
+@pytest.mark.parametrize(
+    ("sees", "words"),
+    [("later", "tokens after it, or on other rows"), ("rows", "tokens after it, or on other rows"),
+     ("documents", "another document of its row. Mask where segment_ids"), ("", None)],
+)  # fmt: skip
+def test_a_token_of_the_users_own_model_sees_its_document_up_to_itself(sees, words):
+    with (
+        contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=f"of a token depend on {words}")
+    ):
+        own_model._check_causal(Seeing(sees), 320)
+
+
+def test_a_parameter_that_is_no_float_is_named():
+    own: Any = Headed()
+    own.count = nnx.Param(jnp.array([3]))
+    with pytest.raises(ValueError, match=r"^The model's count is int32 of shape \(1,\), and a trained parameter"):
+        own_model._check_trained(nnx.state(own, nnx.Param))
+
+
 class WithAdapter(Headed):
     @property
     def head(self):
@@ -474,7 +530,7 @@ def test_an_adapter_of_a_head_that_no_gradient_reaches_is_refused(model, targets
     own = add_lora(model(), 2, alpha=4, targets=targets, rngs=nnx.Rngs(3))
     words = "Neither hidden_states nor head reads the adapters of lm_head, so that they would not be trained. Leave the"
     with contextlib.nullcontext() if is_trained else pytest.raises(ValueError, match=words):
-        own_model._check_adapters(own)
+        own_model._check_read(own)
 
 
 @pytest.mark.parametrize("leaf", [jnp.zeros((3, 4), jnp.float16), jnp.zeros((0, 4))])
@@ -519,6 +575,8 @@ def test_a_generator_that_was_read_before_resumes_no_run(source, rows, tmp_path)
          "batch, the whole step's rows over all devices and micro-batches."),
         (dict(callbacks=[lambda step, metrics: None]), TypeError, None),
         (dict(batch="4"), TypeError, "batch='4' must be an int."),
+        (dict(schedule=abs), TypeError, "schedule=<built-in function abs> must be a text. An optimizer or a schedule "
+         "of your own goes into training.make_step."),
         (dict(remat="1"), ValueError, "remat='1' must be one of auto, none, full, dots, offload, offload_attention, or "
          "a number, not its text: remat=1."),
         (dict(lora=4), TypeError, "finetune: lora belongs to the adapters: pass adapters=trainers.LoRA(…)."),

@@ -163,6 +163,8 @@ def _check_divergence(divergence: str, beta: float, temperature: float) -> None:
             "leave it out."
         )
     checks.check_number(OP, beta=beta)
+    if divergence != "jsd" and beta != 0.5:
+        raise ValueError(f"{OP}: beta={beta} is read by divergence='jsd' alone, not by {divergence!r}; leave it out.")
     if not 0.0 < beta < 1.0:
         raise ValueError(
             f"{OP}: beta={beta} must be in (0, 1); the limits 0 and 1 are divergence='forward_kl' and 'reverse_kl'."

@@ -208,7 +208,8 @@ def _evaluated(jaxpr: Any, num_arguments: int) -> Callable[..., jax.Array]:
 
     def function(*arguments):
         own, closed_over = arguments[:num_arguments], arguments[num_arguments:]
-        return eval_jaxpr(jaxpr, closed_over, *own)[0].astype(jnp.float32)
+        # A loss that is a constant is a Python number here.
+        return jnp.asarray(eval_jaxpr(jaxpr, closed_over, *own)[0], jnp.float32)
 
     return function
 
