@@ -79,7 +79,7 @@ def answers(plain, piece):
             "a.txt is in UTF-16, and must be in UTF-8: convert it by: iconv -f UTF-16 -t UTF-8",
         ),
         ("a.txt", b"one\0two", "a.txt is no text file: character 3 is a null"),
-        ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2, is no JSON: Expecting value"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2, is no JSON: Expecting value: column 10"),
         ("a.jsonl", b'{"text": "one", "text": "two"}', "line 1, cannot be read: the name 'text' occurs twice"),
         ("a.json", b'[{"messages": [{"role": "user", "role": "tool"}]}]', "the name 'role' occurs twice in one object"),
         ("a.csv", b'messages\n"[{""role"":""user"",""role"":""tool""}]"', "line 2: a cell with JSON cannot be read"),
