@@ -28,7 +28,7 @@ def generate(options: Generation, prompt: str | None, file: str | None, chat: bo
     for document in documents:
         if len(documents) > 1:
             print(f"── {document.where}")
-        _printed(generator.generate(document))
+        _printed(generator, document)
     return 0
 
 
@@ -44,7 +44,7 @@ def chat(options: Generation) -> int:
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            answer = _printed(generator.generate(Document("The conversation", messages=asked)), stoppable=True)
+            answer = _printed(generator, Document("The conversation", messages=asked), stoppable=True)
         except UserError as error:
             print(f"{in_one_line(error)} {_NEW} begins another conversation.", file=sys.stderr)
             continue
@@ -93,11 +93,11 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _printed(texts: Iterator[str], stoppable: bool = False) -> str:
-    """Prints a text in pieces as they are generated, and returns the whole. Ctrl-C may end it."""
+def _printed(generator: TextGenerator, document: Document, stoppable: bool = False) -> str:
+    """Prints a text in pieces as they are generated, then its figures, and returns the text. Ctrl-C may end it."""
     said: list[str] = []
     try:
-        for text in texts:
+        for text in generator.generate(document):
             said.append(text)
             print(text, end="", flush=True)
     except KeyboardInterrupt:
@@ -106,6 +106,8 @@ def _printed(texts: Iterator[str], stoppable: bool = False) -> str:
     finally:
         if said:
             print(flush=True)
+    if generator.figures:
+        print(generator.figures, file=sys.stderr)
     return "".join(said)
 
 

@@ -37,6 +37,7 @@ class TextGenerator:
 
     def __init__(self, options: Generation):
         self._options, self._texts = options, 0
+        self.figures = ""  # of the newest text, once it has ended
         self._compiled: set[tuple[int, int]] = set()  # tokens of padded prompts, and of what is generated
         self._printed: set[str] = set()  # notices of earlier turns, which are not repeated
         with user_errors():
@@ -70,6 +71,7 @@ class TextGenerator:
 
     def generate(self, document: Document) -> Iterator[str]:
         """Continues a text or a conversation."""
+        self.figures = ""
         prompt = self.tokenizer.prompt(document)
         notices = self.tokenizer.notices()
         for about in notices.keys() - self._printed:
@@ -95,7 +97,7 @@ class TextGenerator:
                 break
             yield words.of(token)
         yield words.rest()
-        self._tell(count, None if has_ended else new, first - start, time.perf_counter() - first)
+        self.figures = _in_words(count, None if has_ended else new, first - start, time.perf_counter() - first)
 
     def _tokens(self, prompt: np.ndarray, new: int, longest: int) -> Iterator[int]:
         """The new tokens. Prompts are padded to a few lengths, so that few programs are compiled."""
@@ -118,11 +120,11 @@ class TextGenerator:
                 tokens = itertools.chain([next(tokens)], tokens)
         return tokens
 
-    @staticmethod
-    def _tell(count: int, cut_at: int | None, until_first: float, seconds: float) -> None:
-        rate = f", then {(count - 1) / seconds:,.1f} tokens/s" if count > 1 else ""
-        cut = "" if cut_at is None else f"; --max-new-tokens={cut_at} cuts it off"
-        print(f"[{counted(count, 'token')}: the first after {until_first:.2f} s{rate}{cut}]", file=sys.stderr)
+
+def _in_words(count: int, cut_at: int | None, until_first: float, seconds: float) -> str:
+    rate = f", then {(count - 1) / seconds:,.1f} tokens/s" if count > 1 else ""
+    cut = "" if cut_at is None else f"; --max-new-tokens={cut_at} cuts it off"
+    return f"[{counted(count, 'token')}: the first after {until_first:.2f} s{rate}{cut}]"
 
 
 class _Words:

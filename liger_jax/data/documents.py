@@ -17,6 +17,7 @@ class Document:
     tools: Any = None  # functions that the assistant may call, for the chat template
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # more variables of the chat template
     unread: frozenset[str] = frozenset()  # fields that seem to choose what is trained on, but are not read
+    is_named: bool = False  # whether its row has the field that `--column` names
     prompt: str | None = None  # what stands before the text and is not trained on; `None` where there is no prompt
     path: Path | None = None  # the file of a text that is too long to be held in memory, which then is not in `text`
     # The other answer, after the same prompt, where this is the chosen one of a pair.

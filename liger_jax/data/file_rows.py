@@ -55,7 +55,10 @@ def why_no_json(error: Exception) -> str:
     """Why `json.loads` has failed, as a clause that follows the place."""
     if isinstance(error, RecursionError):
         return "is nested too deep"
-    return f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else f"cannot be read: {error}"
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""  # of several that `json.loads` was given
+        return f"is no JSON: {error.msg}: {line}column {error.colno}"
+    return f"cannot be read: {error}"
 
 
 def _of_text(path: Path, end: str, file: io.TextIOWrapper) -> Iterator[Found | Document]:

@@ -3,6 +3,7 @@
 A row that could be read in two ways is refused, since nobody would notice training on the wrong one.
 """
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable
@@ -85,7 +86,7 @@ def prompt(where: str, values: Any) -> Document:
 
 def _document(where: str, values: Row, column: str | None, form: str | None, nulls: list[str]) -> Document:
     if form is None and column is not None and column in values:
-        return _of_column(where, values, column)
+        return dataclasses.replace(_of_column(where, values, column), is_named=True)
     full = {name: each for name, each in values.items() if not _is_missing(each)}
     forms = _forms(full) or _forms(values)
     if form is not None:

@@ -77,7 +77,9 @@ def read(
             raise ValueError(f"format={format!r} must be one of {', '.join(known)}.")
         if not own:
             return reading.read(names, column, subset, form=format)
-        if not (full := reading.with_text(reading.rows_to_documents(own["data"], "data", column, format))):
+        documents = list(reading.rows_to_documents(own["data"], "data", column, format))
+        reading.check_named(column, [document.is_named for document in documents])
+        if not (full := reading.with_text(documents)):
             raise reading.no_text(names, rows=own["data"])
         return full
 

@@ -2,7 +2,7 @@
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,15 @@ def read(
     data = [data] if isinstance(data, str) else data
     sources = data_sources(data)
     files.tell([path for source in sources for path in source.paths])
-    documents = with_text(
+    documents = [
         document
         for source in sources
         for document in documents_of(
             source, None if source.paths else dataset(source.name, subset), column, form, refused
         )
-    )
+    ]
+    check_named(column, [document.is_named for document in documents], refused)
+    documents = with_text(documents)
     if not documents and not refused:
         raise no_text(data)
     if notice := unread(frozenset().union(*(document.unread for document in documents))):
@@ -66,6 +68,15 @@ def documents_of(
     for path in source.paths:
         with refusals_kept(refused, str(path)):
             yield from _of_file(path, column, form, refused)
+
+
+def check_named(column: str | None, are_named: Collection[bool], refused: Refused = None) -> None:
+    """Refuses a field that `--column` names and no row has. `are_named`: of the documents that were read."""
+    if column is not None and {*are_named} == {False} and not refused:
+        raise UserError(
+            f"--column={column} is a field of no row, and a row without it is read by the names of its fields. "
+            "Name one that rows have, or leave it out."
+        )
 
 
 def dataset(name: str, subset: str | None, **options: Any) -> Any:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +193,16 @@ def tokens_of(
     loaded = {source.name: reading.rows_of(source, options.subset) for source in sources if not source.paths}
     key = _key(options, encoder, sources, loaded) if is_kept else flag.strip("-")
     if not is_kept or (tokens := token_cache.find(place, key)) is None:
-        read = lambda source: reading.documents_of(
-            source, loaded.get(source.name), options.column, options.format, refused
-        )
+        are_named: set[bool] = set()
+
+        def read(source: DataSource) -> Iterator[reading.Document]:
+            rows = loaded.get(source.name)
+            for document in reading.documents_of(source, rows, options.column, options.format, refused):
+                are_named.add(document.is_named)
+                yield document
+            if flag == "--data" and source is sources[-1]:  # rows that are scored may have other fields
+                reading.check_named(options.column, are_named, refused)
+
         with telling("tokenising"):
             tokens = token_cache.write(place, key, sources, read, encoder, options.length, refused)
     if not tokens.meta["count"] and not refused:

@@ -150,7 +150,7 @@ def grpo(
     model: Any,
     rows: Any,
     *,
-    rewards: Any,
+    rewards: Any = None,
     reward_weights: Sequence[float] | None = None,
     adapters: LoRA | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -186,6 +186,7 @@ def grpo(
         >>> result = grpo("./llama", prompts, rewards=[short], group=8)  # doctest: +SKIP
         >>> result.metrics["reward"]  # doctest: +SKIP
     """
+    arguments.values_of(GrpoOptions, adapters, fields)  # names an argument that is TRL's, such as reward_funcs
     texts, functions = arguments.rewards_of(rewards, reward_weights)
     given = dict(reward=texts), dict(functions=functions)
     return _run(GrpoOptions, "policy.TASK", model, rows, adapters, out, callbacks, tokenizer, fields, *given)

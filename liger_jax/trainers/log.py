@@ -4,6 +4,7 @@ import contextlib
 import csv
 import importlib
 import importlib.util
+import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -122,8 +123,8 @@ def _wandb_run(folder: Path, goes_on: bool, config: Mapping[str, Any]) -> Any:
         if not (goes_on and path.is_file()):
             path.write_text(uuid.uuid4().hex[:12])
         return wandb.init(
-            project="liger-jax",
-            name=folder.resolve().name,
+            project=os.environ.get("WANDB_PROJECT", "liger-jax"),  # an argument precedes wandb's own variables
+            name=os.environ.get("WANDB_NAME", folder.resolve().name),
             dir=str(folder),
             id=path.read_text(),
             resume="allow",

@@ -152,7 +152,10 @@ def _check(
         cure += _near(needed, capacity)
         if began is not None:
             so = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in began.items())
-            raise UserError(f"The run began with {so}, and needs {text}. --remat auto chooses anew. {cure}")
+            raise UserError(
+                f"The run in {settings.folder.out} began with {so}, and needs {text}. --remat auto chooses anew. "
+                f"{cure} A run of its own needs another --out."
+            )
         raise UserError(f"The run needs {text}. {cure}")
     host = estimate(of_step).host * device.count_on_host
     if not has_host_memory(run, host):

@@ -81,6 +81,7 @@ ELSEWHERE = {
 }
 _DPO = "--cpo-alpha"  # an option that its command alone has
 _REFERENCE = "The reference is the model as the run finds it, and needs no option"
+_TEMPLATE = "The chat template is the tokenizer's: put another one into chat_template.jinja in the model's folder"
 # By an option's name: an option that only the commands have which are meant, and the sentence to print.
 _HINTS = {
     "--beta": ("--search", "plan reads none of the options of dpo's loss, nor that loss: leave them out"),
@@ -110,6 +111,8 @@ _HINTS = {
     "--resume-from-checkpoint": ("--fresh", "Repeat the same command: it goes on from its newest checkpoint"),
     "--reward-weights": ("--reward", "A weight follows its function: --reward module:function=0.5"),
     "--torch-dtype": ("--param-dtype", "Weights have --param-dtype, and the computation has --dtype"),
+    "--chat-template": ("--check", _TEMPLATE),
+    "--chat-template-path": ("--check", _TEMPLATE),
     "--group-by-length": ("--pack", "Documents of a step share rows; with --pack so do those of the whole data"),
 }
 _TRAINS = "--fresh"  # an option that all commands that train have, and no other command
@@ -117,7 +120,6 @@ _MESH = "Devices are given by --mesh, such as --mesh fsdp=4"
 _ANSWERS = "That is the default: of conversations and completions only the answers are trained on"
 _PYTHON = "No command has it: in Python add_lora takes patterns of ranks and layers, train_more whole modules"
 _BETAS = "No command changes it: beta1 is 0.9, beta2 0.999 and epsilon 1e-8"
-_TEMPLATE = "The chat template is the tokenizer's: put another one into chat_template.jinja in the model's folder"
 # The sentences of all commands that train, where `_HINTS` has none.
 _HINTS_OF_TRAINERS = {
     "--deepspeed": f"There is no DeepSpeed here. {_MESH}",

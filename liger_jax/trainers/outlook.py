@@ -39,7 +39,9 @@ def lines(
     elif not settings.rows.are_scored:
         scored = "nothing is held out, so nothing is scored"
     yield f"rate: {settings.peak_rate:.1e} at its peak, schedule {recipe.schedule}; {scored}"
-    if target is not None and settings.folder.is_kept:
+    if not settings.folder.is_kept:
+        yield "result: only in result.model, since there is no out"
+    elif target is not None:
         yield f"result: {target}"
     if not stops:
         yield (

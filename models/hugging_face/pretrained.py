@@ -200,9 +200,10 @@ class Pretrained(nnx.Module):
         flat = nnx.to_flat_state(nnx.state(self, nnx.Param))
         if added := [".".join(map(str, path)) for path, parameter in flat if type(parameter) is not nnx.Param]:
             raise ValueError(
-                f"save_pretrained: {added} are parameters that Hugging Face's model does not have. Add adapters to the "
-                "weights that they change, merge_lora(model), or save them alone, save_adapters(model, path); both are "
-                "in liger_jax.models.lora."
+                "save_pretrained: the model has adapters, or other parameters that Hugging Face's model does not have. "
+                "Add adapters to the weights that they change, merge_lora(model), or save them alone, "
+                "save_adapters(model, path); both are in liger_jax.models.lora. "
+                f"The first of {len(added)} is {added[0]}."
             )
         if odd := {str(parameter.dtype) for _, parameter in flat} - set(config_json.DTYPES):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,15 @@ def test_a_text_goes_on_as_the_model_s_own_generate(source, capsys, options):
     printed = generated(capsys, "--model", source, "--prompt", _tiny.text(5), "--max-new-tokens=8", *given)
     assert printed.out == expected(source, _tiny.text(5), 8, **options) + "\n" and len(printed.out) > 4
     assert f"reading {source} … " in printed.err and " tokens/s" in printed.err
+
+
+def test_figures_have_a_line_of_their_own(source, monkeypatch):
+    both = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(sys, "stderr", both)
+    assert main(["generate", f"--model={source}", "--prompt", _tiny.text(5), "--max-new-tokens=8"]) == 0
+    text, figures = both.getvalue().splitlines()[-2:]
+    assert text and figures.startswith("[8 tokens: the first after ")
 
 
 def test_adapters_speak_with_the_model_that_they_name_and_their_chat_template(source, run, capsys):

@@ -159,6 +159,12 @@ def test_a_pair_is_shown_with_both_answers_underlined(source, capsys):
     assert "--column does not go with --loss" in capsys.readouterr().err
 
 
+def test_data_says_where_another_chat_template_goes(source, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", f"--model={source}", "x", "--chat-template=chatml.jinja"])
+    assert "put another one into chat_template.jinja in the model's folder" in capsys.readouterr().err
+
+
 def test_single_answers_are_shown_with_their_labels(source, capsys):
     (source.parent / "answers.jsonl").write_text(_tiny.answers(3))
     options = ["answers.jsonl", "--length=80", "--eval-share=0", "--rows=9"]

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 def documents(tmp_path, *rows):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return reading.read(str(tmp_path / "rows.jsonl"), "text", None)
+    return reading.read(str(tmp_path / "rows.jsonl"))
 
 
 def trained(folder, template, found):

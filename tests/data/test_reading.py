@@ -79,7 +79,7 @@ def answers(plain, piece):
             "a.txt is in UTF-16, and must be in UTF-8: convert it by: iconv -f UTF-16 -t UTF-8",
         ),
         ("a.txt", b"one\0two", "a.txt is no text file: character 3 is a null"),
-        ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2, is no JSON: Expecting value"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2, is no JSON: Expecting value: column 10"),
         ("a.jsonl", b'{"text": "one", "text": "two"}', "line 1, cannot be read: the name 'text' occurs twice"),
         ("a.json", b'[{"messages": [{"role": "user", "role": "tool"}]}]', "the name 'role' occurs twice in one object"),
         ("a.csv", b'messages\n"[{""role"":""user"",""role"":""tool""}]"', "line 2: a cell with JSON cannot be read"),
@@ -182,7 +182,7 @@ ROWS = '{"text": "one"}\n{"text": "two"}'
 )
 def test_rows_of_tables_and_json_are_documents_whatever_the_case_of_the_name(tmp_path, name, content, where):
     (tmp_path / name).write_bytes(content)
-    found = reading.read(str(tmp_path / name), "text", None)
+    found = reading.read(str(tmp_path / name))
     assert [(document.text, document.where) for document in found] == [
         (text, f"{tmp_path / name}, {place}") for text, place in zip(("one", "two"), where, strict=True)
     ]
@@ -192,7 +192,7 @@ def test_a_cell_of_a_table_holds_any_text(tmp_path):
     text = 'a "b", c\n' + "long " * 100_000
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text"], [text]])
-    assert [document.text for document in reading.read(str(tmp_path / "a.csv"), "text", None)] == [text]
+    assert [document.text for document in reading.read(str(tmp_path / "a.csv"))] == [text]
 
 
 @pytest.mark.parametrize(
@@ -228,13 +228,13 @@ def test_a_cell_of_a_table_holds_any_text(tmp_path):
 def test_what_is_no_prose_is_never_read_as_prose(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
-        reading.read(str(tmp_path / name), "text", None)
+        reading.read(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["chats[1].jsonl", "chats.JSONL", "what?.jsonl"])
 def test_a_name_that_looks_like_a_glob_is_a_name_first(tmp_path, name):
     (tmp_path / name).write_text(json.dumps({"messages": CHAT}))
-    (document,) = reading.read(str(tmp_path / name), "text", None)
+    (document,) = reading.read(str(tmp_path / name))
     assert document.messages == CHAT
 
 
@@ -283,14 +283,14 @@ DEEPER = b'{"text": "ok", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 def test_numbers_and_nestings_beyond_python_s_are_one_sentence(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
-        reading.read(str(tmp_path / name), "text", None)
+        reading.read(str(tmp_path / name))
     assert len(str(caught.value)) < 1_000
 
 
 def test_files_of_several_kinds_are_told_apart(tmp_path, capsys):
     for name, content in {"README.md": "# one", "a.txt": "[1] two", "b.jsonl": ROWS, "c.csv": "text\none"}.items():
         (tmp_path / name).write_text(content)
-    assert len(reading.read(str(tmp_path / "*"), "text", None)) == 5
+    assert len(reading.read(str(tmp_path / "*"))) == 5
     assert "data: read as prose README.md, a.txt; as JSON b.jsonl; as a table c.csv\n" == capsys.readouterr().out
 
 
@@ -401,6 +401,28 @@ def test_a_dataset_of_the_hub_is_read_by_its_column(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"The package 'datasets' is missing: pip install .*\[finetune\]"):
         reading.read("org/words", "story", None)
+
+
+def test_a_named_field_that_no_row_has_is_refused(tmp_path, source):
+    stories, chats = tmp_path / "stories.jsonl", tmp_path / "chats.jsonl"
+    stories.write_text('{"story": "one two"}\n')
+    chats.write_text(json.dumps({"messages": CHAT}) + "\n")
+    tokenizer = Tokenizer(Source(source), 320, [])
+
+    def prepared(names, column):
+        options = RowOptions(tuple(map(str, names)), column=column, length=64, eval_share=0.0)
+        return training_rows.prepared(options, 1, 0, tokenizer, tmp_path / "tokens")
+
+    for _ in range(2):  # the tokens of a refused start are not found by the next one
+        with pytest.raises(UserError, match="--column=stroy is a field of no row, and a row without it is read by"):
+            prepared([chats], "stroy")
+    with pytest.raises(UserError, match="--column=stroy is a field of no row"):
+        reading.read(str(chats), "stroy")
+    with pytest.raises(ValueError, match="column=stroy is a field of no row"):
+        data.read([{"messages": CHAT}], column="stroy")
+    assert len(reading.read([str(stories), str(chats)], "story")) == 2
+    for order in ([stories, chats], [chats, stories]):
+        assert len(prepared(order, "story").rows.tokens) == 2
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------

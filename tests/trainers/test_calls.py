@@ -629,6 +629,13 @@ def test_what_cannot_be_is_refused_in_the_words_of_python(options, error, words,
         assert not isinstance(raised.value.__cause__, UserError)  # which would say it twice
 
 
+def test_trls_name_of_the_rewards_is_answered(source):
+    with pytest.raises(TypeError, match=r"grpo: reward_funcs is no option\. It is rewards, which takes functions"):
+        trainers.grpo(source, [], reward_funcs=[short])
+    with pytest.raises(TypeError, match="rewards=None must be functions"):
+        trainers.grpo(source, [])
+
+
 def test_each_reward_has_a_weight():
     texts, functions = arguments.rewards_of([short, len], [1.0, 0.5])
     assert texts[1].endswith("=0.5") and [*functions.values()] == [short, len]

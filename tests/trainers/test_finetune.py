@@ -397,7 +397,8 @@ def test_a_run_stops_early_with_the_best_weights_and_shows_samples(source, tmp_p
     told, losses = Wandb(), iter([5.0, 4.0, 9.0, 3.0, 9.0, 8.0, 9.0, 7.0, 9.0])
     monkeypatch.setitem(sys.modules, "wandb", told)
     monkeypatch.setattr("liger_jax.trainers.log.check_wandb", lambda: None)
-    monkeypatch.setattr("liger_jax.trainers.log.check_wandb", lambda: None)
+    monkeypatch.setenv("WANDB_PROJECT", "counting")
+    monkeypatch.delenv("WANDB_NAME", raising=False)
     with monkeypatch.context() as patch:
         scores = lambda: {"eval_loss": next(losses), "eval_perplexity": 1.0, "eval_token_accuracy": 0.0}
         patch.setattr(run_loop, "scoring", lambda *args: lambda params, parts: scores())
@@ -409,6 +410,7 @@ def test_a_run_stops_early_with_the_best_weights_and_shows_samples(source, tmp_p
     assert len({row["learning_rate"] for row in figures_of(tmp_path / "run")}) == 1
     assert [step for step, _ in told.figures] == [1, 2, 3, 4] and told.ended == 1
     assert told.runs[0]["config"]["patience"] == 2 and told.runs[0]["name"] == "run"
+    assert told.runs[0]["project"] == "counting"
 
     config = f"--config={tmp_path / 'run' / 'settings.toml'}"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != ".lock"}

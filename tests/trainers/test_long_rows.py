@@ -132,7 +132,8 @@ def test_a_resumed_run_keeps_its_choice_or_says_what_else_to_choose(monkeypatch,
     found = fitted(monkeypatch, settings, 75, began=began)
     assert (found.placement.remat, found.recipe.micro_batches) == (16, 2)
     assert "of 32 layers are kept; as when the run began\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"began with --remat 16 --micro-batches 2, and needs .* --remat auto chooses"):
+    said = r"The run in runs/finetune began with --remat 16 --micro-batches 2, .* --remat auto .* another --out\."
+    with pytest.raises(UserError, match=said):
         fitted(monkeypatch, settings, 12, began=began)
     for options, expected in (dict(remat="auto"), ("none", 1)), (dict(remat="full"), ("full", 2)):
         found = fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=2048, **options), 75, began=began)

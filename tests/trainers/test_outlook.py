@@ -34,6 +34,11 @@ def test_a_run_of_few_updates_says_so_unless_it_was_asked_for_so_few_steps(steps
     assert first.startswith("rate: 1.0e-05 at its peak, schedule cosine; held-out data is scored before step 1, after")
 
 
+def test_a_run_without_a_folder_says_that_only_its_model_is_the_result():
+    settings = Settings.of(FinetuneOptions, model="m", data="d", out="runs/a").changed(is_kept=False)
+    assert "result: only in result.model, since there is no out" in [*outlook.lines(settings, 20, Path("runs/a/model"))]
+
+
 def test_updates_of_a_step_count_and_no_reward_is_held_out():
     settings = Settings.of(GrpoOptions, model="m", data="d", reward="a:b", lora=8)
     steps, rate = outlook.lines(settings, 5, updates=2)
