@@ -27,7 +27,7 @@ from liger_jax.training import processes, user_caches
 _WHOLE_BYTES = 2**27  # of the array that is gathered, scattered and summed
 _QUEUED, _TURNS = 3, 3
 _GATHERS = 2  # of a layer's weights in a micro-batch, for the forward and for the backward
-# Of a layer's tokens: in the forward, and with the gradients of their sums in the backward; the sums, and the gradients.
+# Of a layer's tokens: in the forward, and with their sums' gradients in the backward; the sums, and the gradients.
 _TOKENS_GATHERED, _TOKENS_SCATTERED = 3, 2
 _BANDWIDTH = 1.5e12, 1.2e12, 20e9  # of memory, bytes a second: a GPU or TPU that is not in the tables, and a CPU
 

@@ -24,8 +24,8 @@ NAME = "mesh"  # of the choice among a checkpoint's settings
 Sizes = Mapping[str, int]
 NO_LINKS = Links(math.inf, math.inf, math.inf)
 _PAYS = 0.9  # what weights that are less split must take of the time, since they leave less memory for a step
-# What an expert axis must take of it: much of what fsdp sends is hidden, and little of what this sends. On two H200 a step
-# of OLMoE took 0.80 of the time at 0.22, and 0.99 at 0.39.
+# What an expert axis must take of it: much of what fsdp sends is hidden, and little of what this sends. On two H200 a
+# step of OLMoE took 0.80 of the time at 0.22, and 0.99 at 0.39.
 _EXPERTS_PAY = 0.35
 
 
@@ -39,9 +39,9 @@ def by_time(
 ) -> Callable[[list[Sizes]], tuple[int, str]]:
     """A function that chooses one of several meshes of equally many devices, the most split one first.
 
-    It returns the index and the reason. An expert axis is looked at for a mixture. A run that is resumed keeps the mesh that it began with, if that is among them.
-    `teacher`: what a second model needs on a mesh. `samples`: whether the run samples completions, for each token of
-    which weights that are split are gathered.
+    It returns the index and the reason. An expert axis is looked at for a mixture. A run that is resumed keeps the
+    mesh that it began with, if that is among them. `teacher`: what a second model needs on a mesh. `samples`: whether
+    the run samples completions, for each token of which weights that are split are gathered.
     """
 
     def choose(meshes: list[Sizes]) -> tuple[int, str]:
