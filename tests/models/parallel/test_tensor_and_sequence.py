@@ -64,7 +64,7 @@ ONE_KEY_HEAD = dict(num_key_value_heads=1)
 @pytest.mark.parametrize(
     "problem, split, axis_type, options",
     [
-        case(TENSOR, axis_type=EXPLICIT, name="odd", config=ODD, marks=()),
+        case(TENSOR, axis_type=EXPLICIT, name="odd", config=ODD),
         case(BOTH, axis_type=EXPLICIT, name="odd", config=ODD, marks=()),
         *(case(SEQUENCE, axis_type=kind) for kind in AXIS_TYPES),
         *(case(dict(sequence=4), axis_type=kind, name="even", length=16) for kind in AXIS_TYPES),
