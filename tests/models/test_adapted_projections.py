@@ -84,11 +84,12 @@ def make(kind=None, *, targets=None, dropout=0.0, dora=False, kernels=KernelOpti
     return nnx.merge(graph, shifted, base)
 
 
-def loss_and_gradients(model, **inputs):
+def loss_and_gradients(model, *, runs=True, **inputs):
     graph, adapters, base = trainable(model)
     tokens = jax.random.randint(jax.random.key(2), (2, 16), 0, 64)
     loss = lambda adapters: nnx.merge(graph, adapters, base)(tokens, labels=tokens, **inputs).loss
-    return jax.jit(jax.value_and_grad(loss))(adapters)
+    function = jax.jit(jax.value_and_grad(loss))
+    return function(adapters) if runs else function.trace(adapters)
 
 
 def separate(monkeypatch):
@@ -126,7 +127,8 @@ def test_adapters_in_one_accumulation_are_those_of_separate_products(options, ad
 
 
 def test_a_layer_takes_one_product_for_each_input(added):
-    loss_and_gradients(make(remat="none", scan_layers=False, config=dataclasses.replace(CONFIG, num_hidden_layers=1)))
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1)
+    loss_and_gradients(make(remat="none", scan_layers=False, config=config), runs=False)
     # Forward q, k and v; o; gate; down: traced twice, as values and with what the backward needs. Backward o; gate with
     # up. The embedding below q, k and v is frozen.
     assert added == {"sum_of_products": 2 * 4 + 2, "up_and_product": 2, "gradients_and_product": 1}
@@ -145,7 +147,7 @@ def test_dropped_inputs_and_chosen_kernels_have_separate_products(options, added
     model = make(**options)
     if "dropout" in options:
         model = with_dropout(model, jax.random.key(3))
-    loss_and_gradients(model)
+    loss_and_gradients(model, runs=False)
     assert added == {}
 
 

@@ -124,7 +124,10 @@ def test_a_layer_keeps_what_the_planner_counts(remat):
     assert sum(counted.kept.values()) == kept
 
 
-@pytest.mark.parametrize("kind, layers", first(1, [("dense", 1), ("dense", 3), ("nf4", 3)]))
+FEWER_LAYERS = [("dense", 1), *(pytest.param(kind, 3, marks=pytest.mark.full) for kind in ("dense", "nf4"))]
+
+
+@pytest.mark.parametrize("kind, layers", FEWER_LAYERS)
 def test_several_devices_have_the_loss_and_gradients_of_one(kind, layers, devices, rng):
     """Packed rows; in nf4 with adapters of all projections. One layer is a convolution."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=layers, full_attn_idxs=(1,) if layers > 1 else ())
