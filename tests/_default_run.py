@@ -21,7 +21,7 @@ FULL = {
     # Ops: one case for each kernel; further options, dtypes and modes with one kernel, or with plain JAX.
     "ops/test_losses.py": r"""
         test_every_shape_.*interpret-\(1,\ 1,\ 1\)|test_every_option_.*(interpret-none|xla-none-cross)
-        |test_half_precision_.*mosaic_tpu:interpret-.*-cross_entropy|test_plain_loss_.*interpret-mean-cross_entropy
+        |test_plain_loss_.*interpret-mean-cross_entropy
         |test_plain_loss_.*mosaic_tpu|test_rows_that_do_not_count_may_hold_nan\[.*interpret-(where|token_weights)
         |test_(metrics_match|vmap_over|impossible_label|confident_pred).*mosaic_tpu
         |test_shard_map_over.*xla-(fast|lean)-False|test_labels_may_be_narrower.*int16
@@ -72,9 +72,8 @@ FULL = {
     "ops/test_attention_sinks.py": r"test_sinks_have_the_values.*(plain|window)",
     "ops/test_contract.py": r"""
         test_(flax_variables|numpy_arrays).*(fast|layer_norm|fused_add|geglu|apply_mrope|sparsemax|integer_labels)
-        |test_plain_jax_has_second.*(layer_norm|fused_add|geglu|apply_mrope|integer_labels)
         |test_(flax_variables|numpy_arrays|plain_jax).*(causal_lm_loss|gated_mlp|log_probs|apply_rope)
-        |test_(flax_variables|numpy_arrays|plain_jax|there_is_no).*(norm|geglu|swiglu|softmax|token_loss|topk|sparse|dyt|mrope)
+        |test_(flax_variables|numpy_arrays|plain_jax|there_is_no).*(norm|geglu|swiglu|softmax|token_loss|sparse|dyt|mrope)
         |test_(flax_variables|numpy_arrays|plain_jax).*(causal_attention|gated_delta|conv1d)
         |test_there_is_no.*(apply_rope|fused)
         |test_a_second_eager.*(norm|conv1d|apply|softmax|sparsemax|dyt|relu|glu|token_loss|causal_lm|fused_linear_c)
@@ -91,10 +90,9 @@ FULL = {
         |test_every_shape.*(xla.*gelu|tanh)|test_gates_made.*xla|test_vmap.*triton|test_shard_map.*False
         |test_hopper_is_no_worse.*\[float16|test_hopper_maps.*(\[map-kept|vmap-recomputed)""",
     "ops/test_glu.py": r"""
-        test_every_shape.*\(1,\ 3000\)-(gelu|silu-side)|test_every_shape.*(gelu|tanh)-side|test_zeros_give.*gelu
+        test_every_shape.*(gelu|tanh)-side|test_zeros_give.*gelu
         |test_side_by_side.*gelu\]|test_mixed_dtypes.*triton
-        |test_(half_precision|every_shape).*xla.*(gelu|1030.*silu)|test_vmap.*all
-        |test_shard_map.*(False-gelu|True-silu)|test_side_by_side.*xla
+        |test_vmap.*all|test_shard_map.*(False-gelu|True-silu)|test_side_by_side.*xla
         |test_(every_shape|half|large_gates|gates_up|value_is|zeros|vmap\[).*xla|test_every_shape.*3000
         |test_half.*tanh|test_side_by_side.*tanh|test_vmap_side.*triton""",
     "ops/test_group_norm.py": r"""
@@ -102,7 +100,7 @@ FULL = {
         |test_the_largest.*bfloat16|test_every_shape.*300""",
     # The products of moe_mlp's test_shard_map are these.
     "ops/experts/test_grouped_matmul.py": r"""
-        test_groups_of_any.*(even-w|one\\ has\\ all)|test_shard_map
+        test_groups_of_any.*even-w|test_shard_map
         |test_groups_of_any.*unequal|test_wrong_sizes_are_nan_under.*33|test_any_number.*\(1,\ 1""",
     # On Hopper both modes share what makes the logits, and each has its own products in test_values_and_gradients.
     "ops/test_hopper.py": r"""
@@ -115,11 +113,11 @@ FULL = {
         test_(without_a_residual|the_residual_stream|an_unused_output|llama_rounds|float32_parameters).*mosaic_tpu
         |test_(rows_of_zeros|a_row_of_nan).*mosaic_tpu|test_the_smallest.*(1e-38|mosaic_tpu)
         |test_the_largest.*bfloat16|test_every_option.*(triton|mosaic_tpu):interpret.*(gemma|none)
-        |test_vmap.*all\ mapped|test_every_casting_mode.*interpret-none|test_shard_map.*xla-False
+        |test_vmap.*all\ mapped|test_every_casting_mode.*interpret-none
         |test_checkpoint.*interpret|test_half_precision.*mosaic_tpu|test_(without_a_residual|scan).*triton
         |test_is_the_sum.*(xla|mosaic_tpu)|test_the_largest.*mosaic_tpu
         |test_(rows_do_not_see|no_more_than).*(xla|mosaic_tpu)
-        |test_(the_residual_stream|an_unused|every_casting.*none).*xla|test_shard_map.*xla
+        |test_(the_residual_stream|an_unused).*xla|test_shard_map.*xla
         |test_every_shape.*300.*interpret
         |test_(every_option|both_inputs).*mosaic_tpu|test_(every_casting|llama_rounds).*triton
         |test_(half|the_smallest|vmap).*xla|test_xla.*Explicit
@@ -136,7 +134,7 @@ FULL = {
         |test_mrope_matches.*-2""",
     "ops/test_sharded_logits.py": r"test_split_classes.*(mean-False|none-True)",
     "ops/test_sharded_vocabulary.py": r"""
-        test_sharded_vocabulary_equals.*(mean-lean|fast-False|none-lean-True)|test_shards_of_any.*dv
+        test_sharded_vocabulary_equals.*(mean-lean|none-lean-True)|test_shards_of_any.*dv
         |test_a_shard_of_padding.*mosaic_tpu""",
     "ops/test_sliced_head.py": r"test_loss_metrics.*width-lean",
     "ops/test_rope_table.py": r"test_tables_are.*(dynamic|scaling5|scaling7)",
@@ -155,7 +153,7 @@ FULL = {
         |test_the_token_form.*(bnpo|dr_grpo|luspo)|test_a_token_that_the_sampler.*cispo
         |test_a_token_that_the_sampler.*(sapo|grpo)|test_the_token_form.*(sapo|grpo)|test_ratios_that.*sapo""",
     "losses/test_preference.py": r"test_far_ratios.*\[(hinge|robust|bco_pair|aot|apo_zero|apo_down|nca_pair)-",
-    "losses/test_distillation.py": r"test_values_and_gradients.*\[(sum|none)-(js|tv)|test_values.*mean-cosine",
+    "losses/test_distillation.py": r"test_values_and_gradients.*\[(sum|none)-(js|tv)",
     "losses/test_sampler.py": r"test_a_ratio_beyond.*(token_mask-rows|sequence_truncate-packed|token_truncate-rows)",
     "layers/test_norms.py": r"test_a_layer_runs_alike.*(Poly|GroupNorm0|DyT)|test_keeps_the_inputs.*(Poly|GroupNorm0)",
     "layers/test_mlp.py": r"test_one_op_has.*(geglu|None.*-swiglu|\('float32)|test_every_parameter_has.*(swiglu|exact)",
@@ -163,8 +161,8 @@ FULL = {
     # Micro-batches with a normalizer of the whole batch add up in models/test_training.py.
     "models/test_causal_lm.py": r"""
         test_each_kept_position.*(False-|True-\[)|test_four_micro_batches
-        |test_no_logits_buffer.*(False-True|True-False)|test_tokens_may_be.*(plain|kernel)
-        |test_loss_on_logits.*kernel|test_beside_layers.*none|test_with_labels_comes.*(plain-None|kernel-None)
+        |test_no_logits_buffer.*(False-True|True-False)
+        |test_loss_on_logits.*kernel|test_beside_layers.*none
         |test_a_rope_scaling.*scaling1|test_without_labels.*None|test_metrics_without.*False
         |test_the_bound_is_of.*None|test_each_kept_position.*True-12|test_a_rope_scaling.*scaling0
         |test_beside_layers.*dots|test_a_batch_of_no.*kernels1|test_with_labels_comes.*plain|test_tokens_may_be
@@ -173,7 +171,7 @@ FULL = {
         test_layers_of.*aBBaaBBa|test_scanned_patterns.*aabaaba|test_projections.*linear
         |test_hopper_s_feed.*none-False|test_projections_in.*lora""",
     "models/test_embedding.py": r"""
-        test_a_tied_head_s.*(float16-1.6|bfloat16-0.51-\((2|1),)|test_a_tied_head_s.*float32-20-\((1|4)
+        test_a_tied_head_s.*(float16-1.6|bfloat16-0.51-\((2|1),)
         |test_a_tied_head_s.*float32|test_a_gradient_is.*float32""",
     "models/test_experts.py": r"test_(files_have|a_layer_is).*\[(mixtral|olmoe)|test_(files_have|a_layer_is).*qwen3",
     # By default a loss is exported; here a whole step and a model are.
@@ -224,6 +222,7 @@ FULL = {
     "chat/test_template.py": r"test_two_thousand.*(added|tilde)",
     # Rows that fill a batch: models/test_router_padding.py, and in micro-batches trainers/test_grpo.py.
     "trainers/test_finetune.py": r"test_rows_that_fill|test_perplexity.*True",
+    "commands/test_show.py": r"test_what_is_shown.*(texts.jsonl-(\]|--pack --eval)|chats.jsonl---pack\])",
     "commands/test_generate.py": r"test_a_text_goes_on.*likeliest",
     "trainers/test_grpo.py": r"test_the_update_of_packed.*corrected",
     # A run that goes on from its newest checkpoint is in trainers/test_finetune.py.
