@@ -377,6 +377,7 @@ HOPPER_ONLY = [
         with_gradient(head(memory_budget_bytes=2**29), (0, 1)),
         LLAMA_8B_HEAD,
         (*FLCE, HOPPER_KERNELS[-1]),
+        full=True,  # the kernels and the memory of a budget are those of "bounded"
     ),
     Case(
         "hopper_mixed",
