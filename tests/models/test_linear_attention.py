@@ -176,10 +176,10 @@ def test_generated_tokens_are_the_likeliest_of_whole_rows(dense, rng):
 
 
 @functools.cache
-def gradients(scan, remat):
+def gradients(family, config, scan, remat):
     """By the names of a checkpoint's tensors."""
     tokens = jnp.asarray(np.random.default_rng(int(os.environ["TEST_SEED"])).integers(0, 24, (2, 9)), jnp.int32)
-    model = Qwen3NextForCausalLM(CONFIG, scan_layers=scan, remat=remat, rngs=nnx.Rngs(0))
+    model = family(config, scan_layers=scan, remat=remat, rngs=nnx.Rngs(0))
     found = nnx.jit(nnx.grad(lambda model: model(tokens, labels=tokens).loss))(model)
     by_name, infos = {}, describe(found)
     for path, gradient in nnx.to_flat_state(found):
@@ -188,11 +188,13 @@ def gradients(scan, remat):
     return by_name
 
 
-@pytest.mark.parametrize("remat", first(1, ["full", "none", "dots"]))
+@pytest.mark.parametrize("remat", first(1, ["full, dense", "full", "none", "dots"]))
 def test_stacks_are_the_unrolled_layers_under_every_remat(remat):
     """Three layers of a pattern of two: one group, and one layer left over."""
     near = lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1.0, np.abs(y).max()))
-    jax.tree.map(near, gradients(True, remat), gradients(False, "full"))
+    dense = Qwen3_5ForCausalLM, dataclasses.replace(DENSE, num_hidden_layers=3)
+    model = dense if remat.endswith("dense") else (Qwen3NextForCausalLM, CONFIG)
+    jax.tree.map(near, gradients(*model, True, remat.partition(",")[0]), gradients(*model, False, "full"))
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
