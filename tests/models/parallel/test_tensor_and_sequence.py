@@ -125,7 +125,7 @@ def test_a_tensor_axis_is_refused_where_layers_differ(devices):
     model = nnx.eval_shape(lambda: family(config_type(**fields), kernels=kernels, rngs=nnx.Rngs(0)))
     told = "Gemma4TextConfig has layers of different sizes, which the axis cannot split"
     with pytest.raises(ValueError, match=told):
-        layout.shardings(nnx.state(model), mesh)
+        layout.shardings(model, mesh)
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=told):
         nnx.eval_shape(lambda model, tokens: model(tokens, labels=tokens).loss, model, tokens)
