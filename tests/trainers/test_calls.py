@@ -279,16 +279,16 @@ class Segmented(nnx.Module):
 
 
 def test_documents_share_rows_of_the_users_own_model_if_it_says_so(source, rows, capsys):
-    options = dict(adapters=None, tokenizer=source, pack=False, length=64, steps=2, callbacks=zeroed)
+    options = dict(adapters=None, tokenizer=source, pack=False, length=128, steps=2, callbacks=zeroed)
     options |= dict(micro_batches=1, eval_share=0.0)  # one program each
     ours, mine, unpacked = (
         finetune(each(AutoModelForCausalLM.from_pretrained(source)), rows, **options)
         for each in (lambda model: model, Mine, Segmented)
     )
     printed = capsys.readouterr().out
-    assert printed.count("rows: each document has its own row of 64 places; they share rows if the model's") == 1
+    assert printed.count("rows: each document has its own row of 128 places; they share rows if the model's") == 1
     np.testing.assert_allclose(mine.metrics["loss"], ours.metrics["loss"], rtol=1e-3)
-    np.testing.assert_allclose(unpacked.metrics["loss"][0], ours.metrics["loss"][0], rtol=1e-5)  # its head is not tied
+    np.testing.assert_allclose(unpacked.metrics["loss"][0], ours.metrics["loss"][0], rtol=2e-4)  # its head is not tied
 
 
 @pytest.mark.parametrize(
