@@ -84,12 +84,22 @@ def make(kind=None, *, targets=None, dropout=0.0, dora=False, kernels=KernelOpti
     return nnx.merge(graph, shifted, base)
 
 
-def loss_and_gradients(model, *, runs=True, **inputs):
+def program(model, **inputs):
+    """The jitted loss with its gradients, and the adapters that it takes."""
     graph, adapters, base = trainable(model)
     tokens = jax.random.randint(jax.random.key(2), (2, 16), 0, 64)
     loss = lambda adapters: nnx.merge(graph, adapters, base)(tokens, labels=tokens, **inputs).loss
-    function = jax.jit(jax.value_and_grad(loss))
-    return function(adapters) if runs else function.trace(adapters)
+    return jax.jit(jax.value_and_grad(loss)), adapters
+
+
+def loss_and_gradients(model, **inputs):
+    run, adapters = program(model, **inputs)
+    return run(adapters)
+
+
+def trace(model):
+    run, adapters = program(model)
+    run.trace(adapters)
 
 
 def separate(monkeypatch):
@@ -128,7 +138,7 @@ def test_adapters_in_one_accumulation_are_those_of_separate_products(options, ad
 
 def test_a_layer_takes_one_product_for_each_input(added):
     config = dataclasses.replace(CONFIG, num_hidden_layers=1)
-    loss_and_gradients(make(remat="none", scan_layers=False, config=config), runs=False)
+    trace(make(remat="none", scan_layers=False, config=config))
     # Forward q, k and v; o; gate; down: traced twice, as values and with what the backward needs. Backward o; gate with
     # up. The embedding below q, k and v is frozen.
     assert added == {"sum_of_products": 2 * 4 + 2, "up_and_product": 2, "gradients_and_product": 1}
@@ -147,7 +157,7 @@ def test_dropped_inputs_and_chosen_kernels_have_separate_products(options, added
     model = make(**options)
     if "dropout" in options:
         model = with_dropout(model, jax.random.key(3))
-    loss_and_gradients(model, runs=False)
+    trace(model)
     assert added == {}
 
 

@@ -288,7 +288,9 @@ def test_documents_share_rows_of_the_users_own_model_if_it_says_so(source, rows,
     printed = capsys.readouterr().out
     assert printed.count("rows: each document has its own row of 128 places; they share rows if the model's") == 1
     np.testing.assert_allclose(mine.metrics["loss"], ours.metrics["loss"], rtol=1e-3)
-    np.testing.assert_allclose(unpacked.metrics["loss"][0], ours.metrics["loss"][0], rtol=2e-4)  # its head is not tied
+    # Its head is not tied. What documents see of each other changes the loss by 1e-4; other devices round products.
+    near = 1e-5 if jax.default_backend() == "cpu" else 1e-3
+    np.testing.assert_allclose(unpacked.metrics["loss"][0], ours.metrics["loss"][0], rtol=near)
 
 
 @pytest.mark.parametrize(
