@@ -500,6 +500,7 @@ def test_pickles_are_refused(folder):
         LlamaForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.usefixtures("unchecked_types")
 def test_absent_files_are_named(folder, tmp_path):
     make_model().save_pretrained(folder, max_shard_bytes=20_000)
     second = sorted(folder.glob("*.safetensors"))[1]
