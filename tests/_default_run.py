@@ -216,8 +216,9 @@ FULL = {
     "models/test_checkpoint.py": r"test_each_parameter.*(False-(rule|none)|True-(none|rule))",
     # commands/test_generate.py loads such a model and speaks with it.
     "models/test_adapted_source.py": r"test_adapters_load_as",
-    # The loss under two axes that split the parameters is in models/parallel/test_tensor_and_sequence.py.
-    "models/parallel/test_layout.py": r"test_an_axis_that.*Auto|test_parameters_that_two_axes",
+    # The loss under two axes that split the parameters is in models/parallel/test_tensor_and_sequence.py, and a model
+    # in a shard_map in models/test_log_probs.py.
+    "models/parallel/test_layout.py": r"test_an_axis_that.*Auto|test_parameters_that_two_axes|test_a_model_s_gradients",
     # Commands and the rest: what differs between cases is shown by faster tests of the same part.
     "chat/test_template.py": r"test_two_thousand.*(added|tilde)",
     # Rows that fill a batch: models/test_router_padding.py, and in micro-batches trainers/test_grpo.py.
@@ -233,6 +234,9 @@ FULL = {
     # The trainer's own claims: a kill is in trainers/test_runs.py, the loss's memory in models/test_causal_lm.py,
     # kernels in models/test_convergence.py and micro-batches in models/test_training.py.
     "examples/test_train_llama.py": r"test_a_killed_run|test_the_fused_loss_takes|test_without_kernels",
+    # Packed documents have the loss that they have alone in models/test_causal_lm.py, and in a run in test_calls.py.
+    "training/test_packing.py": r"test_a_packed_batch_has_loss",
+    "training/test_simulated_devices.py": r"test_programs.*setting",
     "training/test_adamw_8bit.py": r"test_a_run_goes_on_exactly.*bfloat16",
     # The estimates of planner/test_estimate.py stand on the same numbers.
     "planner/test_architectures.py": r"test_models_have_as_many",

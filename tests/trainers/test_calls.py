@@ -194,9 +194,8 @@ def test_what_a_callback_raises_says_where_the_same_call_goes_on(source, rows, t
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == ["1"]
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", *(pytest.param(each, marks=pytest.mark.full) for each in METHODS if each != "grpo")]
-)
+@pytest.mark.full  # by default finetune shows it, and test_rewards.py what functions are given
+@pytest.mark.parametrize("name", METHODS)
 def test_each_method_is_that_of_its_command(name, source, tmp_path, capsys):
     method = {"kto": "dpo"}.get(name, name)
     text, options, fields = METHODS[name]
