@@ -31,8 +31,10 @@ from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import options_of
+from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 from tests import _tiny
+from tests.ops._oracle import first
 from tests.trainers._runs import figures_of
 
 pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
@@ -194,7 +196,27 @@ def test_what_a_callback_raises_says_where_the_same_call_goes_on(source, rows, t
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == ["1"]
 
 
-@pytest.mark.full  # by default finetune shows it, and test_rewards.py what functions are given
+@pytest.mark.parametrize("name", first(2, ["grpo", "distill", "dpo", "kto"]))
+def test_each_method_traces_the_step_of_its_command(name, source, tmp_path, monkeypatch):
+    method, steps = {"kto": "dpo"}.get(name, name), []
+
+    def traced(self, program, *types):
+        functions = re.sub(r"@(\w+?)_\d+\b", r"@\1", program.lower(*types).as_text()).split("func.func")
+        steps.append({each.strip(" }\n") for each in functions})  # JAX numbers them as they come
+        raise UserError("it is traced")
+
+    monkeypatch.setattr(Compiling, "start", traced)
+    text, options, fields = METHODS[name]
+    (data := tmp_path / "rows.jsonl").write_text(text)
+    if name == "distill":
+        options, fields = [*options, f"--teacher={source}"], fields | dict(teacher=source)
+    assert main([method, f"--model={source}", f"--data={data}", f"--out={tmp_path / 'run'}", *options]) == 2
+    with pytest.raises(ValueError, match="it is traced"):
+        getattr(trainers, method)(source, [json.loads(line) for line in text.splitlines()], **fields)
+    assert steps[0] == steps[1] and len(steps[0]) > 9
+
+
+@pytest.mark.full  # by default their steps are compared above, and a run's numbers are finetune's
 @pytest.mark.parametrize("name", METHODS)
 def test_each_method_is_that_of_its_command(name, source, tmp_path, capsys):
     method = {"kto": "dpo"}.get(name, name)
