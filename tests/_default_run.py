@@ -21,7 +21,7 @@ FULL = {
     # Ops: one case for each kernel; further options, dtypes and modes with one kernel, or with plain JAX.
     "ops/test_losses.py": r"""
         test_every_shape_.*interpret-\(1,\ 1,\ 1\)|test_every_option_.*(interpret-none|xla-none-cross)
-        |test_half_precision_.*mosaic_tpu:interpret-.*-cross_entropy|test_plain_loss_.*interpret-mean-cross_entropy
+        |test_plain_loss_.*interpret-mean-cross_entropy
         |test_plain_loss_.*mosaic_tpu|test_rows_that_do_not_count_may_hold_nan\[.*interpret-(where|token_weights)
         |test_(metrics_match|vmap_over|impossible_label|confident_pred).*mosaic_tpu
         |test_shard_map_over.*xla-(fast|lean)-False|test_labels_may_be_narrower.*int16
@@ -29,7 +29,7 @@ FULL = {
         |test_(small_logits|every_option|metrics|predicted|mean_over).*xla.*-cross|test_small_logits.*mosaic_tpu
         |test_every_option.*(interpret.*-cross|xla-none)|test_every_shape.*(triton.*-cross|xla.*-fused)
         |test_half_precision.*-cross|test_rows_that_do_not_count.*xla-(where|token_weights)
-        |test_(confident|impossible|plain_loss).*xla|test_every_shape.*(xla-\(1,\ 1|mosaic_tpu.*-cross)
+        |test_(confident|impossible|plain_loss).*xla|test_every_shape.*(xla-\(1,\ 1|mosaic_tpu)
         |test_(every_option|rows_that_do_not_count|predicted|ignore_index|minus_inf).*mosaic_tpu
         |test_rows_that_do_not_count.*xla.*-fused|test_metrics_match.*triton|test_(half_precision|small_logits).*xla
         |test_shard_map_over.*lean|test_(vmap|scan)_over.*-cross""",
@@ -72,12 +72,12 @@ FULL = {
     "ops/test_attention_sinks.py": r"test_sinks_have_the_values.*(plain|window)",
     "ops/test_contract.py": r"""
         test_(flax_variables|numpy_arrays).*(fast|layer_norm|fused_add|geglu|apply_mrope|sparsemax|integer_labels)
-        |test_plain_jax_has_second.*(layer_norm|fused_add|geglu|apply_mrope|integer_labels)
         |test_(flax_variables|numpy_arrays|plain_jax).*(causal_lm_loss|gated_mlp|log_probs|apply_rope)
-        |test_(flax_variables|numpy_arrays|plain_jax|there_is_no).*(norm|geglu|swiglu|softmax|token_loss|topk|sparse|dyt|mrope)
+        |test_(flax_variables|numpy_arrays|plain_jax|there_is_no).*(norm|geglu|swiglu|softmax|token_loss|sparse|dyt|mrope)
         |test_(flax_variables|numpy_arrays|plain_jax).*(causal_attention|gated_delta|conv1d)
         |test_there_is_no.*(apply_rope|fused)
-        |test_a_second_eager.*(norm|conv1d|apply|softmax|sparsemax|dyt|relu|glu|token_loss|causal_lm|fused_linear_c)""",
+        |test_a_second_eager.*(norm|conv1d|apply|softmax|sparsemax|dyt|relu|glu|token_loss|causal_lm|fused_linear_c)
+        |test_a_second_eager.*(gated_delta|grouped_matmul|moe_mlp)""",
     "ops/test_dyt.py": r"test_the_largest.*bfloat16|test_every_shape.*300|test_the_smallest",
     "ops/test_explicit_mesh.py": r"""
         test_rows_stay.*(layer_norm|nothing|geglu|swiglu-triton)|test_fused_loss.*fast
@@ -90,10 +90,9 @@ FULL = {
         |test_every_shape.*(xla.*gelu|tanh)|test_gates_made.*xla|test_vmap.*triton|test_shard_map.*False
         |test_hopper_is_no_worse.*\[float16|test_hopper_maps.*(\[map-kept|vmap-recomputed)""",
     "ops/test_glu.py": r"""
-        test_every_shape.*\(1,\ 3000\)-(gelu|silu-side)|test_every_shape.*(gelu|tanh)-side|test_zeros_give.*gelu
+        test_every_shape.*(gelu|tanh)-side|test_zeros_give.*gelu
         |test_side_by_side.*gelu\]|test_mixed_dtypes.*triton
-        |test_(half_precision|every_shape).*xla.*(gelu|1030.*silu)|test_vmap.*all
-        |test_shard_map.*(False-gelu|True-silu)|test_side_by_side.*xla
+        |test_vmap.*all|test_shard_map.*(False-gelu|True-silu)|test_side_by_side.*xla
         |test_(every_shape|half|large_gates|gates_up|value_is|zeros|vmap\[).*xla|test_every_shape.*3000
         |test_half.*tanh|test_side_by_side.*tanh|test_vmap_side.*triton""",
     "ops/test_group_norm.py": r"""
@@ -101,7 +100,7 @@ FULL = {
         |test_the_largest.*bfloat16|test_every_shape.*300""",
     # The products of moe_mlp's test_shard_map are these.
     "ops/experts/test_grouped_matmul.py": r"""
-        test_groups_of_any.*(even-w|one\\ has\\ all)|test_shard_map
+        test_groups_of_any.*even-w|test_shard_map
         |test_groups_of_any.*unequal|test_wrong_sizes_are_nan_under.*33|test_any_number.*\(1,\ 1""",
     # On Hopper both modes share what makes the logits, and each has its own products in test_values_and_gradients.
     "ops/test_hopper.py": r"""
@@ -114,11 +113,11 @@ FULL = {
         test_(without_a_residual|the_residual_stream|an_unused_output|llama_rounds|float32_parameters).*mosaic_tpu
         |test_(rows_of_zeros|a_row_of_nan).*mosaic_tpu|test_the_smallest.*(1e-38|mosaic_tpu)
         |test_the_largest.*bfloat16|test_every_option.*(triton|mosaic_tpu):interpret.*(gemma|none)
-        |test_vmap.*all\ mapped|test_every_casting_mode.*interpret-none|test_shard_map.*xla-False
+        |test_vmap.*all\ mapped|test_every_casting_mode.*interpret-none
         |test_checkpoint.*interpret|test_half_precision.*mosaic_tpu|test_(without_a_residual|scan).*triton
         |test_is_the_sum.*(xla|mosaic_tpu)|test_the_largest.*mosaic_tpu
         |test_(rows_do_not_see|no_more_than).*(xla|mosaic_tpu)
-        |test_(the_residual_stream|an_unused|every_casting.*none).*xla|test_shard_map.*xla
+        |test_(the_residual_stream|an_unused).*xla|test_shard_map.*xla
         |test_every_shape.*300.*interpret
         |test_(every_option|both_inputs).*mosaic_tpu|test_(every_casting|llama_rounds).*triton
         |test_(half|the_smallest|vmap).*xla|test_xla.*Explicit
@@ -135,7 +134,7 @@ FULL = {
         |test_mrope_matches.*-2""",
     "ops/test_sharded_logits.py": r"test_split_classes.*(mean-False|none-True)",
     "ops/test_sharded_vocabulary.py": r"""
-        test_sharded_vocabulary_equals.*(mean-lean|fast-False|none-lean-True)|test_shards_of_any.*dv
+        test_sharded_vocabulary_equals.*(mean-lean|none-lean-True)|test_shards_of_any.*dv
         |test_a_shard_of_padding.*mosaic_tpu""",
     "ops/test_sliced_head.py": r"test_loss_metrics.*width-lean",
     "ops/test_rope_table.py": r"test_tables_are.*(dynamic|scaling5|scaling7)",
@@ -154,7 +153,7 @@ FULL = {
         |test_the_token_form.*(bnpo|dr_grpo|luspo)|test_a_token_that_the_sampler.*cispo
         |test_a_token_that_the_sampler.*(sapo|grpo)|test_the_token_form.*(sapo|grpo)|test_ratios_that.*sapo""",
     "losses/test_preference.py": r"test_far_ratios.*\[(hinge|robust|bco_pair|aot|apo_zero|apo_down|nca_pair)-",
-    "losses/test_distillation.py": r"test_values_and_gradients.*\[(sum|none)-(js|tv)|test_values.*mean-cosine",
+    "losses/test_distillation.py": r"test_values_and_gradients.*\[(sum|none)-(js|tv)",
     "losses/test_sampler.py": r"test_a_ratio_beyond.*(token_mask-rows|sequence_truncate-packed|token_truncate-rows)",
     "layers/test_norms.py": r"test_a_layer_runs_alike.*(Poly|GroupNorm0|DyT)|test_keeps_the_inputs.*(Poly|GroupNorm0)",
     "layers/test_mlp.py": r"test_one_op_has.*(geglu|None.*-swiglu|\('float32)|test_every_parameter_has.*(swiglu|exact)",
@@ -162,8 +161,8 @@ FULL = {
     # Micro-batches with a normalizer of the whole batch add up in models/test_training.py.
     "models/test_causal_lm.py": r"""
         test_each_kept_position.*(False-|True-\[)|test_four_micro_batches
-        |test_no_logits_buffer.*(False-True|True-False)|test_tokens_may_be.*(plain|kernel)
-        |test_loss_on_logits.*kernel|test_beside_layers.*none|test_with_labels_comes.*(plain-None|kernel-None)
+        |test_no_logits_buffer.*(False-True|True-False)
+        |test_loss_on_logits.*kernel|test_beside_layers.*none
         |test_a_rope_scaling.*scaling1|test_without_labels.*None|test_metrics_without.*False
         |test_the_bound_is_of.*None|test_each_kept_position.*True-12|test_a_rope_scaling.*scaling0
         |test_beside_layers.*dots|test_a_batch_of_no.*kernels1|test_with_labels_comes.*plain|test_tokens_may_be
@@ -172,7 +171,7 @@ FULL = {
         test_layers_of.*aBBaaBBa|test_scanned_patterns.*aabaaba|test_projections.*linear
         |test_hopper_s_feed.*none-False|test_projections_in.*lora""",
     "models/test_embedding.py": r"""
-        test_a_tied_head_s.*(float16-1.6|bfloat16-0.51-\((2|1),)|test_a_tied_head_s.*float32-20-\((1|4)
+        test_a_tied_head_s.*(float16-1.6|bfloat16-0.51-\((2|1),)
         |test_a_tied_head_s.*float32|test_a_gradient_is.*float32""",
     "models/test_experts.py": r"test_(files_have|a_layer_is).*\[(mixtral|olmoe)|test_(files_have|a_layer_is).*qwen3",
     # By default a loss is exported; here a whole step and a model are.
@@ -189,7 +188,8 @@ FULL = {
         |test_damaged.*(slow_choice|names|no_finite)|test_gradients_of_adapters.*\[full|test_adapters_on_some
         |test_gradients_of_adapters.*unrolled|test_a_rank_may|test_no_product.*q\ and\ v
         |test_a_layer_keeps.*dots""",
-    "models/test_log_probs.py": r"test_a_batch_that_is.*Auto|test_logit_scale.*False|test_token_loss_of_a_sharded",
+    # Sharded tokens stay so in ops/test_fused_linear_log_probs.py.
+    "models/test_log_probs.py": r"test_logit_scale.*False|test_token_loss_of_a_sharded|test_a_batch_that_is",
     "models/test_lora_outside.py": r"""
         test_all_of_it_is_saved.*modules|test_all_of_it_computes.*mesh|test_hidden_states_and_head""",
     "models/test_parameters.py": r"test_adapters_have_peft.*scanned",
@@ -216,11 +216,14 @@ FULL = {
     "models/test_checkpoint.py": r"test_each_parameter.*(False-(rule|none)|True-(none|rule))",
     # commands/test_generate.py loads such a model and speaks with it.
     "models/test_adapted_source.py": r"test_adapters_load_as",
-    # The loss under two axes that split the parameters is in models/parallel/test_tensor_and_sequence.py.
-    "models/parallel/test_layout.py": r"test_an_axis_that.*Auto|test_parameters_that_two_axes",
+    # The loss under two axes that split the parameters is in models/parallel/test_tensor_and_sequence.py, and a model
+    # in a shard_map in models/test_log_probs.py.
+    "models/parallel/test_layout.py": r"test_an_axis_that.*Auto|test_parameters_that_two_axes|test_a_model_s_gradients",
     # Commands and the rest: what differs between cases is shown by faster tests of the same part.
     "chat/test_template.py": r"test_two_thousand.*(added|tilde)",
-    "trainers/test_finetune.py": r"test_rows_that_fill.*True|test_perplexity.*True",
+    # Rows that fill a batch: models/test_router_padding.py, and in micro-batches trainers/test_grpo.py.
+    "trainers/test_finetune.py": r"test_rows_that_fill|test_perplexity.*True",
+    "commands/test_show.py": r"test_what_is_shown.*(texts.jsonl-(\]|--pack --eval)|chats.jsonl---pack\])",
     "commands/test_generate.py": r"test_a_text_goes_on.*likeliest",
     "trainers/test_grpo.py": r"test_the_update_of_packed.*corrected",
     # A run that goes on from its newest checkpoint is in trainers/test_finetune.py.
@@ -231,6 +234,9 @@ FULL = {
     # The trainer's own claims: a kill is in trainers/test_runs.py, the loss's memory in models/test_causal_lm.py,
     # kernels in models/test_convergence.py and micro-batches in models/test_training.py.
     "examples/test_train_llama.py": r"test_a_killed_run|test_the_fused_loss_takes|test_without_kernels",
+    # Packed documents have the loss that they have alone in models/test_causal_lm.py, and in a run in test_calls.py.
+    "training/test_packing.py": r"test_a_packed_batch_has_loss",
+    "training/test_simulated_devices.py": r"test_programs.*setting",
     "training/test_adamw_8bit.py": r"test_a_run_goes_on_exactly.*bfloat16",
     # The estimates of planner/test_estimate.py stand on the same numbers.
     "planner/test_architectures.py": r"test_models_have_as_many",

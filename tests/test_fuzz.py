@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")  # illegal arguments are
 
 def test_defaults_are_right_for_random_arguments(platform):
     seed = int(os.environ["TEST_SEED"])
-    found = run.fuzz(seed, itertools.count(), tuple(run.DRAWN), platform, seconds=3)
+    found = run.fuzz(seed, itertools.count(), tuple(run.DRAWN), platform, seconds=1.5)
     repeat = f"python -m tests.fuzz --platform {platform} --seed {seed} --only"
     wrong = [f"{name}: {sentence}\n    {repeat} {number}" for number, name, misses in found for sentence in misses]
     assert not wrong, "\n".join(wrong)

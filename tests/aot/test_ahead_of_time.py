@@ -254,7 +254,7 @@ for (n, d, v), weight_dtype in zip([*sizes, (2816, 960, 44947)], ("bfloat16", "f
     [
         pytest.param("hopper_fast", dict(mode="fast"), marks=pytest.mark.full),
         ("hopper_bounded", dict(mode="fast", chunk_size=3072)),
-        ("hopper_kept", dict(memory_budget_bytes=2**29)),
+        pytest.param("hopper_kept", dict(memory_budget_bytes=2**29), marks=pytest.mark.full),
         ("hopper_lean", dict(mode="lean")),
     ],
 )

@@ -58,6 +58,7 @@ def of_name(programs, *names):
     return [count[f"jit({name})"] for name in names]
 
 
+@pytest.mark.full  # by default grpo's start shows it
 def test_finetune_compiles_few_programs(source, programs, tmp_path):
     assert started(source, tmp_path, "finetune", "--data=chats.jsonl", "--lora=4", "--pack", "--length=64") == 0
     assert of_name(programs, "step", "sums") == [1, 1] and len(programs) <= 15, programs

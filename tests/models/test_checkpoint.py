@@ -218,7 +218,7 @@ def test_of_a_sharded_parameter_parts_are_read_and_each_once(mesh, tmp_path, mon
 
 @pytest.mark.filterwarnings("ignore:.* become dense:UserWarning")
 @pytest.mark.parametrize("scan", first(1, [True, False]), ids=["scan", "unrolled"])
-@pytest.mark.parametrize("family", first(2, ["llama_nf4", "gpt_oss", "llama", "gemma3", "mixtral", "qwen3_5_moe"]))
+@pytest.mark.parametrize("family", first(1, ["llama_nf4", "gpt_oss", "llama", "gemma3", "mixtral", "qwen3_5_moe"]))
 def test_devices_get_tensors_as_they_are_stored_and_make_the_same_of_them(family, scan, mesh, monkeypatch):
     folder, found = GOLDEN / family, []
     specs = lambda _, shape: split_last(shape) if shape and shape[-1] % 2 == 0 else P()
@@ -500,6 +500,7 @@ def test_pickles_are_refused(folder):
         LlamaForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.usefixtures("unchecked_types")
 def test_absent_files_are_named(folder, tmp_path):
     make_model().save_pretrained(folder, max_shard_bytes=20_000)
     second = sorted(folder.glob("*.safetensors"))[1]

@@ -171,6 +171,7 @@ MESHES = {
 }  # fmt: skip
 
 
+@pytest.mark.full  # by default a device's part of a mask above, and adapters on a mesh in test_lora.py
 def test_a_mesh_computes_the_loss_of_one_device(devices, rng):
     check_mesh("tensor and sequence", devices, rng, value_of, dataclasses.replace(SIZES, num_hidden_layers=1))
 

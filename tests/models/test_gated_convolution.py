@@ -16,6 +16,7 @@ from liger_jax.models.core.parameters import describe
 from liger_jax.models.core.remat import POLICIES
 from liger_jax.models.quantized import quantize
 from liger_jax.planner.devices import target
+from tests.ops._oracle import first
 
 CONFIG = Lfm2Config(
     vocab_size=24,
@@ -92,7 +93,7 @@ def test_a_cache_gives_the_logits_of_whole_rows(scan, rng):
         np.testing.assert_allclose(out[:, 0], jnp.stack([whole[0, 8 + i], whole[1, 4 + i]]), atol=2e-5)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("dots", marks=pytest.mark.full), "full"])
+@pytest.mark.parametrize("remat", first(1, ["full", "none", "dots"]))
 def test_stacks_are_the_unrolled_layers(remat, rng):
     tokens = jnp.asarray(rng.integers(0, 24, (2, 9)), jnp.int32)
 
@@ -123,20 +124,24 @@ def test_a_layer_keeps_what_the_planner_counts(remat):
     assert sum(counted.kept.values()) == kept
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("nf4", marks=pytest.mark.full)])
-def test_several_devices_have_the_loss_and_gradients_of_one(kind, devices, rng):
-    """Packed rows; in nf4 with adapters of all projections."""
+FEWER_LAYERS = [("dense", 1), *(pytest.param(kind, 3, marks=pytest.mark.full) for kind in ("dense", "nf4"))]
+
+
+@pytest.mark.parametrize("kind, layers", FEWER_LAYERS)
+def test_several_devices_have_the_loss_and_gradients_of_one(kind, layers, devices, rng):
+    """Packed rows; in nf4 with adapters of all projections. One layer is a convolution."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=layers, full_attn_idxs=(1,) if layers > 1 else ())
     tokens = jnp.asarray(rng.integers(0, 24, (4, 9)), jnp.int32)
     ids = jnp.asarray(1 + np.cumsum(rng.random((4, 9)) < 0.2, 1), jnp.int32)
     batch, layout = dict(input_ids=tokens, labels=tokens, segment_ids=ids), Layout()
 
     def value_and_gradients(**options):
         if kind == "nf4":
-            model = lora.add_lora(quantize(made(**options), kind, block_size=4), 2, alpha=3, rngs=nnx.Rngs(1))
+            model = lora.add_lora(quantize(made(config, **options), kind, block_size=4), 2, alpha=3, rngs=nnx.Rngs(1))
             graph, trained, base = lora.trainable(model)
             trained = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), trained)
         else:
-            graph, trained, base = nnx.split(made(**options), nnx.Param, ...)
+            graph, trained, base = nnx.split(made(config, **options), nnx.Param, ...)
         loss = lambda trained, base, batch: nnx.merge(graph, trained, base)(**batch).loss
         return jax.jit(jax.value_and_grad(loss)), trained, base
 

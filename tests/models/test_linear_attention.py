@@ -30,6 +30,7 @@ from liger_jax.models.core.remat import POLICIES
 from liger_jax.models.quantized import quantize
 from liger_jax.planner.devices import target
 from tests.models import _hugging_face as hugging_face
+from tests.ops._oracle import first
 
 CONFIG = Qwen3NextConfig(
     vocab_size=24,
@@ -51,12 +52,19 @@ CONFIG = Qwen3NextConfig(
     shared_expert_intermediate_size=8,
     initializer_range=0.4,
 )
+SHARED = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(Qwen3_5TextConfig)}
+DENSE = dataclasses.replace(Qwen3_5TextConfig(**SHARED), num_hidden_layers=2)  # the same layers without experts
 TOLERANCE = 1e-4  # of logits about 2 in float32: sums in another order differed by up to 3e-5 in 1 of 100 runs
 
 
 @pytest.fixture(scope="module")
 def model():
     return Qwen3NextForCausalLM(CONFIG, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return Qwen3_5ForCausalLM(DENSE, rngs=nnx.Rngs(0))
 
 
 @nnx.jit
@@ -109,24 +117,24 @@ def test_a_layer_is_its_formula(rng):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-def test_packed_documents_have_the_logits_that_they_have_alone(model, rng):
+def test_packed_documents_have_the_logits_that_they_have_alone(dense, rng):
     tokens = jnp.asarray(rng.integers(0, 24, (1, 12)), jnp.int32)
     ids = jnp.array([[1] * 7 + [2] * 4 + [0]])
-    packed = logits_of(model, tokens, segment_ids=ids)[0]
+    packed = logits_of(dense, tokens, segment_ids=ids)[0]
     for begin, end in ((0, 7), (7, 11)):
         row = jnp.pad(tokens[:, begin:end], ((0, 0), (0, 12 - end + begin)))
-        alone = logits_of(model, row, segment_ids=jnp.asarray(np.arange(12) < end - begin, jnp.int32)[None])[0]
+        alone = logits_of(dense, row, segment_ids=jnp.asarray(np.arange(12) < end - begin, jnp.int32)[None])[0]
         np.testing.assert_allclose(packed[begin:end], alone[: end - begin], atol=TOLERANCE)
 
 
-def test_padding_anywhere_changes_nothing(model, rng):
+def test_padding_anywhere_changes_nothing(dense, rng):
     tokens = jnp.asarray(rng.integers(0, 24, (1, 12)), jnp.int32)
     mask = jnp.array([[0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0]])
     at = np.flatnonzero(mask[0])
     positions = jnp.cumsum(mask, axis=1) - 1
-    padded = logits_of(model, tokens.at[0, 3].set(-5), attention_mask=mask, positions=positions)[0]
+    padded = logits_of(dense, tokens.at[0, 3].set(-5), attention_mask=mask, positions=positions)[0]
     row = jnp.pad(tokens[:, at], ((0, 0), (0, 12 - len(at))))
-    alone = logits_of(model, row)[0]
+    alone = logits_of(dense, row)[0]
     np.testing.assert_allclose(padded[at], alone[: len(at)], atol=TOLERANCE)
 
 
@@ -136,10 +144,10 @@ def step(model, tokens, mask, cache):
     return out.logits, out.cache
 
 
-@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_cache_gives_the_logits_of_whole_rows(scan, rng):
+@pytest.mark.parametrize("scan", first(1, [None, True, False]), ids=["dense", "scan", "unrolled"])
+def test_a_cache_gives_the_logits_of_whole_rows(scan, dense, rng):
     """Prompts of 5 and of 3 tokens, padded on the left and in between; then 4 tokens at once, then one by one."""
-    model = Qwen3NextForCausalLM(CONFIG, scan_layers=scan, rngs=nnx.Rngs(0))
+    model = dense if scan is None else Qwen3NextForCausalLM(CONFIG, scan_layers=scan, rngs=nnx.Rngs(0))
     rows = jnp.asarray(rng.integers(0, 24, (2, 11)), jnp.int32)
     whole = logits_of(model, rows)
     cache = model.init_cache(2, 14)
@@ -157,21 +165,21 @@ def test_a_cache_gives_the_logits_of_whole_rows(scan, rng):
         np.testing.assert_allclose(out[:, 0], jnp.stack([whole[0, 8 + i], whole[1, 7 + i]]), atol=TOLERANCE)
 
 
-def test_generated_tokens_are_the_likeliest_of_whole_rows(model, rng):
+def test_generated_tokens_are_the_likeliest_of_whole_rows(dense, rng):
     prompts = jnp.asarray(rng.integers(0, 24, (2, 5)), jnp.int32)
     mask = jnp.array([[1] * 5, [0, 0, 1, 1, 1]])
-    found = np.asarray(model.generate(prompts, attention_mask=mask, max_new_tokens=4, num_return_sequences=2))
+    found = np.asarray(dense.generate(prompts, attention_mask=mask, max_new_tokens=4, num_return_sequences=2))
     for row, begin in ((found[0], 0), (found[2], 2)):
-        likeliest = np.asarray(logits_of(model, jnp.asarray(row[None, begin:]))[0]).argmax(-1)
+        likeliest = np.asarray(logits_of(dense, jnp.asarray(row[None, begin:]))[0]).argmax(-1)
         assert likeliest[4 - begin : -1].tolist() == row[5:].tolist()
     assert (found[0] == found[1]).all() and (found[2] == found[3]).all()
 
 
 @functools.cache
-def gradients(scan, remat):
+def gradients(family, config, scan, remat):
     """By the names of a checkpoint's tensors."""
     tokens = jnp.asarray(np.random.default_rng(int(os.environ["TEST_SEED"])).integers(0, 24, (2, 9)), jnp.int32)
-    model = Qwen3NextForCausalLM(CONFIG, scan_layers=scan, remat=remat, rngs=nnx.Rngs(0))
+    model = family(config, scan_layers=scan, remat=remat, rngs=nnx.Rngs(0))
     found = nnx.jit(nnx.grad(lambda model: model(tokens, labels=tokens).loss))(model)
     by_name, infos = {}, describe(found)
     for path, gradient in nnx.to_flat_state(found):
@@ -180,18 +188,19 @@ def gradients(scan, remat):
     return by_name
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.full), "dots", "full"])
+@pytest.mark.parametrize("remat", first(1, ["full, dense", "full", "none", "dots"]))
 def test_stacks_are_the_unrolled_layers_under_every_remat(remat):
     """Three layers of a pattern of two: one group, and one layer left over."""
     near = lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1.0, np.abs(y).max()))
-    jax.tree.map(near, gradients(True, remat), gradients(False, "full"))
+    dense = Qwen3_5ForCausalLM, dataclasses.replace(DENSE, num_hidden_layers=3)
+    model = dense if remat.endswith("dense") else (Qwen3NextForCausalLM, CONFIG)
+    jax.tree.map(near, gradients(*model, True, remat.partition(",")[0]), gradients(*model, False, "full"))
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_a_layer_keeps_what_the_planner_counts(remat):
     """Of 2,100 tokens a row, and so of three states."""
-    shared = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(Qwen3_5TextConfig)}
-    config = dataclasses.replace(Qwen3_5TextConfig(**shared), num_hidden_layers=1)
+    config = dataclasses.replace(DENSE, num_hidden_layers=1)
     assert config.layer_types == ("linear_attention",)
     model = nnx.eval_shape(lambda: Qwen3_5ForCausalLM(config, remat=remat, scan_layers=False, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model.model.layers[0])
@@ -208,15 +217,18 @@ def test_a_layer_keeps_what_the_planner_counts(remat):
 LAYOUT = Layout(expert="expert")
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("nf4", marks=pytest.mark.full)])
-def test_several_devices_have_the_loss_and_gradients_of_one(kind, devices, rng):
-    """Packed rows; in nf4 with adapters of all projections."""
+FEWER_LAYERS = [("dense", 1), *(pytest.param(kind, 2, marks=pytest.mark.full) for kind in ("dense", "nf4"))]
+
+
+@pytest.mark.parametrize("kind, layers", FEWER_LAYERS)
+def test_several_devices_have_the_loss_and_gradients_of_one(kind, layers, devices, rng):
+    """Packed rows; in nf4 with adapters of all projections. One layer has linear attention."""
     tokens = jnp.asarray(rng.integers(0, 24, (8, 9)), jnp.int32)
     ids = jnp.asarray(1 + np.cumsum(rng.random((8, 9)) < 0.2, 1), jnp.int32)
     batch = dict(input_ids=tokens, labels=tokens, segment_ids=ids)
 
     def value_and_gradients(**options):
-        model = Qwen3NextForCausalLM(dataclasses.replace(CONFIG, num_hidden_layers=2), rngs=nnx.Rngs(0), **options)
+        model = Qwen3NextForCausalLM(dataclasses.replace(CONFIG, num_hidden_layers=layers), rngs=nnx.Rngs(0), **options)
         if kind == "nf4":
             model = lora.add_lora(quantize(model, kind, block_size=4), 2, alpha=3, rngs=nnx.Rngs(1))
             graph, trained, base = lora.trainable(model)

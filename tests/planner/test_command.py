@@ -17,6 +17,7 @@ from liger_jax.trainers.placement import Placement
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
+LONG = "plan --model llama-3.1-8b --lora 32 --quantize nf4 --batch 1"
 
 
 def with_(**fields):
@@ -146,14 +147,19 @@ def test_the_size_that_is_looked_for_may_be_missing_or_impossible(what, typed, l
 def test_without_a_compiler_or_by_request_the_estimate_is_searched(typed, missing, told, capsys, monkeypatch):
     monkeypatch.setattr(searching, "compile_run", None)
     monkeypatch.setattr(searching.compilers, "missing_compiler", lambda platform: missing)
-    command = f"plan --model llama-3.1-8b --lora 32 --quantize nf4 --batch 1 {typed}"
+    command = f"{LONG} {typed} --remat full --search seq"
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Fits: ") and told in printed and "compiled" not in printed.partition(told)[0]
+
+
+def test_the_longest_row_fits_and_the_next_does_not(capsys):
+    command = f"{LONG} --memory 24GiB"
     assert main([*command.split(), "--search", "seq"]) == 0
     assert "The largest seq that fits is 131072 by" in capsys.readouterr().out  # with the host's memory
     command += " --remat full"
     assert main([*command.split(), "--search", "seq"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("Fits: ") and told in printed and "compiled" not in printed.partition(told)[0]
-    longest = int(re.search(r"The largest seq that fits is (\d+) by", printed)[1])
+    longest = int(re.search(r"The largest seq that fits is (\d+) by", capsys.readouterr().out)[1])
     fits = lambda seq: main([*command.split(), "--seq", str(seq)])
     assert longest % 128 == 0 and [fits(longest), fits(longest + 128)] == [0, 1]
 
@@ -275,8 +281,8 @@ def test_what_is_not_installed_is_named_with_the_command_that_installs_it(missin
 
 
 def test_widths_that_a_run_does_not_quantise_are_refused_and_not_advised(tmp_path, capsys):
-    config = dict(model_type="llama", vocab_size=64, hidden_size=4128, intermediate_size=11008, num_hidden_layers=80)
-    (tmp_path / "config.json").write_text(json.dumps(config | dict(num_attention_heads=43)))
+    config = dict(model_type="llama", vocab_size=64, hidden_size=8224, intermediate_size=22016, num_hidden_layers=20)
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(num_attention_heads=257)))
     command = ["plan", "--model", str(tmp_path), "--device=t4", "--lora=4", "--seq=2048"]
     assert main([*command, "--quantize=nf4"]) == 2
     assert "--quantize='nf4' divides a projection's input into blocks of 64, which do not" in capsys.readouterr().err

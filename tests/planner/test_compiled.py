@@ -84,6 +84,8 @@ def tiny(tmp_path):
     return path
 
 
+# By default aot/test_ahead_of_time.py has our kernels on a mesh of GPUs, planner/test_estimate.py what was compiled,
+# and ops/test_sliced_head.py the head in slices.
 @pytest.fixture(scope="module")
 def packed_step(tmp_path_factory):
     """The compiled step of a tiny model on packed rows, for eight H200s along "fsdp"."""
@@ -92,6 +94,7 @@ def packed_step(tmp_path_factory):
     return compiled(PLAN, path, 8, 256, "h200:8", '{"packed": true}')
 
 
+@pytest.mark.full
 def test_a_sharded_packed_step_compiled_for_gpus_calls_our_kernels_and_holds_its_share_of_the_state(packed_step):
     found = packed_step
     assert {"fused_linear_cross_entropy_statistics", "rms_norm_forward", "rms_norm_backward"} <= set(found["kernels"])
@@ -101,6 +104,7 @@ def test_a_sharded_packed_step_compiled_for_gpus_calls_our_kernels_and_holds_its
     assert found["arguments"] == pytest.approx(static, rel=0.01)
 
 
+@pytest.mark.full
 def test_a_sharded_step_sends_its_head_in_slices_and_holds_no_float32_array_as_large_as_the_head(packed_step):
     found, width = packed_step, 256
     head, part = 4096 * width, found["slice"] * width

@@ -31,8 +31,10 @@ from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.grpo_options import GrpoOptions
 from liger_jax.trainers.options import options_of
+from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 from tests import _tiny
+from tests.ops._oracle import first
 from tests.trainers._runs import figures_of
 
 pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
@@ -145,11 +147,6 @@ def test_a_call_trains_as_the_command_does_and_leaves_nothing(source, rows, comm
     printed = capsys.readouterr().out
     assert printed.count("--steps are mine\n") == 6 and "--" not in printed.replace("--steps are mine", "")
     assert str(tmp_path) not in printed  # the folder that is removed
-    mesh = jax.make_mesh((jax.device_count(),), ("mine",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):  # neither this nor a run before it changes anything
-        again = finetune(str(source), rows)
-        assert jax.sharding.get_mesh() == mesh
-    assert_is_of(again, command)
 
 
 def test_a_callback_or_ctrl_c_ends_a_run_which_the_same_call_resumes(source, rows, command, tmp_path):
@@ -168,7 +165,10 @@ def test_a_callback_or_ctrl_c_ends_a_run_which_the_same_call_resumes(source, row
     stopped = finetune(source, rows, out=tmp_path, callbacks=[stop])
     assert (stopped.step, stopped.interrupted, stopped.folder) == (4, True, None)
     assert len(arrays(stopped.model)) == len(arrays(ended.model)) and len(stopped.metrics["loss"]) == 4
-    whole = finetune(source, rows, out=tmp_path)
+    mesh = jax.make_mesh((jax.device_count(),), ("mine",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):  # neither this nor the runs before it change anything
+        whole = finetune(str(source), rows, out=tmp_path)
+        assert jax.sharding.get_mesh() == mesh
     assert_is_of(whole, command)
     assert whole.best_step in (4, 6) and whole.folder == tmp_path / "adapters"
     finished = finetune(source, rows, out=tmp_path)  # nothing is left to train
@@ -196,9 +196,28 @@ def test_what_a_callback_raises_says_where_the_same_call_goes_on(source, rows, t
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == ["1"]
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", *(pytest.param(each, marks=pytest.mark.full) for each in METHODS if each != "grpo")]
-)
+@pytest.mark.parametrize("name", first(2, ["grpo", "distill", "dpo", "kto"]))
+def test_each_method_traces_the_step_of_its_command(name, source, tmp_path, monkeypatch):
+    method, steps = {"kto": "dpo"}.get(name, name), []
+
+    def traced(self, program, *types):
+        functions = re.sub(r"@(\w+?)_\d+\b", r"@\1", program.lower(*types).as_text()).split("func.func")
+        steps.append({each.strip(" }\n") for each in functions})  # JAX numbers them as they come
+        raise UserError("it is traced")
+
+    monkeypatch.setattr(Compiling, "start", traced)
+    text, options, fields = METHODS[name]
+    (data := tmp_path / "rows.jsonl").write_text(text)
+    if name == "distill":
+        options, fields = [*options, f"--teacher={source}"], fields | dict(teacher=source)
+    assert main([method, f"--model={source}", f"--data={data}", f"--out={tmp_path / 'run'}", *options]) == 2
+    with pytest.raises(ValueError, match="it is traced"):
+        getattr(trainers, method)(source, [json.loads(line) for line in text.splitlines()], **fields)
+    assert steps[0] == steps[1] and len(steps[0]) > 9
+
+
+@pytest.mark.full  # by default their steps are compared above, and a run's numbers are finetune's
+@pytest.mark.parametrize("name", METHODS)
 def test_each_method_is_that_of_its_command(name, source, tmp_path, capsys):
     method = {"kto": "dpo"}.get(name, name)
     text, options, fields = METHODS[name]
@@ -281,16 +300,18 @@ class Segmented(nnx.Module):
 
 
 def test_documents_share_rows_of_the_users_own_model_if_it_says_so(source, rows, capsys):
-    options = dict(adapters=None, tokenizer=source, pack=False, length=64, steps=2, callbacks=zeroed)
+    options = dict(adapters=None, tokenizer=source, pack=False, length=128, steps=2, callbacks=zeroed)
     options |= dict(micro_batches=1, eval_share=0.0)  # one program each
     ours, mine, unpacked = (
         finetune(each(AutoModelForCausalLM.from_pretrained(source)), rows, **options)
         for each in (lambda model: model, Mine, Segmented)
     )
     printed = capsys.readouterr().out
-    assert printed.count("rows: each document has its own row of 64 places; they share rows if the model's") == 1
+    assert printed.count("rows: each document has its own row of 128 places; they share rows if the model's") == 1
     np.testing.assert_allclose(mine.metrics["loss"], ours.metrics["loss"], rtol=1e-3)
-    np.testing.assert_allclose(unpacked.metrics["loss"][0], ours.metrics["loss"][0], rtol=1e-3)  # its head is not tied
+    # Its head is not tied. What documents see of each other changes the loss by 1e-4; other devices round products.
+    near = 1e-5 if jax.default_backend() == "cpu" else 1e-3
+    np.testing.assert_allclose(unpacked.metrics["loss"][0], ours.metrics["loss"][0], rtol=near)
 
 
 @pytest.mark.parametrize(
@@ -543,19 +564,17 @@ def test_a_parameter_that_cannot_be_trained_is_refused_before_the_run(leaf, sour
         trainers.finetune(model, rows, tokenizer=source, length=16, batch=2, steps=1)
 
 
-def test_a_generator_without_end_is_streamed(source, rows, tmp_path):
-    endless = ({"text": _tiny.text(20, i)} for i in itertools.count())
-    result = finetune(source, endless, stream=True, eval_data=rows[:4])
-    assert len(result.metrics["loss"]) == 6
+def test_a_generator_that_ends_too_early_is_refused(source, rows):
     with pytest.raises(ValueError, match=r"^rows is an iterator that .* Pass fewer steps, or rows that can be read"):
         finetune(source, iter([{"text": _tiny.text(20)}]), stream=True, eval_data=rows[:4])
 
 
-def test_a_generator_that_was_read_before_resumes_no_run(source, rows, tmp_path):
+def test_a_generator_without_end_is_streamed_and_one_that_was_read_before_resumes_no_run(source, rows, tmp_path):
     texts = lambda: ({"text": _tiny.text(20, i)} for i in itertools.count())
     options = dict(stream=True, eval_data=rows[:4], out=tmp_path / "run")
     endless = texts()
-    finetune(source, endless, callbacks=[lambda step, metrics, model: step == 2], **options)
+    begun = finetune(source, endless, callbacks=[lambda step, metrics, model: step == 2], **options)
+    assert len(begun.metrics["loss"]) == 2
     with pytest.raises(ValueError, match=r"holds another run: stream='its first step has .*' became '.*'"):
         finetune(source, endless, **options)
     assert finetune(source, texts(), **options).step == 6

@@ -186,7 +186,8 @@ def test_what_narrow_or_misspelt_models_need_is_a_sentence(command, tmp_path, ca
     assert error.endswith(f"no such folder: '{command.folder / 'modle'}'. Did you mean '{command.model}'?\n")
 
 
-def test_an_nf4_checkpoint_is_trained_with_adapters(command, tmp_path, capsys):
+@pytest.fixture
+def nf4_checkpoint(command, tmp_path):
     model = shutil.copytree(GOLDEN / "llama_nf4", tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(command.model / name, model)
@@ -196,11 +197,19 @@ def test_an_nf4_checkpoint_is_trained_with_adapters(command, tmp_path, capsys):
     save_file(tensors, model / WEIGHTS)
     values = json.loads((model / "config.json").read_text()) | {"vocab_size": 320}
     (model / "config.json").write_text(json.dumps(values))
+    return model
+
+
+@pytest.mark.full  # such checkpoints are read by models/test_checkpoint.py, and trained on by models/test_quantized.py
+def test_an_nf4_checkpoint_is_trained_with_adapters(command, nf4_checkpoint, tmp_path):
     with pytest.warns(UserWarning, match="become dense, since not all layers"):
-        assert command(tmp_path / "out", "--merge", model=model) == 0
+        assert command(tmp_path / "out", "--merge", model=nf4_checkpoint) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(merged))} == {"bfloat16"}
-    other = [f"--model={model}", *command.beside, f"--out={tmp_path / 'other'}"]
+
+
+def test_an_nf4_checkpoint_without_adapters_is_refused(command, nf4_checkpoint, tmp_path, capsys):
+    other = [f"--model={nf4_checkpoint}", *command.beside, f"--out={tmp_path / 'other'}"]
     assert main([command.name, *other]) == 2
     assert "are nf4, and stay as they are. Pass --lora, such as --lora 16." in capsys.readouterr().err
 

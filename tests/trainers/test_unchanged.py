@@ -42,7 +42,11 @@ def lines(settings, source, target):
             ["--learning-rate=1e-10"],
             "the updates are too small for bfloat16: --save-dtype float32 keeps them. A higher",
         ),
-        (["--learning-rate=1e-10", "--lora=4", "--merge"], "the updates are too small for bfloat16: --save-dtype"),
+        pytest.param(
+            ["--learning-rate=1e-10", "--lora=4", "--merge"],
+            "the updates are too small for bfloat16: --save-dtype",
+            marks=pytest.mark.full,
+        ),
         (["--learning-rate=0.01"], None),
         (["--learning-rate=1e-4", "--save-dtype=float32"], None),
     ],
