@@ -8,6 +8,8 @@ import typing
 import jaxtyping
 from jaxtyping import _decorator
 
+MOST = 20  # calls of one function that each test has checked
+_of_test = object()
 CHECKED = importlib.util.find_spec("beartype") is not None
 
 
@@ -19,11 +21,18 @@ def check() -> None:
         jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
 
 
+def begin_test() -> None:
+    """Every function is checked again."""
+    global _of_test
+    _of_test = object()
+
+
 def _when_called(jaxtyped):
     """The decorator, whose work waits for a function's first call, and is less for functions of no arrays.
 
     For each function it compiles three others, in some milliseconds, while one process calls few of them. Each call
-    then takes some 50 µs for the letters of shapes; beartype alone takes 1.
+    then takes some 50 µs for the letters of shapes; beartype alone takes 1. After a function's first calls in a test,
+    the planner would spend most of its time on them.
     """
     import beartype
 
@@ -36,12 +45,15 @@ def _when_called(jaxtyped):
             return jaxtyped(function, typechecker=typechecker)
         if not function.__annotations__:
             return function
-        checked = None
+        checked, test, calls = None, None, 0
 
         @functools.wraps(function)
         def checks(*args, **kwargs):
-            nonlocal checked
-            if jaxtyping.config.jaxtyping_disable:
+            nonlocal checked, test, calls
+            if test is not _of_test:
+                test, calls = _of_test, 0
+            calls += 1
+            if calls > MOST or jaxtyping.config.jaxtyping_disable:
                 return function(*args, **kwargs)
             if checked is None:
                 has_shapes = _has_shapes(function)

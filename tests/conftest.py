@@ -111,6 +111,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("implementation", cases)
 
 
+def pytest_runtest_setup():
+    _annotations.begin_test()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
