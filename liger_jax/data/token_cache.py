@@ -156,24 +156,36 @@ def write(
     refused: reading.Refused = None,
 ) -> Tokens:
     """Encodes documents into files, some at a time. Returns the tokens, in a folder that `keep` gives its name."""
-    folder = place / f"{key}{NEW}"
+    folder, of_rows = place / f"{key}{NEW}", list[OSError]()
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with Writer(folder) as writer:
             for source in sources:
                 encode = lambda batch: tokenizer.encoded(batch, length, refused)
-                for batch, pieces in _ahead(batches(read(source), writer.leave_out), encode, ahead=refused is None):
+                documents = read(source) if source.paths else _noted(read(source), of_rows)
+                for batch, pieces in _ahead(batches(documents, writer.leave_out), encode, ahead=refused is None):
                     writer.add(batch, pieces, refused, tokenizer.left_out)
                 writer.end_source()
         meta = writer.meta() | {"format": _FORMAT, "key": key, "marks": tokenizer.marks, "chats": tokenizer.chats}
         meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments, "kind": tokenizer.kind}
         write_json(folder / META, meta | {"notes": tokenizer.notes(length)})
     except OSError as error:
+        if error in of_rows:  # of a program's rows or a dataset, not of these files
+            raise
         if disk.is_full(error):
             raise disk.full("The tokens of the data", place, folder_size(folder)) from error
         raise UserError(f"The tokens of the data cannot be written to {place}: {error.strerror or error}.") from error
     return Tokens(folder)
+
+
+def _noted(documents: Iterable[Document], errors: list[OSError]) -> Iterator[Document]:
+    """The documents; an `OSError` of their rows is added to `errors`."""
+    try:
+        yield from documents
+    except OSError as error:
+        errors.append(error)
+        raise
 
 
 def _ahead(

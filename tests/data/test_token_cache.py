@@ -13,6 +13,7 @@ import liger_jax
 from liger_jax.data import kept_tokens, long_text, reading, token_cache, training_rows
 from liger_jax.data.laid_rows import LaidRows
 from liger_jax.data.options import RowOptions
+from liger_jax.data.sources import DataSource
 from liger_jax.data.step_rows import Laying
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
@@ -343,3 +344,14 @@ def test_pieces_have_one_number_in_packed_and_padded_rows_and_another_where_they
             for turn in (0, len(tokens)):  # places without a token have any number
                 own = [row[is_own][: len(expected)] for row, is_own in zip(ids, numbers == number + turn, strict=True)]
                 np.testing.assert_array_equal([each for each in own if each.any()], [expected])
+
+
+def test_an_os_error_of_a_programs_rows_passes_as_it_is(source, tmp_path):
+    def rows_lost():
+        yield {"text": _tiny.text(5, 1)}
+        raise OSError("lost")
+
+    read = lambda each: reading.rows_to_documents(each.rows, each.name, None, None)
+    data = DataSource("rows", rows=rows_lost())
+    with pytest.raises(OSError, match="^lost$"):
+        token_cache.write(tmp_path / "tokens", "key", [data], read, tokenizer(source), 32)
