@@ -27,8 +27,7 @@ from liger_jax.training import processes, user_caches
 _WHOLE_BYTES = 2**27  # of the array that is gathered, scattered and summed
 _QUEUED, _TURNS = 3, 3
 _GATHERS = 2  # of a layer's weights in a micro-batch, for the forward and for the backward
-# Of a layer's tokens: in the forward, and with their sums' gradients in the backward; the sums, and the gradients.
-_TOKENS_GATHERED, _TOKENS_SCATTERED = 3, 2
+_TOKENS_GATHERED, _TOKENS_SCATTERED = 3, 2  # of a layer's tokens in a micro-batch, over an axis of experts
 _BANDWIDTH = 1.5e12, 1.2e12, 20e9  # of memory, bytes a second: a GPU or TPU that is not in the tables, and a CPU
 
 
@@ -108,8 +107,8 @@ def link_seconds(run: Run, links: Links) -> float:
     """The part of a step's time that depends on how `data`, `fsdp` and `expert` split parameters.
 
     Weights are gathered and their gradients scattered over fsdp, gradients are summed over data, and the optimizer
-    updates its shard of them. Over expert a mixture's experts stay, and tokens are gathered and their sums scattered.
-    None of it is hidden behind products. Adapters are whole on every device of all meshes.
+    updates its shard of them. Experts stay on the devices of their axis, which exchange tokens. None of it is hidden
+    behind products. Adapters are whole on every device of all meshes.
 
     Args:
         run: the run, with its mesh.
@@ -120,27 +119,39 @@ def link_seconds(run: Run, links: Links) -> float:
     """
     size = jnp.dtype(run.dtype).itemsize
     gathered = scattered = summed = updated = 0.0
-    of_tokens = size * run.tokens * run.model.config.hidden_size * (run.expert - 1)  # those of the other devices
     for info, x in run.model.parameters:
         number = math.prod(x.shape)
-        axes = [axis for axis in names(run.layout.spec(info, x.shape, run.mesh)) if axis in run.layout.fsdp_axes]
-        split = devices_along(axes, run.mesh)
+        axes = names(run.layout.spec(info, x.shape, run.mesh))
+        split = devices_along([axis for axis in axes if axis in run.layout.fsdp_axes], run.mesh)
         copies = max(1, run.batch_devices // split)
-        stays = run.expert if info.expert_axis is not None else 1
+        own = run.expert if info.expert_axis is not None else 1  # devices that have different experts, and gather none
         is_quantized = info.kind in ("kernel", "experts") and run.quantize is not None
         each = QUANTIZED_BYTES[run.quantize] if is_quantized and run.quantize else size
-        gathered += _GATHERS * each * number / stays * (1 - stays / split)
+        sent = number * (1 / own - 1 / split)
+        gathered += _GATHERS * each * sent
         if run.lora is None:
-            scattered += size * number / stays * (1 - stays / split)
+            scattered += size * sent
             summed += 2 * size * number / split * (1 - 1 / copies)
             updated += number / split
-        if info.kind == "experts" and "down" in info.name:
-            layers = x.shape[info.layer_axis] if info.stacked else 1
-            gathered += layers * _TOKENS_GATHERED * of_tokens
-            scattered += layers * _TOKENS_SCATTERED * of_tokens
-    sent = gathered / links.gather + scattered / links.scatter + summed / links.exchange
+    seconds = gathered / links.gather + scattered / links.scatter + summed / links.exchange
     moved = 3 * jnp.dtype(run.param_dtype).itemsize + 2 * moment_bytes(run.optimizer, run.state_dtype)
-    return run.micro_batches * sent + moved * updated / _bandwidth(run)
+    return run.micro_batches * seconds + exchange_seconds(run, links) + moved * updated / _bandwidth(run)
+
+
+def exchange_seconds(run: Run, links: Links) -> float:
+    """Seconds of a step in which the devices of an expert axis exchange tokens: 0 without such an axis.
+
+    A layer gathers tokens, once more in the backward, and the gradients of their sums. It scatters the sums, and the
+    tokens' gradients. All are in the computation's dtype.
+    """
+    layers = sum(x.shape[info.layer_axis] if info.stacked else 1 for info, x in run.model.parameters if _is_down(info))
+    size = jnp.dtype(run.dtype).itemsize * run.tokens * run.model.config.hidden_size
+    sent = (run.expert - 1) * size * (_TOKENS_GATHERED / links.gather + _TOKENS_SCATTERED / links.scatter)
+    return run.micro_batches * layers * sent
+
+
+def _is_down(info: Any) -> bool:
+    return info.kind == "experts" and "down" in info.name
 
 
 def _bandwidth(run: Run) -> float:

@@ -118,6 +118,7 @@ class _Layer:
 
     matrices: float  # numbers of the matrices that a token is multiplied with
     last: float  # those of them whose results nothing in the layer reads: they are not computed again
+    gate_up: float  # those of experts, whose results no layer keeps over an axis of experts
     widths_in: float  # of the inputs and the results of matrices with adapters
     widths_out: float
     trained: float  # numbers that are trained, of all layers and the rest
@@ -127,7 +128,7 @@ class _Layer:
     def of(cls, run: Run) -> "_Layer":
         config: Any = run.model.config
         count, experts = config.num_hidden_layers, config.experts
-        matrices = last = widths_in = widths_out = trained = whole = 0.0
+        matrices = last = gate_up = widths_in = widths_out = trained = whole = 0.0
         for info, x in run.model.parameters:
             axes = names(run.layout.spec(info, x.shape, run.mesh))
             size = math.prod(x.shape)
@@ -141,6 +142,8 @@ class _Layer:
             matrices += used
             if "down" in info.name:
                 last += used
+            elif info.kind == "experts":
+                gate_up += used
             if run.lora is not None and (info.kind == "kernel" or run.lora_experts):
                 layers = x.shape[info.layer_axis] if info.stacked else 1
                 widths_in += layers * x.shape[-2] / run.tensor
@@ -151,7 +154,7 @@ class _Layer:
         held = QUANTIZED_BYTES[run.quantize] if run.quantize else param
         made = (held + size) * whole if run.quantize or param != size else 0.0
         widths = widths_in / count, widths_out / count
-        return cls(matrices / count, last / count, *widths, trained, made / count)
+        return cls(matrices / count, last / count, gate_up / count, *widths, trained, made / count)
 
 
 def _layer_time(
@@ -169,7 +172,8 @@ def _layer_time(
     passed = size * tokens * (10 * config.hidden_size + (2 * heads + 3 * width * run.tensor) / run.tensor)
     adapted = size * tokens * (layer.widths_in + 3 * layer.widths_out) if run.lora else 0.0
     keeps = mode in ("none", "dots")
-    again = 0.0 if keeps else forward - last
+    of_experts = 2.0 * tokens * layer.gate_up if run.expert > 1 else 0.0
+    again = of_experts if keeps else forward - last
     attention_again = 0.0 if mode in ("none", "offload_attention") else attention
     passes = 2.7 + (0.5 if keeps else 1.0)
     moved = MOVES * (sum(memory.kept.values()) if keeps else 0)

@@ -106,8 +106,8 @@ def _devices(
     of_mesh = lambda sizes: meshes.Devices(meshes.mesh_of(sizes, there), meshes.layout_of(sizes))
     its = lambda sizes: _teacher_memory(settings, task, precision["dtype"], of_mesh(sizes))
     choose = mesh_choice.by_time(settings, architecture, precision, there, its, sampling is not None)
-    is_mixture = sampling is None and architecture.config.experts is not None
-    devices = meshes.chosen(mesh, there, rows, shape, choose, "" if sampling is None else common, is_mixture=is_mixture)
+    experts = _experts(task, architecture)
+    devices = meshes.chosen(mesh, there, rows, shape, choose, "" if sampling is None else common, experts)
     if sampling is not None and rows % (number := math.prod(devices.sizes.values())):
         raise UserError(
             f"--mesh={mesh}: each of the {number} devices samples completions of its own prompts, also along tensor "
@@ -120,6 +120,18 @@ def _devices(
             f"{settings.method.command} stay whole. Give the devices to fsdp or tensor."
         )
     return devices
+
+
+def _experts(task: Task, architecture: Architecture) -> int:
+    """The number that an axis of experts must divide, a teacher's too; 0 where the mesh that is chosen has none.
+
+    Devices that sample gather weights for each token, whichever axis splits them.
+    """
+    of_student = architecture.config.experts
+    if of_student is None or task.sampling is not None:
+        return 0
+    of_teacher = None if task.teacher is None else task.teacher.config.experts
+    return math.gcd(of_student.count, 0 if of_teacher is None else of_teacher.count)
 
 
 def _fitted(

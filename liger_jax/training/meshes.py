@@ -167,15 +167,15 @@ def chosen(
     model: Callable[[Layout], Any],
     choose: Callable[[list[Mapping[str, int]]], tuple[int, str]] | None = None,
     words: str = "",
-    *,
-    is_mixture: bool = False,
+    experts: int = 0,
 ) -> Devices:
     """The devices of a run: the requested mesh, or else the most devices along data and fsdp that divide batch and
-    weights, or along expert for a mixture.
+    weights, or as many along expert.
 
-    `choose` is given the sizes of such meshes of equally many devices, the most split one first, and returns an index
-    and the reason. Without it all devices are along fsdp. `words`: what the number of rows is, where it is not that of
-    the rows that are computed at once.
+    `choose` is given the sizes of such meshes of equally many devices, the most split one first and that of experts
+    last, and returns an index and the reason. Without it all devices are along fsdp. `words`: what the number of rows
+    is, where it is not that of the rows that are computed at once. `experts`: a number that the devices along expert
+    must divide; 0 for none.
     """
     words = words or f"the {counted(rows, 'row')} that {'is' if rows == 1 else 'are'} computed at once"
     if text not in (None, AUTO):
@@ -185,15 +185,17 @@ def chosen(
     model, why = functools.cache(model), ""
     for number in range(len(devices), 0, -1):
         divisors = [n for n in range(1, number + 1) if number % n == 0] if choose else [1]
-        names = [f"fsdp={number}" if n == 1 else f"data={n},fsdp={number // n}" for n in divisors]
-        if choose and is_mixture and number > 1:
-            names.insert(1, f"expert={number}")
         found: list[tuple[dict[str, int], Devices]] = []
-        for named in names:
+        for copies in divisors:
+            named = f"fsdp={number}" if copies == 1 else f"data={copies},fsdp={number // copies}"
             try:
                 found.append((sizes := parse_mesh(named), _checked(named, sizes, devices, rows, model, words)))
             except ValueError as error:
                 why = why or str(error)
+        if choose and experts and experts % number == 0 and found and found[0][0]["fsdp"] == number > 1:
+            with contextlib.suppress(ValueError):
+                sizes = parse_mesh(named := f"expert={number}")
+                found.append((sizes, _checked(named, sizes, devices, rows, model, words)))
         if not found and jax.process_count() > 1:
             raise ValueError(why)
         if found:

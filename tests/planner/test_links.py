@@ -1,14 +1,13 @@
 """What links cost a step on each mesh, and how their speed is measured and kept."""
 
 import json
-import math
 
 import jax
 import pytest
 
 from liger_jax.planner import links, target
 from liger_jax.planner.architectures import architecture
-from liger_jax.planner.links import Links, link_seconds
+from liger_jax.planner.links import Links, exchange_seconds, link_seconds
 from liger_jax.planner.step import Run
 from liger_jax.training import user_caches
 
@@ -40,14 +39,21 @@ def test_trained_weights_are_scattered_over_fsdp_or_summed_over_data_and_updated
     assert seconds(NVLINK, 2, 1) > 0.9 * seconds(NVLINK, 1, 2) and seconds(PCIE, 2, 1) < 0.75 * seconds(PCIE, 1, 2)
 
 
-def test_over_an_expert_axis_tokens_are_sent_and_experts_stay():
-    model, adapters = architecture("olmoe-1b-7b-0924"), dict(lora=16, param_dtype="bfloat16")
-    seconds = lambda axis: link_seconds(Run(model, 4, 2048, target("h200:2"), {axis: 2}, **adapters), NVLINK)
-    experts = sum(math.prod(x.shape) for info, x in model.parameters if info.kind == "experts")
-    tokens = 16 * (3 + 2) * 4096 * 2048 * 2  # layers' gathers and scatters of the other device's tokens
-    halves = 2 * 2 * (model.num_parameters - experts) / 2
-    assert seconds("expert") == pytest.approx((halves + tokens) / 330e9, rel=1e-3)
-    assert seconds("fsdp") == pytest.approx((halves + 2 * 2 * experts / 2) / 330e9, rel=1e-3)
+def test_devices_that_share_experts_gather_none_of_them_and_send_tokens():
+    """By numbers: OLMoE has 64 experts of 3 · 2,048 · 1,024 in 16 layers, and a GPU 2 × 2,048 tokens."""
+    mixture, rates = architecture("olmoe-1b-7b-0924"), Links(1e9, 1e9, 1e9)
+    run = lambda number, **mesh: Run(mixture, 2 * number, 2048, target(f"h200:{number}"), dict(data=1, fsdp=1) | mesh)
+    for number in (2, 4):
+        ours, others = run(number, expert=number), run(number, fsdp=number)
+        tokens = 5 * (number - 1) * 2 * 4096 * 2048 * 16 / 1e9
+        experts = 3 * 2 * 64 * 3 * 2048 * 1024 * 16 * (1 - 1 / number) / 1e9
+        assert exchange_seconds(ours, rates) == pytest.approx(tokens) and exchange_seconds(others, rates) == 0
+        saved = link_seconds(others, rates) - link_seconds(ours, rates)
+        assert saved == pytest.approx(experts - tokens, rel=1e-6)
+    both = link_seconds(run(4, fsdp=2, expert=2), rates)  # a device gathers the other half of its half of the experts
+    rest = link_seconds(run(4, expert=4), rates) - 3 * exchange_seconds(run(4, fsdp=2, expert=2), rates)
+    quarter = 3 * 2 * 64 * 3 * 2048 * 1024 * 16 / 4 / 1e9
+    assert both - exchange_seconds(run(4, fsdp=2, expert=2), rates) == pytest.approx(rest + quarter, rel=1e-6)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices, which a CPU simulates")

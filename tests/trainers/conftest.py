@@ -8,7 +8,7 @@ from liger_jax.training import meshes
 @pytest.fixture(autouse=True, scope="module")
 def one_device_unless_a_mesh_is_named():
     chosen = meshes.chosen
-    of_first = lambda text, devices, *others, **more: chosen(text, devices if text else devices[:1], *others, **more)
+    of_first = lambda text, devices, *others: chosen(text, devices if text else devices[:1], *others)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meshes, "chosen", of_first)
         yield chosen

@@ -140,6 +140,32 @@ def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
     assert re.search(told, capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("samples", [(), ("--samples=2", "--eval-share=0.2")], ids=str)
+def test_a_mixture_takes_an_axis_of_experts_by_itself_and_trains_as_one_device_does(
+    samples, experts, of_one, tmp_path, capsys, monkeypatch, one_device_unless_a_mesh_is_named
+):
+    """Begun on that mesh, and gone on with it; a run that began with fsdp keeps it."""
+    options = *samples, "--batch=8", "--micro-batches=2", "--length=30", "--remat=full"
+    one = of_one(experts, *options)
+    monkeypatch.setattr(meshes, "chosen", one_device_unless_a_mesh_is_named)
+    capsys.readouterr()
+    with ctrl_c_in_the_third_step():
+        assert train(experts, tmp_path / "new", *options) == 128 + signal.SIGINT
+    told = rf"^devices: expert=4 of 4 × {KIND}; .* ms of a step to send tokens in place of experts"
+    assert re.search(told, capsys.readouterr().out, re.MULTILINE)
+    assert train(experts, tmp_path / "new", *options) == 0
+    printed = capsys.readouterr().out
+    assert "devices: expert=4 " in printed and "as when the run began" in printed and "resumed at step 3" in printed
+    np.testing.assert_allclose(*(loss_of(experts, out, ()) for out in (tmp_path / "new", one)), rtol=2e-3)
+    if not samples:
+        with ctrl_c_in_the_third_step():
+            assert train(experts, tmp_path / "old", *options, "--mesh=fsdp=4") == 128 + signal.SIGINT
+        capsys.readouterr()
+        assert train(experts, tmp_path / "old", *options) == 0
+        assert "devices: fsdp=4 of " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ["mesh", "message"],
     [
