@@ -1,4 +1,4 @@
-"""What `make test` leaves out, so that it takes six minutes on two cores.
+"""What `make test` leaves out, so that it takes some minutes on two cores.
 
 By file, a regular expression that the case's name begins with.
 """
