@@ -106,7 +106,8 @@ def _devices(
     of_mesh = lambda sizes: meshes.Devices(meshes.mesh_of(sizes, there), meshes.layout_of(sizes))
     its = lambda sizes: _teacher_memory(settings, task, precision["dtype"], of_mesh(sizes))
     choose = mesh_choice.by_time(settings, architecture, precision, there, its, sampling is not None)
-    experts = _experts(task, architecture)
+    of_teacher = None if task.teacher is None else task.teacher.config
+    experts = _experts(architecture.config, of_teacher, sampling is not None)
     devices = meshes.chosen(mesh, there, rows, shape, choose, "" if sampling is None else common, experts)
     if sampling is not None and rows % (number := math.prod(devices.sizes.values())):
         raise UserError(
@@ -122,16 +123,15 @@ def _devices(
     return devices
 
 
-def _experts(task: Task, architecture: Architecture) -> int:
+def _experts(config: Any, of_teacher: Any, samples: bool) -> int:
     """The number that an axis of experts must divide, a teacher's too; 0 where the mesh that is chosen has none.
 
     Devices that sample gather weights for each token, whichever axis splits them.
     """
-    of_student = architecture.config.experts
-    if of_student is None or task.sampling is not None:
+    if config.experts is None or samples:
         return 0
-    of_teacher = None if task.teacher is None else task.teacher.config.experts
-    return math.gcd(of_student.count, 0 if of_teacher is None else of_teacher.count)
+    its = None if of_teacher is None else of_teacher.experts
+    return math.gcd(config.experts.count, 0 if its is None else its.count)
 
 
 def _fitted(

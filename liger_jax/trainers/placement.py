@@ -27,7 +27,7 @@ class Placement:
         None, "quantize the frozen weights of the layers to 4 or 8 bits", choices=KINDS, group="adapters", first=True
     )
     mesh: str | None = option(
-        None, "devices along each mesh axis: fsdp=2,tensor=2 (default: auto, the fastest of data and fsdp)",
+        None, "devices along each mesh axis: fsdp=2,tensor=2 (default: auto, the fastest of data, fsdp and expert)",
         of_run=False, group="several devices"
     )  # fmt: skip
     distributed: str | None = option(

@@ -153,6 +153,21 @@ def test_experts_stay_on_their_devices_where_tokens_are_far_less_than_they(
     assert ("to send tokens in place of experts" in reason) == takes_experts
 
 
+@pytest.mark.parametrize(
+    ["student", "teacher", "samples", "number"],
+    [
+        ("olmoe-1b-7b-0924", None, False, 64),
+        ("olmoe-1b-7b-0924", "llama-3-8b", False, 64),
+        ("olmoe-1b-7b-0924", "mixtral-8x7b-v0.1", False, 8),  # both must be divided
+        ("olmoe-1b-7b-0924", None, True, 0),
+        ("llama-3-8b", "mixtral-8x7b-v0.1", False, 0),
+    ],
+)
+def test_an_axis_of_experts_divides_those_of_student_and_teacher(student, teacher, samples, number):
+    config, its = (None if name is None else architecture(name).config for name in (student, teacher))
+    assert decided_run._experts(config, its, samples) == number
+
+
 def test_a_mixture_that_is_resumed_keeps_the_mesh_that_it_began_with(choose_of_mixture):
     kept = "as when the run began"
     assert choose_of_mixture(2, 2048, before=dict(mesh="fsdp=2")) == (0, kept)
