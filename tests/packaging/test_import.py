@@ -42,6 +42,7 @@ class Finder:
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background has not
 sys.argv[0] = {name!r}
 sys.meta_path.insert(0, Finder)
 from liger_jax.commands import main
