@@ -8,7 +8,7 @@ import typing
 import jaxtyping
 from jaxtyping import _decorator
 
-MOST = 20  # calls of one function that each test has checked
+MOST = 5  # calls of one function that each test has checked
 _of_test = object()
 CHECKED = importlib.util.find_spec("beartype") is not None
 

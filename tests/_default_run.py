@@ -195,7 +195,7 @@ FULL = {
     "models/test_parameters.py": r"test_adapters_have_peft.*scanned",
     "models/test_parity.py": r"""
         test_numbers_of_committed.*(qwen2|gemma2|smollm3|mixtral|olmoe)|test_bfloat16_of_fresh.*\[(?!llama|gemma2)
-        |test_numbers_of_committed.*(olmo2|gemma3|qwen3_moe|qwen3_next|llama\])""",  # test_linear_attention.py has it
+        |test_numbers_of_committed.*(olmo2|gemma3|qwen3_moe|qwen3_next|qwen3_5_moe|llama\])""",  # test_linear_attention.py has it
     "models/test_random_configs.py": r"test_transformers_computes.*-1\]",
     "models/test_saving.py": r"test_after_kill|test_a_kill_at.*(weights-(1_files-2|2_files-1)|all)",
     "models/parallel/test_sharded_model.py": r"""
