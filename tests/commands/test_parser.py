@@ -368,7 +368,8 @@ def test_the_help_of_a_command_says_what_it_needs_and_does(capsys):
     assert said(capsys, *"grpo --model x --data y".split())[0].startswith(
         "liger-jax grpo: the following arguments are required: --reward."
     )
-    fastest, whole = "auto, the fastest of data, fsdp and expert", "auto, data where whole weights fit on a device, else fsdp"
+    fastest = "auto, the fastest of data, fsdp and expert"
+    whole = "auto, data where whole weights fit on a device, else fsdp"
     for name, text in said_by.items():
         assert f"fsdp=2,tensor=2 (default: {whole if name == 'grpo' else fastest})" in text
         assert "train adapters of this rank, or 16, instead of all weights" in text
