@@ -309,7 +309,7 @@ def test_policy_types(loss_type, level, tokens, rng, torch):
     delta = 1.4 if loss_type not in ("cispo", "sapo", *SEQUENCE_TYPES) else None
     theirs = lambda x, old, reference, entropy: grpo_of_trl(
         torch,
-        *(x, old, reference, entropy, mask, advantages),
+        *(x, old.detach(), reference.detach(), entropy, mask, advantages),  # made without gradients there, too
         loss_type=loss_type,
         level=level,
         epsilon_high=high,
