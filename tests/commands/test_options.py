@@ -16,6 +16,7 @@ import traceback
 import types
 from pathlib import Path
 
+import jax
 import pytest
 from flax import nnx
 
@@ -56,7 +57,7 @@ TRAINING = ADAPTERS | {
     "dtype": ["", "--dtype bfloat16"],
     "param-dtype": ["", "--param-dtype bfloat16"],
     "micro-batches": ["", "--micro-batches 2"],
-    "mesh": ["", "--mesh fsdp=2"],
+    "mesh": ["", "--mesh fsdp={devices}"],
     "steps": ["--steps 2", "--epochs 0.5"],
     "rate": ["", "--learning-rate 1e-4"],
     "optimizer": ["", "--optimizer adamw8bit"],
@@ -103,7 +104,7 @@ FACTORS = {
         ],
     },
     "grpo": TRAINING | {
-        "mesh": ["", "--mesh fsdp=2 --micro-batches 4"],
+        "mesh": ["", "--mesh fsdp={devices} --micro-batches 4"],
         "data": ["--data {prompts}", "--data org/prompts --subset one"],
         "reward": ["--reward rewarded:size", "--reward rewarded:size rewarded:late=0.5 --reward-timeout 60"],
         "group": ["--group 2 --batch 8", "--group 4 --batch 8"],
@@ -244,6 +245,7 @@ class Place(dict):
         for name, some in rows.items():
             self[name] = f"{name}.jsonl"
             Path(self[name]).write_text("\n".join(map(json.dumps, some)))
+        self["devices"] = min(2, jax.device_count())
         self["config"] = "config.toml"
         Path(self["config"]).write_text("seed = 5\n")
         Path("rewarded.py").write_text(
