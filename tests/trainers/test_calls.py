@@ -202,7 +202,7 @@ def test_each_method_traces_the_step_of_its_command(name, source, tmp_path, monk
 
     def traced(self, program, *types):
         text = re.sub(r"@(\w+?)_\d+\b", r"@\1", program.lower(*types).as_text())  # JAX numbers them as they come
-        text = re.sub(r'"[^"]*\\[0-9A-F]{2}[^"]*"', '""', text)  # a GPU kernel's bytes name the lines that called it
+        text = re.sub(r'"[^"]*\\[0-9A-F]{2}[^"]*"', '""', text)  # a Mosaic GPU kernel has its number in the process
         steps.append({each.strip(" }\n") for each in text.split("func.func")})
         raise UserError("it is traced")
 
