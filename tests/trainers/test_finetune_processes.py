@@ -49,8 +49,8 @@ def ended(processes, seconds=400):
     told = []
     for process in processes:
         out, error = process.communicate(timeout=seconds)
-        # Gloo's threads write at once, so that a line of theirs may begin with the end of another one.
-        of_gloo = re.compile(r"\[Gloo\]|.*connected peer ranks")
+        # Gloo's threads write at once, piece by piece, so that a line of theirs may be any of these pieces.
+        of_gloo = re.compile(r"\[Gloo\]|.*connected peer ranks|( is connected to |peer ranks\. | is : |\d|\s)*$")
         own = [line for line in out.splitlines(keepends=True) if not of_gloo.match(line)]
         told.append((process.returncode, "".join(own), error))
     return told
