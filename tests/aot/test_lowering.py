@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -15,11 +16,16 @@ KERNEL_CALL = ("custom_call @mosaic_gpu", "custom_call @__gpu$xla.gpu.triton")
 pytestmark = pytest.mark.aot
 
 
-def lowered_kernels(function, *types):
-    """How many Pallas kernels stand in the program for an H100 that JAX hands to XLA."""
+def lowered(function, *types):
+    """The program for an H100 that JAX hands to XLA."""
     mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=H100)
     with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def lowered_kernels(function, *types):
+    """How many Pallas kernels stand in it."""
+    text = lowered(function, *types)
     return sum(text.count(call) for call in KERNEL_CALL)
 
 
@@ -44,3 +50,14 @@ def test_the_fast_loss_of_llama_lowers_the_two_kernels_that_it_runs_and_no_other
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in LLAMA_8B_HEAD]
     loss = lambda *arrays: fused_linear_cross_entropy(*arrays, mode="fast")
     assert lowered_kernels(jax.value_and_grad(loss, (0, 1)), *types) == 2
+
+
+def test_a_program_is_the_same_whatever_the_process_has_lowered_before(monkeypatch):
+    """It is looked up in the cache of compiled programs by its text. JAX 0.11.1 and newer number Hopper's kernels."""
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in LLAMA_8B_HEAD]
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a kernel has the lines of its Python in it
+    programs = []
+    for _ in range(2):
+        jax.clear_caches()
+        programs.append(lowered(fused_linear_cross_entropy, *types))
+    assert programs[0] == programs[1] and KERNEL_CALL[0] in programs[0]
