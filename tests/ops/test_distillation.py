@@ -350,11 +350,14 @@ def test_a_label_outside_the_vocabulary_is_nan_under_jit(rng):
     assert np.array_equal(np.isnan(losses), np.arange(N) == 3)
 
 
-@pytest.mark.parametrize("wrong", [V, -1, "twice"])
+@pytest.mark.parametrize("wrong", [V, -1, "twice", "probabilities"])
 def test_stored_tokens_that_cannot_be_are_nan(wrong, rng):
     (hidden, weight, _), _ = heads(rng)
     token_ids, log_probs = stored(rng)
-    token_ids = token_ids.at[6, 0].set(token_ids[6, 1] if wrong == "twice" else wrong)
+    if wrong == "probabilities":
+        log_probs = log_probs.at[6].set(jnp.exp(log_probs[6]))
+    else:
+        token_ids = token_ids.at[6, 0].set(token_ids[6, 1] if wrong == "twice" else wrong)
     losses = fused_linear_topk_distillation(hidden, weight, token_ids, log_probs, reduction="none")
     assert np.array_equal(np.isnan(losses), np.arange(N) == 6)
 

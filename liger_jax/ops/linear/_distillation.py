@@ -330,9 +330,10 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
 
 
 def _is_right(teacher: TopK, vocab_size: int) -> jax.Array:
-    """(N,): whether the stored tokens differ and are in the vocabulary."""
+    """(N,): whether the stored tokens differ and are in the vocabulary, and their probabilities can be a teacher's."""
     used = teacher.log_probs != -jnp.inf
     ids = jnp.sort(jnp.where(used, teacher.token_ids, -1), axis=1)
     differ = jnp.all((ids[:, 1:] != ids[:, :-1]) | (ids[:, 1:] == -1), axis=1)
     inside = (teacher.token_ids >= 0) & (teacher.token_ids < vocab_size)
-    return differ & jnp.all(inside | ~used, axis=1)
+    within_one = jnp.sum(jnp.exp(teacher.log_probs), axis=1) < 1.05  # bfloat16 rounds log-probabilities by 0.4 %
+    return differ & jnp.all(inside | ~used, axis=1) & within_one

@@ -66,7 +66,8 @@ def fused_linear_topk_distillation(
         token_ids: (..., K), integers in [0, V), all different within a token. Any other ids make the token's loss and
             gradient NaN.
         log_probs: (..., K), the teacher's log-probabilities of these tokens at the same temperature, any float dtype.
-            An entry with −inf is not used, whatever its id.
+            An entry with −inf is not used, whatever its id. Where their probabilities sum to more than 1.05, as with
+            probabilities or logits in their place, the token's loss and gradient are NaN.
         tail: "ignore" or "bucket".
 
     Returns:
