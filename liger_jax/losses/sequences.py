@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.losses import _checks
@@ -64,6 +65,9 @@ def sequence_log_probs(
         Liu et al., Length Desensitization in Direct Preference Optimization, arXiv:2409.06411.
     """
     op = "sequence_log_probs"
+    if not isinstance(average, bool | np.bool_):
+        given = type(average).__name__
+        raise TypeError(f"{op}: average is a {given}, but must be True or False; pass segment_ids by their name.")
     (log_probs,) = _checks.as_float32(op, log_probs=log_probs)
     where = _checks.as_where(op, where, log_probs.shape)
     sequences = sequences_of(op, segment_ids, num_segments, log_probs.shape)

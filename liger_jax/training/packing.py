@@ -208,6 +208,9 @@ def _as_tokens(op: str, name: str, number: int, document: Any) -> np.ndarray:
         raise ValueError(f"{op}: {name}[{number}] has shape {tokens.shape}, but must be a sequence of token ids.")
     if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"{op}: {name}[{number}] holds {tokens.dtype}; token ids are integers.")
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    if tokens.size and not (least <= tokens.min() and tokens.max() <= most):
+        raise ValueError(f"{op}: {name}[{number}] holds a number beyond int32, in which rows are laid; check the ids.")
     return tokens
 
 

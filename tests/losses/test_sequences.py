@@ -91,6 +91,7 @@ def test_wpo_weighs_by_alignment_without_gradient(rng, where):
     [
         (dict(where=jnp.ones((B, T))), TypeError, "where has dtype float32, but must be bool; pass where != 0"),
         (dict(where=jnp.ones(T, bool)), ValueError, r"where has shape \(7,\), but must have shape \(4, 7\)"),
+        (dict(average=jnp.ones((B, T), int)), TypeError, "average is a ArrayImpl, but must be True or False"),
         (dict(ld_alpha=0.5), ValueError, "ld_alpha and shared_tokens belong together"),
         (dict(ld_alpha=1.5, shared_tokens=jnp.ones(B, int)), ValueError, r"ld_alpha=1.5 must be in \[0, 1\]"),
         (dict(ld_alpha=0.5, shared_tokens=jnp.ones(3, int)), ValueError, r"shared_tokens has shape \(3,\)"),

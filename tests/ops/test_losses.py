@@ -259,6 +259,9 @@ def test_tokens_may_be_told_in_numpy(op, rng, unchecked_types):
     weights = case.token_weights.astype(np.float32)
     loss = op(inputs, case.labels, where=where, token_weights=weights)
     assert loss == op(inputs, jnp.asarray(case.labels), where=jnp.asarray(where), token_weights=jnp.asarray(weights))
+    assert loss == op(inputs, case.labels.astype(np.uint64), where=where, token_weights=weights)  # -100, unsigned
+    with pytest.raises(ValueError, match=f"hold {2**32 + 5}, of which JAX would keep 32 bits"):
+        op(inputs, np.where(np.arange(len(case.labels)) == 2, 2**32 + 5, case.labels))
     with pytest.raises(ValueError, match=r"labels hold 53, but must be in \[0, 53\)"):
         op(inputs, np.full(len(where), 53))
 

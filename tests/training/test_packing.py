@@ -88,6 +88,12 @@ def test_labels_go_where_their_tokens_go_and_empty_places_are_not_scored(rng):
         (dict(documents=[[], []], length=4), ValueError, "2 documents have no token"),
         (dict(documents=[[[1]]], length=4), ValueError, r"documents\[0\] has shape \(1, 1\)"),
         (dict(documents=[[1], [0.5]], length=4), TypeError, r"documents\[1\] holds float64; token ids are integers"),
+        (dict(documents=[[1], [2**32 + 1]], length=4), ValueError, r"documents\[1\] holds a number beyond int32"),
+        (
+            dict(documents=[[1]], length=4, labels=[[2**40]]),
+            ValueError,
+            r"labels\[0\] holds a number beyond int32",
+        ),
         (dict(documents=[[1]], length=4, labels=[]), ValueError, "0 labels and 1 documents"),
         (dict(documents=[[1]], length=4, labels=[[1, 2]]), ValueError, r"labels\[0\] has length 2 and documents"),
     ],

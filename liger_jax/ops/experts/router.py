@@ -99,7 +99,8 @@ def router_sums(
 
     Args:
         logits: (..., E), any float dtype.
-        experts: (..., k) integers, as the router chose them.
+        experts: (..., k) integers, as the router chose them. A token that counts and has chosen an expert beyond E
+            makes `chosen` NaN.
         where: (...), which tokens count; None for all.
 
     Returns:
@@ -122,9 +123,10 @@ def router_sums(
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     # By comparisons: the order of a scatter's additions is not fixed.
     is_chosen = experts.reshape(-1, experts.shape[-1], 1) == jnp.arange(num_experts, dtype=experts.dtype)[None, None]
+    is_beyond = jnp.any(does_count & (experts.reshape(-1, experts.shape[-1]) >= num_experts))
     weighed = lambda x: jnp.sum(counts[:, None] * x, axis=0)
     return RouterSums(
-        chosen=weighed(is_chosen.sum(axis=1).astype(jnp.float32)),
+        chosen=jnp.where(is_beyond, jnp.nan, weighed(is_chosen.sum(axis=1).astype(jnp.float32))),
         probability=weighed(jnp.exp(logits - normalizer[:, None])),
         squared_normalizer=jnp.sum(counts * normalizer**2),
         count=counts.sum(),

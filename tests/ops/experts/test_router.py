@@ -143,6 +143,12 @@ def test_tokens_that_do_not_count_may_hold_anything(rng):
     assert ops.balancing_loss(nothing) == ops.router_z_loss(nothing) == 0
 
 
+def test_an_expert_that_is_not_there_is_nan_where_its_token_counts(rng):
+    logits, experts = layers(rng, 1)
+    sums = lambda *where: ops.router_sums(logits[0], jnp.asarray(experts[0]).at[2, 0].set(E), *where)
+    assert np.isnan(ops.balancing_loss(sums())) and np.isfinite(ops.balancing_loss(sums(jnp.arange(N) != 2)))
+
+
 def test_wrong_arguments_say_what_to_do(unchecked_types):
     with pytest.raises(ValueError, match="softmax_top_k: k=7 and logits .*pass a smaller k"):
         ops.softmax_top_k(jnp.ones((N, E)), 7, normalized=True)
