@@ -222,9 +222,11 @@ def _check(settings: Settings[FinetuneOptions], model: Any) -> None:
             f"The model's head {what}, and must be an array of (vocabulary, width), such as an embedding, or the "
             "kernel of nnx.Linear transposed. A property may return it."
         )
-    _check_read(model)
-    _check_states(model, head)
-    _check_causal(model, head.shape[0])
+    for length in _LENGTHS + (settings.rows.length,):
+        if _check_read(model, length):
+            _check_states(model, head, length)
+            _check_causal(model, head.shape[0], length)
+            break
 
 
 def _check_trained(params: Any) -> None:
@@ -238,10 +240,10 @@ def _check_trained(params: Any) -> None:
             )
 
 
-def _check_read(model: Any) -> None:
-    """Refuses adapters and biases on which neither hidden states nor head depend, as those of a head's layer."""
+def _check_read(model: Any, length: int = 8) -> bool:
+    """Refuses adapters and biases that neither hidden states nor head read; returns whether the model takes the row."""
     graph, *own, rest = nnx.split(model, nnx.LoRAParam, nnx.Param, ...)
-    ids = jnp.zeros((1, 8), jnp.int32)
+    ids = jnp.zeros((1, length), jnp.int32)
     given = {name: x for name, x in _alone(ids).items() if name in _parameters(model)}
 
     def call(own: Any, rest: Any) -> Any:
@@ -250,8 +252,8 @@ def _check_read(model: Any) -> None:
 
     try:
         program = jax.make_jaxpr(call)(own, rest).jaxpr
-    except Exception:  # as in `_check_states`
-        return
+    except Exception:  # the model's own, which its first step raises; or it takes no rows of this length
+        return False
     _, read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))  # also within functions that are jitted
     adapters, params = (
         [jax.tree_util.keystr(path[:-1], simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(each)]
@@ -273,29 +275,37 @@ def _check_read(model: Any) -> None:
                 "the layer without it, by use_bias=False; or let hidden_states end with a column of ones, and head "
                 "with the bias as its last column."
             )
+    return True
 
 
-def _check_causal(model: Any, vocabulary: int) -> None:
+def _check_causal(model: Any, vocabulary: int, length: int = 8) -> None:
     """Refuses hidden states that depend on later tokens, on another row, or on another document of the row."""
-    graph, state = nnx.split(model)
-    ids = np.arange(16, dtype=np.int32).reshape(2, 8) % vocabulary
-    early, late = (np.where(np.arange(8) // 4 == half, (ids + 1) % vocabulary, ids) for half in (0, 1))
-    late[1] = early[1] = (ids[1] + 1) % vocabulary
-    one, two = _alone(jnp.asarray(ids)), _alone(jnp.asarray(ids))
-    two = dict(segment_ids=1 + two["positions"] // 4, positions=two["positions"] % 4)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    state = jax.tree.map(_filled, params), rest
+    places, half = np.arange(length), length // 2
+    ids = (vocabulary // 2 + np.arange(2 * length, dtype=np.int32).reshape(2, length)) % vocabulary  # none that pads
+    other = (ids + 1) % vocabulary
+    one = _alone(jnp.asarray(ids))
+    two = dict(segment_ids=1 + one["positions"] // half, positions=one["positions"] % half)
 
     @jax.jit
     def call(state: Any, ids: Any, given: Any) -> Any:
         given = {name: x for name, x in given.items() if name in _parameters(model)}
-        return nnx.merge(graph, state).hidden_states(ids, **given)[0]
+        return nnx.merge(graph, *state).hidden_states(ids, **given)[0]
 
-    def depends(given: Any, others: Any, places: slice) -> bool:
-        before, after = (np.asarray(call(state, x, given), np.float32)[places] for x in (ids, others))
-        return bool(np.max(np.abs(before - after)) > 1e-3 * np.max(np.abs(before)))  # NaN is seen by the first step
+    def depends(given: Any, *changes: Any) -> bool:
+        before = np.asarray(call(state, ids, given), np.float32)
+        for changed in changes:
+            others = np.where([changed, places >= 0], other, ids)  # all of the second row
+            after = np.asarray(call(state, others, given), np.float32)
+            kept, moved = before[~changed], np.abs(before - after)[~changed]
+            if np.max(moved) > 1e-3 * np.max(np.abs(kept)):  # NaN is seen by the first step
+                return True
+        return False
 
     try:
-        on_later = depends(one, late, slice(4))
-        on_others = "segment_ids" in _parameters(model) and depends(two, early, slice(4, None))
+        on_later = depends(one, *(places >= first for first in (1, half, length - 1)))
+        on_others = "segment_ids" in _parameters(model) and depends(two, places < half)
     except Exception:  # as in `_check_states`
         return
     if on_later:
@@ -310,14 +320,21 @@ def _check_causal(model: Any, vocabulary: int) -> None:
         )
 
 
+def _filled(x: Any) -> Any:
+    """The parameter; one of zeros, as at the end of a branch, has numbers, so that what the branch sees is seen."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.any(x != 0):
+        return x
+    return 0.1 * jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+
+
 def _is_given(parameter: inspect.Parameter) -> bool:
     """Whether a parameter of hidden states needs nothing, or what a run has."""
     return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in _GIVEN
 
 
-def _check_states(model: Any, head: Any) -> None:
+def _check_states(model: Any, head: Any, length: int = 8) -> None:
     """Refuses hidden states that the head does not fit, and those that depend on what no step would keep."""
-    ids = jnp.zeros((1, 8), jnp.int32)
+    ids = jnp.zeros((1, length), jnp.int32)
     given = {name: x for name, x in _alone(ids).items() if name in _parameters(model)}
     kinds = nnx.Param, nnx.Intermediate, nnx.RngState, ...
     graph, *state = nnx.split(model, *kinds)
@@ -334,14 +351,14 @@ def _check_states(model: Any, head: Any) -> None:
 
     try:
         hidden, _ = jax.eval_shape(call, *state)
-    except Exception:  # the model's own, which its first step raises; or it takes no rows of 8
+    except Exception:  # as in `_check_read`
         return
     shape = getattr(hidden, "shape", None)
-    if shape != (1, 8, head.shape[1]):
+    if shape != (1, length, head.shape[1]):
+        returned = f"{shape or type(hidden).__name__} for input_ids of (1, {length})"
         raise UserError(
-            f"The model's hidden_states returns {shape or type(hidden).__name__} for input_ids of (1, 8), and its head "
-            f"is {head.shape}. They must be (batch, length, width), after the last norm and before the head, and "
-            "(vocabulary, width)."
+            f"The model's hidden_states returns {returned}, and its head is {head.shape}. They must be (batch, length, "
+            "width), after the last norm and before the head, and (vocabulary, width)."
         )
     if not changed:
         return
@@ -362,6 +379,7 @@ def _alone(input_ids: jax.Array) -> dict[str, jax.Array]:
     return dict(segment_ids=jnp.ones_like(input_ids), positions=jnp.broadcast_to(places, input_ids.shape))
 
 
+_LENGTHS = (8, 128)  # of the rows that a model is checked on, the first one that it takes
 _GIVEN = ("segment_ids", "positions")
 _CURES = {
     "lora": "call models.lora.add_lora on your own, and its adapters alone are trained.",

@@ -210,18 +210,20 @@ def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
 
     first = params, jax.tree.map(lambda x: x[0], batches), denominator
     program, (value, _) = jax.make_jaxpr(value_and_grad, return_shape=True)(*first)
-    _check_denominator(program.jaxpr, len(jax.tree.leaves(denominator)), micro_batches)
+    num_aux = len(jax.tree.leaves(value)) - 1
+    _check_denominator(program.jaxpr, len(jax.tree.leaves(denominator)), num_aux, micro_batches)
     with promotions():
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), (value, params))
     (value, grads), _ = jax.lax.scan(add, zeros, batches)
     return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
 
 
-def _check_denominator(program: Any, num_numbers: int, micro_batches: int) -> None:
-    """Refuses a loss that does not read the denominator, the last arguments of its program."""
+def _check_denominator(program: Any, num_numbers: int, num_aux: int, micro_batches: int) -> None:
+    """Refuses a loss that does not read the denominator, the last arguments of its program; its metrics may."""
     if not num_numbers:
         return
-    _, read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))  # also within functions that are jitted
+    of_loss = [not 1 <= i <= num_aux for i in range(len(program.outvars))]
+    _, read = partial_eval.dce_jaxpr(program, of_loss)  # also within functions that are jitted
     if not any(read[-num_numbers:]):
         raise ValueError(
             f"make_step: micro_batches={micro_batches} adds up the results of loss_fn, which does not read its third "

@@ -65,6 +65,11 @@ class Qwen3_5MoeTextConfig(GatedDeltaNetConfig, ExpertConfig):
     never: ClassVar[tuple[str, ...]] = ("mlp_bias", "intermediate_size")
     rope_sections: ClassVar[bool] = True
 
+    @property
+    def feed_forward_width(self) -> int:
+        """The width of the shared expert: no other feed-forward is dense."""
+        return self.shared_expert_intermediate_size
+
 
 class Qwen3_5LinearAttention(LinearAttention):
     """Linear attention with a projection for queries, keys and values together, and one for each of the rest."""

@@ -242,6 +242,9 @@ def test_a_mean_that_does_not_read_the_denominator_has_no_micro_batches(batch):
         with pytest.raises(ValueError, match="micro_batches=2 adds up .*does not read its third argument.*Divide"):
             stepped(batch, loss_fn=loss_fn, micro_batches=2)
         stepped(batch, loss_fn=loss_fn, micro_batches=1)
+    logged = lambda model, batch, normalizer: (mean(model, batch, normalizer), dict(tokens=normalizer))
+    with pytest.raises(ValueError, match="does not read its third argument"):
+        stepped(batch, loss_fn=logged, has_aux=True, micro_batches=2)
     with pytest.raises(ValueError, match="the batch has x, and no labels to count; .*normalizer"):
         scored_tokens(dict(x=jnp.ones(3)))
 

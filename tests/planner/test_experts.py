@@ -27,6 +27,14 @@ def test_qlora_of_all_experts_of_qwen3_30b_fits_in_40_gb(devices):
     assert own == {"parameters": 4 * numbers, "gradients": 4 * numbers, "optimizer state": 8 * numbers}
 
 
+def test_long_rows_are_planned_where_the_shared_expert_alone_is_dense():
+    options: dict[str, Any] = dict(batch=8, device="h200:8", remat="full", param_dtype="bfloat16")
+    short, long = (make_run("qwen3.5-35b-a3b", seq=seq, **options) for seq in (2**13, 2**15))
+    work = [estimate(run).bytes_of["one layer's work"] for run in (short, long)]
+    assert 3 * work[0] < work[1] < 5 * work[0]
+    assert long.model.config.feed_forward_width == long.model.config.experts.shared_width
+
+
 def test_experts_are_held_in_the_bits_of_their_kind_and_a_few_are_dense():
     config = make_run("qwen3-30b-a3b", **QLORA).model.config
     numbers = config.num_hidden_layers * 3 * 128 * 2048 * 768

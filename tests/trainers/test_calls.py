@@ -30,7 +30,7 @@ from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.finetune_options import FinetuneOptions
 from liger_jax.trainers.grpo_options import GrpoOptions
-from liger_jax.trainers.options import options_of
+from liger_jax.trainers.options import Settings, options_of
 from liger_jax.training.waiting import Compiling
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -525,6 +525,50 @@ def test_a_token_of_the_users_own_model_sees_its_document_up_to_itself(sees, wor
         contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=f"of a token depend on {words}")
     ):
         own_model._check_causal(Seeing(sees), 320)
+
+
+class Attending(nnx.Module):
+    """One whose attention has this mask."""
+
+    def __init__(self, mask, gate=1.0, multiple=1):
+        self.embed, self.gate = nnx.Embed(320, 8, rngs=nnx.Rngs(0)), nnx.Param(jnp.array(gate))
+        self.mask, self.multiple = mask, multiple
+
+    def hidden_states(self, input_ids):
+        assert input_ids.shape[1] % self.multiple == 0
+        x, i = self.embed(input_ids), jnp.arange(input_ids.shape[1])
+        mask = self.mask(i[:, None], i, input_ids[:, None])
+        scores = jnp.where(mask, jnp.einsum("btd,bsd->bts", x, x), -1e9)
+        return x + self.gate[...] * jax.nn.softmax(scores) @ x
+
+    @property
+    def head(self):
+        return self.embed.embedding
+
+
+def causal(i, j, ids):
+    return i >= j
+
+
+@pytest.mark.parametrize(
+    ("model", "is_causal"),
+    [
+        (Attending(lambda i, j, ids: (i >= j) | (i // 4 == j // 4)), False),  # chunks of the half of a row
+        (Attending(lambda i, j, ids: (i >= j) | (j < 2)), False),  # a prefix
+        (Attending(lambda i, j, ids: (i >= j) | (j == 7)), False),  # the last token
+        (Attending(lambda i, j, ids: j >= 0, gate=0.0), False),  # a branch that is zero at first
+        (Attending(lambda i, j, ids: j >= 0, multiple=64), False),  # no rows of 8
+        (Attending(causal), True),
+        (Attending(causal, gate=0.0), True),
+        (Attending(causal, multiple=64), True),
+        (Attending(lambda i, j, ids: (i >= j) & (ids != 0)), True),  # a row that begins with what pads sees all of it
+    ],
+)
+def test_all_that_sees_later_tokens_is_refused_and_nothing_else(model, is_causal):
+    settings = Settings.of(FinetuneOptions, model="m", data="d", length=256)
+    words = "of a token depend on tokens after it"
+    with contextlib.nullcontext() if is_causal else pytest.raises(ValueError, match=words):
+        own_model._check(settings, model)
 
 
 def test_a_parameter_that_is_no_float_is_named():
