@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests._devices import several
@@ -74,7 +75,7 @@ def value_and_gradients(function: Callable, arrays: Sequence, cotangents, wrt=No
         return [*jax.tree.leaves(value), *pullback(cotangents)]
 
     traced = jax.make_jaxpr(run)(list(arrays), cotangents)
-    program = jax.jit(lambda consts, inputs: jax.core.eval_jaxpr(traced.jaxpr, consts, *inputs), **options)
+    program = jax.jit(lambda consts, inputs: core.eval_jaxpr(traced.jaxpr, consts, *inputs), **options)
     return program(traced.consts, jax.tree.leaves((list(arrays), cotangents)))
 
 

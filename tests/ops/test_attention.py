@@ -236,7 +236,8 @@ def test_queries_may_stand_anywhere_in_a_longer_row(options, packed, rng):
     q, do = (jnp.asarray(rng.standard_normal((2, q_length, 2, 64)), jnp.bfloat16) for _ in range(2))
     k, v = (jnp.asarray(rng.standard_normal((2, length, 1, 64)), jnp.bfloat16) for _ in range(2))
     ids = random_ids(rng, "packed", 2, length)
-    run = lambda *arrays, ids, q_offset: run_kernels(packed, *arrays, Segments.of(ids), **options, q_offset=q_offset)
+    kernels = functools.partial(run_kernels, packed, **options)
+    run = lambda *arrays, ids, q_offset: kernels(*arrays, Segments.of(ids), q_offset=q_offset)
     found, _ = jax.jit(run)(q, k, v, do, ids=ids, q_offset=jnp.int32(start))
 
     def attend(q, k, v):
