@@ -195,6 +195,12 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
             terminalreporter.write_line(f"{seconds:8.1f} {cases:5d}  {file}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure():
+    """Pytest has just collected what was lost; it and Python would walk through all traces again, for seconds."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def highest_precision():
     """Float32 products have full precision, where GPUs and TPUs use fewer bits by default. A test may set its own."""

@@ -19,14 +19,14 @@ def example(rng, shape, axes):
     return jnp.asarray(3 * rng.standard_normal(shape), jnp.float32), jnp.asarray(rng.integers(0, classes, batch))
 
 
-def assert_same(logits, labels, **options):
+def assert_same(logits, labels, where=None, **options):
     def value_and_gradient(function):
-        def weighted(logits):
-            loss = function(logits, labels, **options)
+        def weighted(logits, labels, where):
+            loss = function(logits, labels, where=where, **options)
             weights = jnp.cos(jnp.arange(loss.size, dtype=jnp.float32)).reshape(loss.shape)
             return jnp.sum(weights * loss), loss
 
-        gradient, loss = jax.jit(jax.grad(weighted, has_aux=True))(logits)
+        gradient, loss = jax.jit(jax.grad(weighted, has_aux=True))(logits, labels, where)
         return loss, gradient
 
     (found, gradient), (expected, expected_gradient) = map(value_and_gradient, (ours, theirs))
@@ -89,13 +89,13 @@ def test_labels_that_are_no_class_give_nan_under_jit_and_outside(label, rng):
     labels = labels.at[1].set(label)
     for f in (ours, jax.jit(ours)):
         assert np.isnan(f(logits, labels)).tolist() == [False, True, False]
-    grad = np.isnan(jax.jit(jax.grad(lambda z: jnp.sum(ours(z, labels))))(logits))
+    grad = np.isnan(jax.jit(jax.grad(lambda *arrays: jnp.sum(ours(*arrays))))(logits, labels))
     assert grad.all(axis=1).tolist() == grad.any(axis=1).tolist() == [False, True, False]
 
 
 def test_a_training_loss_swaps_by_one_name(rng):
     logits, labels = example(rng, (2, 8, 50), [2])
-    loss = lambda f: jax.jit(jax.value_and_grad(lambda z: f(z, labels).mean()))(logits)
+    loss = lambda f: jax.jit(jax.value_and_grad(lambda *arrays: f(*arrays).mean()))(logits, labels)
     for a, b in zip(jax.tree.leaves(loss(ours)), jax.tree.leaves(loss(theirs)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

@@ -53,16 +53,16 @@ class Batch:
         """Numbers of sequences (B,) as (rows, segments)."""
         return losses.place_segments(jnp.asarray(x, jnp.float32), self.places, self.shape)
 
-    def assert_same(self, packed, padded, arrays, names):
+    def assert_same(self, packed, padded, arrays, names, of_packed, of_padded):
         """The values and the gradients by all arrays of tokens, of two functions that return a vector."""
 
-        def run(f, arrays):
-            value, pullback = jax.vjp(f, *arrays)
+        def run(f, arrays, others):
+            value, pullback = jax.vjp(functools.partial(f, **others), *arrays)
             return value, jax.vmap(pullback)(jnp.eye(len(value)))
 
         with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-            expected, truths = jax.jit(functools.partial(run, padded))([jnp.asarray(x) for x in arrays])
-            found, gradients = jax.jit(functools.partial(run, packed))([self.packed(x) for x in arrays])
+            expected, truths = jax.jit(functools.partial(run, padded))([jnp.asarray(x) for x in arrays], of_padded)
+            found, gradients = jax.jit(functools.partial(run, packed))([self.packed(x) for x in arrays], of_packed)
         expected, truths, found, gradients = jax.device_get((expected, truths, found, gradients))
         for i, name in enumerate(names):
             try:
@@ -105,10 +105,12 @@ def test_policy_losses(by_token, tokens, rng):
     own = dict(advantages=advantages, importance=column, mask=jnp.asarray(batch.mask))
     lay = (lambda x: batch.packed(x)) if by_token else batch.laid
     mask = batch.packed(batch.mask, elsewhere=True).astype(bool)
-    packed = dict(advantages=lay(advantages), importance=lay(importance), mask=mask, **batch.segments)
-    names = jax.eval_shape(lambda *arrays: policy_losses(*arrays, **own), *map(jnp.asarray, tokens))
-    of = lambda options: lambda *arrays: jnp.stack(list(policy_losses(*arrays, **options).values()))
-    batch.assert_same(of(packed), of(own), tokens, names)
+    packed = dict(
+        advantages=lay(advantages), importance=lay(importance), mask=mask, segment_ids=batch.segments["segment_ids"]
+    )
+    names = jax.eval_shape(policy_losses, *map(jnp.asarray, tokens), **own)
+    of = lambda **options: lambda *arrays, **others: jnp.stack([*policy_losses(*arrays, **others, **options).values()])
+    batch.assert_same(of(num_segments=batch.num_segments), of(), tokens, names, packed, own)
 
 
 def test_what_is_logged_counts_the_same_tokens(tokens, rng):
@@ -164,24 +166,23 @@ def test_preference_losses(tokens, rng):
             return take(losses.wpo_weights(x, squares, mask, **segments))
         return take(losses.sequence_log_probs(x, mask, **segments, **options))
 
-    own = functools.partial(sequences, mask=jnp.asarray(batch.mask), segments={}, take=lambda x: x)
-    mask = batch.packed(batch.mask, elsewhere=True).astype(bool)
+    def found(*arrays, mask, counts, shared, places=None, segment_ids=None):
+        segments, take = {}, lambda x: x
+        if segment_ids is not None:
+            segments = dict(segment_ids=segment_ids, num_segments=batch.num_segments)
+            take = lambda x: losses.take_segments(x, places)
+        of = functools.partial(sequences, mask=mask, segments=segments, take=take)
+        return preference_losses(*arrays, sequences=of, split=split, counts=counts, shared=shared)
+
     take = lambda x: losses.take_segments(x, batch.places)
-    packed = functools.partial(sequences, mask=mask, segments=batch.segments, take=take)
-    of = lambda sequences, shared: (
-        lambda *arrays: jnp.stack(
-            list(
-                preference_losses(
-                    *arrays, sequences=sequences, split=split, counts=jnp.asarray(counts), shared=shared
-                ).values()
-            )
-        )
-    )
-    laid = batch.laid(shared).astype(jnp.int32)
+    mask = batch.packed(batch.mask, elsewhere=True).astype(bool)
+    own = dict(mask=jnp.asarray(batch.mask), counts=jnp.asarray(counts), shared=jnp.asarray(shared))
+    packed = own | dict(mask=mask, shared=batch.laid(shared).astype(jnp.int32), places=batch.places)
+    packed |= dict(segment_ids=batch.segments["segment_ids"])
     arrays = [tokens[0], tokens[1], -np.abs(tokens[2])]
-    of_names = dict(sequences=own, split=split, counts=jnp.asarray(counts), shared=jnp.asarray(shared))
-    names = jax.eval_shape(lambda *arrays: preference_losses(*arrays, **of_names), *map(jnp.asarray, arrays))
-    batch.assert_same(of(packed, laid), of(own, jnp.asarray(shared)), arrays, names)
+    names = jax.eval_shape(found, *map(jnp.asarray, arrays), **own)
+    of = lambda *arrays, **others: jnp.stack([*found(*arrays, **others).values()])
+    batch.assert_same(of, of, arrays, names, packed, own)
     sums = losses.sequence_log_probs(batch.packed(tokens[0]), mask, **batch.segments)
     in_rows = sums[:, 0::2][jnp.asarray(batch.places[: B // 2, 0]), jnp.asarray(batch.places[: B // 2, 1]) // 2]
     np.testing.assert_array_equal(in_rows, take(sums)[: B // 2])  # the form that micro-batches cut by rows

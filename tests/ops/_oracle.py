@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests._devices import several
@@ -59,7 +60,8 @@ def normal(rng: np.random.Generator, *shapes: tuple[int, ...], dtype=jnp.float32
 def value_and_gradients(function: Callable, arrays: Sequence, cotangents, wrt=None, **options) -> list[jax.Array]:
     """The outputs, then the gradients by the arrays that `wrt` numbers: one program, compiled with jax.jit's options.
 
-    Operations one by one would be a compilation each.
+    Operations one by one would be a compilation each. The arrays that the function has from elsewhere, random ones, are
+    arguments of the program, too: constants in it would have it compiled in every run.
     """
     wrt = range(len(arrays)) if wrt is None else wrt
 
@@ -72,7 +74,9 @@ def value_and_gradients(function: Callable, arrays: Sequence, cotangents, wrt=No
         cotangents = jax.tree.map(lambda y, g: jnp.asarray(g).astype(y.dtype), value, cotangents)
         return [*jax.tree.leaves(value), *pullback(cotangents)]
 
-    return jax.jit(run, **options)(list(arrays), cotangents)
+    traced = jax.make_jaxpr(run)(list(arrays), cotangents)
+    program = jax.jit(lambda consts, inputs: core.eval_jaxpr(traced.jaxpr, consts, *inputs), **options)
+    return program(traced.consts, jax.tree.leaves((list(arrays), cotangents)))
 
 
 def random_cotangents(function: Callable, arrays: Sequence, rng: np.random.Generator):

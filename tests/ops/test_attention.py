@@ -142,12 +142,13 @@ def test_packed_rows_round_no_more_than_in_chunks_and_the_same_in_every_run(pack
         jnp.asarray(rng.standard_normal((2, length, heads, width)), dtype)
         for heads in (query_heads, kv_heads, kv_heads)
     )
-    attend = lambda name: functools.partial(causal_attention, segment_ids=ids, **options, implementation=name)
-    cotangents = random_cotangents(attend("xla"), (q, k, v), rng)
+    attend = lambda name: functools.partial(causal_attention, **options, implementation=name)
+    arrays = q, k, v, ids
+    cotangents = random_cotangents(attend("xla"), arrays, rng)
     expected = truth(functools.partial(reference.causal_attention, segment_ids=ids, **options), (q, k, v), cotangents)
-    plain = value_and_gradients(attend("xla"), (q, k, v), cotangents)
-    run = jax.jit(functools.partial(value_and_gradients, attend(packed)))
-    found, again = (run((q, k, v), cotangents) for _ in range(2))
+    plain = value_and_gradients(attend("xla"), arrays, cotangents, wrt=range(3))
+    run = jax.jit(functools.partial(value_and_gradients, attend(packed), wrt=range(3)))
+    found, again = (run(arrays, cotangents) for _ in range(2))
     for x, y, p, t in zip(found, again, plain, expected, strict=True):
         np.testing.assert_array_equal(x, y)
         assert rms_error(x, t) <= WORSE_THAN_PLAIN * rms_error(p, t) + ROUNDED
@@ -185,16 +186,17 @@ def test_a_row_with_padding_before_a_segment_is_nan_and_its_neighbour_is_not(pac
     q, k, v = (jnp.asarray(rng.standard_normal((2, 136, 1, 64)), jnp.bfloat16) for _ in range(3))
     ids = jnp.where(jnp.arange(136)[None] >= 70, jnp.array([[0], [1]]), jnp.array([[2], [0]]))
 
-    def attend(q, ids):
+    def attend(q, k, v, ids):
         ids = Segments.of(ids) if as_segments else ids
         return causal_attention(q, k, v, ids, implementation=packed)
 
-    found = jax.jit(lambda q, ids: (attend(q, ids), jax.grad(lambda q: attend(q, ids).sum())(q)))(q, ids)
+    gradient = jax.grad(lambda *arrays: attend(*arrays).sum())
+    found = jax.jit(lambda *arrays: (attend(*arrays), gradient(*arrays)))(q, k, v, ids)
     for x in found:
         assert np.isfinite(x[0]).all() and np.isnan(x[1]).all()
     for wrong, message in ((ids, "hold a 0 at position 69 and 1 after it"), (ids - 1, "hold -1, but must count from")):
         with pytest.raises(ValueError, match=f"causal_attention: segment_ids {message}"):
-            attend(q, wrong)
+            attend(q, k, v, wrong)
 
 
 @pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.full)])
@@ -234,8 +236,9 @@ def test_queries_may_stand_anywhere_in_a_longer_row(options, packed, rng):
     q, do = (jnp.asarray(rng.standard_normal((2, q_length, 2, 64)), jnp.bfloat16) for _ in range(2))
     k, v = (jnp.asarray(rng.standard_normal((2, length, 1, 64)), jnp.bfloat16) for _ in range(2))
     ids = random_ids(rng, "packed", 2, length)
-    run = lambda q_offset: run_kernels(packed, q, k, v, do, Segments.of(ids), **options, q_offset=q_offset)
-    found, _ = jax.jit(run)(jnp.int32(start))
+    kernels = functools.partial(run_kernels, packed, **options)
+    run = lambda *arrays, ids, q_offset: kernels(*arrays, Segments.of(ids), q_offset=q_offset)
+    found, _ = jax.jit(run)(q, k, v, do, ids=ids, q_offset=jnp.int32(start))
 
     def attend(q, k, v):
         whole = jnp.zeros((2, length, *q.shape[2:]), q.dtype).at[:, start : start + q_length].set(q)
@@ -371,9 +374,9 @@ def test_log_sums_put_parts_of_the_keys_together(packed, rng):
     q = jnp.asarray(rng.standard_normal((1, 100, 2, 64)), jnp.bfloat16)
     k, v = (jnp.asarray(rng.standard_normal((1, 200, 1, 64)), jnp.bfloat16) for _ in range(2))
     start, cut = 70, 100  # both parts have one shape, and so one program
-    run = jax.jit(lambda k, v, q_offset: run_kernels(packed, q, k, v, q, None, q_offset=q_offset))
-    (whole, *_), log_sum = run(k, v, start)
-    parts = [run(k[:, :cut], v[:, :cut], start), run(k[:, cut:], v[:, cut:], start - cut)]
+    run = jax.jit(lambda q, k, v, q_offset: run_kernels(packed, q, k, v, q, None, q_offset=q_offset))
+    (whole, *_), log_sum = run(q, k, v, start)
+    parts = [run(q, k[:, :cut], v[:, :cut], start), run(q, k[:, cut:], v[:, cut:], start - cut)]
     np.testing.assert_allclose(jnp.logaddexp2(*(lse for _, lse in parts)), log_sum, rtol=1e-5)
     weights = [jnp.exp2(lse - log_sum).swapaxes(1, 2)[..., None] for _, lse in parts]
     summed = sum(weight * out.astype(jnp.float32) for weight, ((out, *_), _) in zip(weights, parts, strict=True))
