@@ -239,7 +239,10 @@ def test_a_stream_has_its_documents_in_few_places_however_long_they_become(growt
     assert sorted(each for batch in scored for each in documents(batch)) == sorted(of_held)
     some = [in_steps.some_of(step) for step in range(7)]
     assert {batch["labels"].shape for batch in (*scored, *some)} == {scored[0]["labels"].shape}
-    assert len(documents(some[0])) in {8 // micro_batches, in_steps.scored_size.rows} and all(map(documents, some))
+    first = [tuple(x.tolist() for x in tokens.arrays(i)) for i in range(8)]
+    fitting = documents(some[0])  # two of random lengths may not
+    assert all(each in first for each in fitting) and 4 <= micro_batches * len(fitting) <= 8
+    assert all(map(documents, some))
 
 
 @pytest.mark.parametrize("longest", [60, 100])
