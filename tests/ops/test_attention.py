@@ -191,8 +191,8 @@ def test_a_row_with_padding_before_a_segment_is_nan_and_its_neighbour_is_not(pac
         return causal_attention(q, k, v, ids, implementation=packed)
 
     gradient = jax.grad(lambda *arrays: attend(*arrays).sum())
-    found = jax.jit(lambda *arrays: (attend(*arrays), gradient(*arrays)))(q, k, v, ids)
-    for x in found:
+    value, by_query = jax.jit(lambda *arrays: (attend(*arrays), gradient(*arrays)))(q, k, v, ids)
+    for x in (value, by_query):
         assert np.isfinite(x[0]).all() and np.isnan(x[1]).all()
     for wrong, message in ((ids, "hold a 0 at position 69 and 1 after it"), (ids - 1, "hold -1, but must count from")):
         with pytest.raises(ValueError, match=f"causal_attention: segment_ids {message}"):

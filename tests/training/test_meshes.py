@@ -59,11 +59,11 @@ def test_of_the_meshes_of_most_devices_one_is_chosen_with_its_reason(rows, width
 def test_a_mesh_of_experts_is_the_last_one_where_its_devices_divide_them(experts, rows, last):
     asked = []
     choose = lambda found: asked.append(found) or (len(found) - 1, "the last one")
-    found = meshes.chosen(None, jax.devices("cpu")[:4], rows, OF(12), choose, "", experts)
+    devices = meshes.chosen(None, jax.devices("cpu")[:4], rows, OF(12), choose, "", experts)
     number = 4 if rows == 8 else 3
     (given,) = asked
     assert [sizes["expert"] for sizes in given[:3]].count(1) == (3 if number == 4 else 2)
-    assert found.sizes[last or "data"] == number and (given[-1]["expert"] == number) == (last is not None)
+    assert devices.sizes[last or "data"] == number and (given[-1]["expert"] == number) == (last is not None)
 
 
 def test_one_device_is_no_mesh_and_says_nothing():
