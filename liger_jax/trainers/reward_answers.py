@@ -11,8 +11,8 @@ from liger_jax.user_errors import UserError
 
 MOST = 1e15  # the largest reward: the squares of a group's differences stay finite in float32
 _OF_THE_RUN = (  # the run's own figures, which no metric of a reward may replace
-    "step", "loss", "learning_rate", "tokens_per_second", "memory_gib", "num_tokens", "reward", "reward_std",
-    "frac_reward_zero_std", "kl",
+    "step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "memory_gib", "num_tokens", "reward",
+    "reward_std", "frac_reward_zero_std", "kl",
 )  # fmt: skip
 _KINDS_OF_THE_RUN = ("rewards/", "completions/", "clip_ratio/", "sampling/", "eval_")
 _SHOWN = 200  # characters of a value in a message

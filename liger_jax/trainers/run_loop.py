@@ -31,7 +31,7 @@ def programs(
     settings, task, devices, data, optimizer = run.settings, run.task, run.devices, inputs.data, inputs.optimizer
     graph, params, frozen = nnx.split(like, run_model.trained(settings.adapters), ...)
     loss = adapters.loss_of(settings.adapters, settings.recipe.seed, task.loss(settings, data))
-    options: dict[str, Any] = dict(has_aux=True, normalizer=task.normalizer(settings, data))
+    options: dict[str, Any] = dict(has_aux=True, grad_norm=True, normalizer=task.normalizer(settings, data))
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
     compiling, scored, started, sampler = Compiling(), devices.place(inputs.some_of(0)), [], []
     for batch, micro_batches in inputs.examples:  # the step takes longest to compile

@@ -122,4 +122,5 @@ class Task(Protocol):
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the run's table."""
-        return ("step", "loss", *self.figures, "learning_rate", "tokens_per_second", "memory_gib", *self.scored)
+        of_the_step = ("grad_norm", "learning_rate", "tokens_per_second", "memory_gib")
+        return ("step", "loss", *self.figures, *of_the_step, *self.scored)

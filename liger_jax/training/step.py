@@ -105,6 +105,7 @@ def make_step(
     *,
     normalizer: Callable[[Batch], Any] = scored_tokens,
     has_aux: bool = False,
+    grad_norm: bool = False,
     micro_batches: int = 1,
     state_on_host: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
@@ -126,6 +127,9 @@ def make_step(
             number of scored tokens. `policy_weights` computes that of a policy loss, and `lambda batch:
             len(batch["chosen"])` counts the pairs of a preference loss.
         has_aux: `loss_fn` returns a pair (loss, others), and the step returns (state, (loss, others)).
+        grad_norm: the step returns (state, (loss, others)) where `others["grad_norm"]` is the float32 global norm of
+            the gradients before the optimizer, which may clip them. With `has_aux`, `others` must be a dict, to which
+            it is added. An optimizer that clips computes the same number, so that it costs nothing there.
         micro_batches: the number of micro-batches in a batch. Sequence i belongs to micro-batch i mod `micro_batches`,
             so that each device of a mesh has sequences of every micro-batch. Scalars, and `positions` of shape (1, T),
             are passed to every micro-batch.
@@ -173,6 +177,9 @@ def make_step(
             value, grads = value_and_grad(params, batch, denominator)
         else:
             value, grads = _accumulated(value_and_grad, params, batch, normalizer, micro_batches)
+        if grad_norm:
+            loss, others = value if has_aux else (value, {})
+            value = loss, {**others, "grad_norm": _norm(grads)}
         if state_on_host:
             opt_state = _moved(opt_state, jax.memory.Space.Device)
         with promotions():
@@ -183,6 +190,12 @@ def make_step(
         return (params, opt_state), value
 
     return step
+
+
+def _norm(grads):
+    """The global norm, in the operations of optax's clipping and of stochastic rounding, which XLA then merges."""
+    with promotions():
+        return optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
 
 
 def _updates(optimizer, grads, opt_state, params):

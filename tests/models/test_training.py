@@ -154,6 +154,24 @@ def test_what_a_loss_function_returns_beside_the_loss_adds_up_and_one_trace_serv
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("options", [dict(), dict(micro_batches=4, model=dict(param_dtype=jnp.bfloat16))])
+def test_the_norm_is_that_of_the_gradients_which_the_optimizer_gets(options, batch):
+    (loss, others), (_, grads) = stepped(batch, optimizer=RECORD, grad_norm=True, **options)
+    squares = (np.sum(np.square(np.asarray(grad, np.float64))) for grad in jax.tree.leaves(grads))
+    np.testing.assert_allclose(others["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
+    assert others["grad_norm"].dtype == jnp.float32 and others.keys() == {"grad_norm"}
+    np.testing.assert_array_equal(loss, stepped(batch, **options)[0])
+
+
+def test_the_norm_stands_beside_what_a_loss_function_returns(batch):
+    loss_fn = lambda model, batch, normalizer: (jnp.sum(model.head), {"accuracy": 0.5})
+    options = dict(loss_fn=loss_fn, normalizer=lambda _: None, has_aux=True, grad_norm=True)
+    (_, others), _ = stepped(batch, **options)
+    assert others["accuracy"] == 0.5
+    each_is_1 = np.sqrt(CONFIG.vocab_size * CONFIG.hidden_size)
+    np.testing.assert_allclose(others["grad_norm"], each_is_1, rtol=1e-5)
+
+
 @pytest.mark.full
 def test_a_batch_in_which_nothing_is_scored_has_loss_0(batch):
     nothing = batch | {"labels": jnp.full_like(batch["labels"], -100)}

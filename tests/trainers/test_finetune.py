@@ -127,11 +127,12 @@ def test_a_resumed_run_says_its_step_and_ends_as_one_that_was_never_stopped(sour
     assert re.search(r"step 6: held out: loss [\d.]+, perplexity [\d.]+, token accuracy [\d.]+\n", printed)
     assert chat(source, tmp_path) == 0
     assert "resumed at" not in capsys.readouterr().out
-    same = "step loss token_accuracy learning_rate eval_loss eval_perplexity eval_token_accuracy".split()
+    same = "step loss token_accuracy grad_norm learning_rate eval_loss eval_perplexity eval_token_accuracy".split()
     ours, others = (
         [{name: row[name] for name in same if name in row} for row in figures_of(folder)] for folder in (out, tmp_path)
     )
     assert ours == others and len(ours) == 6 and ours[-1]["loss"] < ours[0]["loss"]
+    assert all(row["grad_norm"] > 0 for row in ours)
     adapters = [load_file(folder / "adapters" / "adapter_model.safetensors") for folder in (out, tmp_path)]
     jax.tree.map(np.testing.assert_array_equal, *adapters)
 
