@@ -35,7 +35,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after a `UserError`. The error's sentence is printed.
     """
-    from liger_jax.commands import compiled_programs_kept
+    from liger_jax.training.compiled_programs import compiled_programs_kept
     from liger_jax.user_errors import UserError  # `needed_packages` comes before
 
     arguments = sys.argv[1:] if argv is None else argv

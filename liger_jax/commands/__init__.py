@@ -12,10 +12,10 @@ import sys
 from liger_jax import _interrupt
 from liger_jax._install import version
 from liger_jax.commands import _warnings, chat, data, distill, doctor, dpo, finetune, generate, grpo, plan
-from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._parser import Parser
 from liger_jax.planner import cards
 from liger_jax.training import processes, user_caches, waiting
+from liger_jax.training.compiled_programs import compiled_programs_kept
 from liger_jax.training.listening import OutputError, output_needed
 
 _COMMANDS = {

@@ -13,11 +13,11 @@ import jax
 
 from liger_jax import _packages
 from liger_jax.commands import _machine, _ops_here
-from liger_jax.commands._cache import folder
 from liger_jax.commands._exit_code import exit_code
 from liger_jax.ops.kernels import Chosen
 from liger_jax.pallas_kernels.devices import GIB
 from liger_jax.planner import cards, links
+from liger_jax.training.compiled_programs import folder
 
 SUMMARY = "check the installation, and show which kernels run here"
 

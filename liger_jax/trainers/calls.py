@@ -29,6 +29,7 @@ from liger_jax.trainers.method import Method
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.outcome import After, Outcome
 from liger_jax.trainers.start import started
+from liger_jax.training.compiled_programs import compiled_programs_kept
 from liger_jax.training.meshes import NO_MESH
 from liger_jax.user_errors import counted, needed_packages, python_words, users_words
 
@@ -277,6 +278,7 @@ def _run(
                 "Start this one after it, or in another process."
             )
         stack.callback(_RUNNING.release)
+        stack.enter_context(compiled_programs_kept())
         if out is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="liger-jax-", ignore_cleanup_errors=True))
         else:

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import _options, trainers
-from liger_jax.commands import _cache, main
+from liger_jax.commands import main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import add_lora, load_adapters
 from liger_jax.trainers import arguments, own_mesh, own_model
@@ -69,9 +69,8 @@ def command(source, tmp_path_factory):
 
 
 def finetune(*args, **options):
-    """A run with the programs that the command has compiled."""
-    with _cache.compiled_programs_kept(True):
-        return trainers.finetune(*args, **OPTIONS | options)
+    """A run with the options of `CHAT`."""
+    return trainers.finetune(*args, **OPTIONS | options)
 
 
 def short(completions, **_):
@@ -227,9 +226,8 @@ def test_each_method_is_that_of_its_command(name, source, tmp_path, capsys):
         options = [*options, f"--teacher={source}"]
         fields = fields | dict(teacher=AutoModelForCausalLM.from_pretrained(source))
     assert main([method, f"--model={source}", f"--data={data}", f"--out={tmp_path / 'run'}", *options]) == 0
-    with _cache.compiled_programs_kept(True):
-        rows = [json.loads(line) for line in text.splitlines()]
-        result = getattr(trainers, method)(source, rows, **fields)
+    rows = [json.loads(line) for line in text.splitlines()]
+    result = getattr(trainers, method)(source, rows, **fields)
     assert_is_of(result, tmp_path / "run", scan_layers=method != "grpo")
     assert len(result.metrics["loss"]) == 2
     assert name != "grpo" or capsys.readouterr().out.count("--fresh is mine\n") == 6

@@ -1,12 +1,15 @@
-"""Commands keep compiled programs for their next start, where the user lets them."""
+"""Commands and calls keep compiled programs for their next start, where the user lets them."""
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from liger_jax.commands import _cache, finetune, main
-from liger_jax.commands._cache import compiled_programs_kept
-from liger_jax.training import user_caches
+from liger_jax import trainers
+from liger_jax.commands import finetune, main
+from liger_jax.trainers import calls
+from liger_jax.trainers.outcome import Outcome
+from liger_jax.training import compiled_programs, user_caches
+from liger_jax.training.compiled_programs import compiled_programs_kept
 
 HIT = "/jax/compilation_cache/cache_hits"
 
@@ -85,6 +88,13 @@ def test_a_command_keeps_programs_unless_told_otherwise(options, kept, folder, m
     assert not user_caches.are_used()
 
 
+def test_a_call_keeps_programs_and_leaves_the_settings_as_they_were(folder, monkeypatch):
+    monkeypatch.setattr(calls, "started", lambda *_, **__: Outcome(0, [{"loss": start()}]))
+    result = trainers.finetune("m", "d")
+    assert result.metrics["loss"] == 7
+    assert list(folder.glob("*-cache")) and setting("compilation_cache_dir") is None
+
+
 @pytest.mark.parametrize(
     ["platform", "end"],
     [
@@ -94,5 +104,5 @@ def test_a_command_keeps_programs_unless_told_otherwise(options, kept, folder, m
     ],
 )
 def test_each_system_has_its_own_folder_for_caches(platform, end):
-    found = _cache.folder({}, platform)
+    found = compiled_programs.folder({}, platform)
     assert found.is_absolute() and found.as_posix().endswith(end)
