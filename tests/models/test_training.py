@@ -154,11 +154,13 @@ def test_what_a_loss_function_returns_beside_the_loss_adds_up_and_one_trace_serv
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("options", [dict(), dict(micro_batches=4, model=dict(param_dtype=jnp.bfloat16))])
-def test_the_norm_is_that_of_the_gradients_which_the_optimizer_gets(options, batch):
+@pytest.mark.parametrize(
+    ("options", "rounding"), [(dict(), 1e-5), (dict(micro_batches=4, model=dict(param_dtype=jnp.bfloat16)), 2.0**-8)]
+)
+def test_the_norm_is_that_of_the_gradients_which_the_optimizer_gets(options, rounding, batch):
     (loss, others), (_, grads) = stepped(batch, optimizer=RECORD, grad_norm=True, **options)
     squares = (np.sum(np.square(np.asarray(grad, np.float64))) for grad in jax.tree.leaves(grads))
-    np.testing.assert_allclose(others["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
+    np.testing.assert_allclose(others["grad_norm"], np.sqrt(sum(squares)), rtol=rounding)  # XLA may skip it
     assert others["grad_norm"].dtype == jnp.float32 and others.keys() == {"grad_norm"}
     np.testing.assert_array_equal(loss, stepped(batch, **options)[0])
 
