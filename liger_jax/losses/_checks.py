@@ -54,14 +54,14 @@ def check_is_read(op: str, name: str, is_set: bool, loss_type: Any, readers: tup
         )
 
 
-def as_float32(op: str, **arrays: Any) -> list[Any]:
-    """Floating arrays in float32; None stays None, and another dtype is a TypeError."""
-    return [None if x is None else x.astype(jnp.float32) for x in checks.floating(op, **arrays)]
+def as_float32(op: str, *optional: str, **arrays: Any) -> list[Any]:
+    """Floating arrays in float32; another dtype is a TypeError. Those that are `optional` may be None."""
+    return [None if x is None else x.astype(jnp.float32) for x in checks.floating(op, *optional, **arrays)]
 
 
-def as_sequences(op: str, **arrays: Any) -> list[Any]:
-    """Arrays (P,) with a number for each sequence, in float32; None stays None. The first array decides P."""
-    results = as_float32(op, **arrays)
+def as_sequences(op: str, *optional: str, **arrays: Any) -> list[Any]:
+    """Arrays (P,) with a number for each sequence, in float32, as `as_float32`. The first array decides P."""
+    results = as_float32(op, *optional, **arrays)
     name, first = next(iter(arrays)), results[0]
     if first.ndim != 1:
         raise ValueError(
@@ -75,7 +75,7 @@ def as_sequences(op: str, **arrays: Any) -> list[Any]:
 
 def as_mask(op: str, name: str, mask: Any, shape: tuple[int, ...], rule: str = "one entry for each token") -> jax.Array:
     """A bool mask of `shape`, or an error."""
-    mask = jnp.asarray(mask)
+    mask = checks.as_array(op, name, mask, "a bool mask, of JAX or NumPy")
     checks.check_bool(op, name, mask)
     checks.check_shape(op, name, mask, shape, rule)
     return mask

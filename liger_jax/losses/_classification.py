@@ -43,7 +43,7 @@ def softmax_cross_entropy_with_integer_labels(
         [2.1269, 0.6931]
     """
     (logits,) = checks.floating(_OP, logits=logits)
-    labels, where = loss_terms.as_arrays(labels, where)
+    labels, where = loss_terms.as_arrays(_OP, labels, where=where)
     class_axes = _class_axes(axis, logits.ndim)
     batch_axes = tuple(a for a in range(logits.ndim) if a not in class_axes)
     batch_shape = tuple(logits.shape[a] for a in batch_axes)

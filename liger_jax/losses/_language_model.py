@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -68,13 +69,11 @@ def causal_lm_loss(
     """
     for name in options:
         _check_option(name)
-    checks.check_array("causal_lm_loss", "hidden", hidden, checks.HIDDEN)
-    checks.check_array("causal_lm_loss", "head", head, checks.HEAD)
-    checks.check_array(
-        "causal_lm_loss", "labels", labels, "token ids (..., T), unshifted, such as the tokens themselves"
-    )
+    checks.as_array("causal_lm_loss", "hidden", hidden, checks.HIDDEN)
+    checks.as_array("causal_lm_loss", "head", head, checks.HEAD)
+    checks.as_array("causal_lm_loss", "labels", labels, "token ids (..., T), unshifted, such as the tokens themselves")
     hidden, head = checks.floating("causal_lm_loss", hidden=hidden, head=head)
-    labels, segment_ids = as_arrays(labels, segment_ids)
+    labels, segment_ids = _integers("causal_lm_loss", labels, segment_ids)
     if hidden.ndim < 2:
         raise ValueError(
             f"causal_lm_loss: hidden has shape {hidden.shape}; it must be (..., T, D), with an axis of positions: each "
@@ -88,6 +87,14 @@ def causal_lm_loss(
     _check_whole_rows(labels)
     targets = shifted_labels(labels, segment_ids)
     return named_loss("causal_lm_loss", hidden, head, targets, **_OPTIONS | options)
+
+
+def _integers(op: str, labels: Any, segment_ids: Any) -> Iterator[jax.Array]:
+    arrays = tuple(as_arrays(op, labels, segment_ids=segment_ids))
+    for name, x in zip(("labels", "segment_ids"), arrays, strict=True):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} have dtype {x.dtype}, but must be integers; cast them.")
+    return iter(arrays)
 
 
 def _check_whole_rows(labels: jax.Array) -> None:
@@ -130,11 +137,15 @@ def shifted_labels(
         >>> shifted_labels(jnp.array([[5, 6, 7, 8, 0, 0]]), jnp.array([[1, 1, 2, 2, 0, 0]])).tolist()
         [[6, -100, 8, -100, -100, -100]]
     """
-    labels, segment_ids = as_arrays(labels, segment_ids)
+    op = "shifted_labels"
+    labels, segment_ids = _integers(op, labels, segment_ids)
+    if labels.ndim == 0:
+        raise ValueError(f"{op}: labels has shape (), but must be (..., T), with an axis of positions.")
+    checks.check_shape(op, "segment_ids", segment_ids, labels.shape, "one entry for each label")
     shifted = jnp.concatenate([labels[..., 1:], jnp.full_like(labels[..., :1], IGNORE_INDEX)], axis=-1)
     if segment_ids is None:
         return shifted
-    check_segment_ids(segment_ids, "shifted_labels: ")
+    check_segment_ids(segment_ids, f"{op}: ")
     same = (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] != 0)
     same_segment = jnp.concatenate([same, jnp.zeros_like(segment_ids[..., :1], bool)], axis=-1)
     return jnp.where(is_numbered(segment_ids)[..., None], jnp.where(same_segment, shifted, IGNORE_INDEX), -1)

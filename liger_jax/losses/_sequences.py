@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from liger_jax.ops.checks import check_shape
+from liger_jax.ops.checks import as_array, check_shape
 from liger_jax.ops.segment_ids import check_segment_ids, numbered
 
 
@@ -88,7 +88,7 @@ def sequences_of(op: str, segment_ids: Any, num_segments: Any, shape: tuple[int,
         )
     if num_segments < 1:
         raise ValueError(f"{op}: num_segments={num_segments} must be at least 1, the segments of the fullest row.")
-    ids = jnp.asarray(segment_ids)
+    ids = as_array(op, "segment_ids", segment_ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{op}: segment_ids have dtype {ids.dtype}, but must be integers: 1, 2, … and 0 where empty.")
     check_shape(op, "segment_ids", ids, shape, "one entry for each token")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from liger_jax.losses import _checks
-from liger_jax.ops.checks import ArrayLike, broadcast_mask, check_choice
+from liger_jax.ops.checks import ArrayLike, broadcast_mask, check_choice, floating
 
 REDUCTIONS = ("mean", "sum", "none")
 _IMPOSSIBLE = -1e30  # a log-probability whose exponential is 0, and finite
@@ -263,8 +263,13 @@ def cosine_distance(
 
 def _elementwise(op: str, arrays: dict[str, Any], where: Any) -> tuple[list[jax.Array], Any, Any]:
     """Two arrays of one shape in float32, with zeros where entries do not count, `where`, and the result's dtype."""
-    dtype = jnp.result_type(*map(jnp.asarray, arrays.values()))
-    inputs = list(jnp.broadcast_arrays(*_checks.as_float32(op, **arrays)))  # JAX 0.12 has a tuple
+    dtype = jnp.result_type(*floating(op, **arrays))
+    inputs = _checks.as_float32(op, **arrays)
+    try:
+        inputs = list(jnp.broadcast_arrays(*inputs))  # JAX 0.12 has a tuple
+    except ValueError as error:
+        shapes = " and ".join(f"{name} {x.shape}" for name, x in zip(arrays, inputs, strict=True))
+        raise ValueError(f"{op}: {shapes} do not broadcast to one shape; cut or reshape one of them.") from error
     if where is None:
         return inputs, None, dtype
     where = broadcast_mask(op, where, inputs[0].shape)

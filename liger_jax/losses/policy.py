@@ -232,8 +232,8 @@ def _check_companions(
 
 
 def _token_arrays(op: str, mask: jax.Array, **arrays: Any) -> list[Any]:
-    """Each array in float32, and 0 where a token does not count: what stands there may be inf or NaN."""
-    results = _checks.as_float32(op, **arrays)
+    """Each array that is given in float32, and 0 where a token does not count: what stands there may be inf or NaN."""
+    results = _checks.as_float32(op, *arrays, **arrays)
     for name, x in zip(arrays, results, strict=True):
         check_shape(op, name, x, mask.shape, "one number for each token of log_probs")
     return [None if x is None else jnp.where(mask, x, 0.0) for x in results]
@@ -243,7 +243,9 @@ def _numbers(
     op: str, mask: jax.Array, sequences: Sequences, advantages: Any, importance_ratio: Any
 ) -> tuple[jax.Array, Any]:
     """Advantages and ratios as (B, T), or (B, S) of sequences; 0 at tokens that do not count."""
-    advantages, importance = _checks.as_float32(op, advantages=advantages, importance_ratio=importance_ratio)
+    advantages, importance = _checks.as_float32(
+        op, "importance_ratio", advantages=advantages, importance_ratio=importance_ratio
+    )
     of_sequences = mask.shape[0], sequences.count
     if of_sequences == mask.shape and sequences.ids is not None:
         raise ValueError(

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from liger_jax.losses import _checks
 from liger_jax.losses._policy_formulas import LOSS_TYPES
 from liger_jax.losses._sequences import Sequences, sequences_of
-from liger_jax.ops.checks import ArrayLike, check_choice, check_shape
+from liger_jax.ops.checks import ArrayLike, as_array, check_choice, check_shape
 
 ADVANTAGE_METHODS = ("grpo", "dr_grpo", "rloo")
 _LARGEST_REWARD = 1e15  # whose square, summed over a batch, is far below float32's end
@@ -51,7 +51,7 @@ def policy_weights(
         >>> weights.tolist(), denominator.item()
         ([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], 2.0)
     """
-    mask = jnp.asarray(mask)
+    mask = as_array("policy_weights", "mask", mask)
     if mask.ndim != 2:
         raise ValueError(f"policy_weights: mask has shape {mask.shape}, but must be (sequences, tokens).")
     op = "policy_weights"
@@ -259,7 +259,7 @@ def mask_truncated(
         Yu et al., DAPO, arXiv:2503.14476; `mask_truncated_completions` in TRL.
     """
     op = "mask_truncated"
-    mask = jnp.asarray(mask)
+    mask = as_array(op, "mask", mask)
     if mask.ndim != 2:
         raise ValueError(f"{op}: mask has shape {mask.shape}, but must be (rows, tokens).")
     mask = _checks.as_mask(op, "mask", mask, mask.shape)

@@ -84,7 +84,9 @@ def policy_token_loss(
         reference_log_probs=reference_log_probs,
         importance_ratio=importance_ratio,
     )
-    log_probs, old_log_probs, advantages, reference, importance = _checks.as_float32(op, **arrays)
+    log_probs, old_log_probs, advantages, reference, importance = _checks.as_float32(
+        op, "reference_log_probs", "importance_ratio", **arrays
+    )
     for name, x in zip(arrays, (log_probs, old_log_probs, advantages, reference, importance), strict=True):
         check_shape(op, name, x, log_probs.shape, "one number for each token of log_probs")
     constants = old_log_probs, advantages, reference, importance

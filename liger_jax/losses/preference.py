@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks, _dpo_formulas
-from liger_jax.ops.checks import check_choice, check_shape
+from liger_jax.ops.checks import as_array, check_choice, check_shape
 
 DPO_TYPES, SORTING_TYPES = _dpo_formulas.LOSS_TYPES, _dpo_formulas.SORTING_TYPES
 # Which types read an option; for others it must be left out.
@@ -142,6 +142,9 @@ def dpo_loss(
     weights = _loss_weights(op, types, loss_weights)
     chosen, rejected, reference_chosen, reference_rejected, pair_weights = _checks.as_sequences(
         op,
+        "reference_chosen",
+        "reference_rejected",
+        "pair_weights",
         chosen=chosen,
         rejected=rejected,
         reference_chosen=reference_chosen,
@@ -223,7 +226,7 @@ def _token_counts(op: str, types: tuple[str, ...], shape: tuple[int, ...], **cou
                 f"{op}: loss_type={needy[0]!r} needs {name}, the number of tokens of each response; pass it."
             )
         if count is not None:
-            count = jnp.asarray(count)
+            count = as_array(op, name, count)
             check_shape(op, name, count, shape, "one count for each pair")
             _checks.check_counts(op, name, count, "leave such pairs out")
             count = count.astype(jnp.float32)

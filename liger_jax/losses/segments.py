@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax.losses import _checks
 from liger_jax.losses._sequences import sequences_of
-from liger_jax.ops.checks import ArrayLike
+from liger_jax.ops.checks import ArrayLike, as_array
 
 
 def take_segments(values: Float[Array, "R S"], places: Integer[ArrayLike, "P 2"]) -> Float[Array, "P"]:
@@ -94,7 +94,7 @@ def spread_segments(values: Float[Array, "*R S"], segment_ids: Integer[ArrayLike
     """
     op = "spread_segments"
     (values,) = _checks.as_float32(op, values=values)
-    segment_ids = jnp.asarray(segment_ids)
+    segment_ids = as_array(op, "segment_ids", segment_ids)
     if values.ndim == 0 or segment_ids.ndim != values.ndim or segment_ids.shape[:-1] != values.shape[:-1]:
         raise ValueError(
             f"{op}: values has shape {values.shape} and segment_ids {segment_ids.shape}, but they must be (..., "
@@ -104,7 +104,7 @@ def spread_segments(values: Float[Array, "*R S"], segment_ids: Integer[ArrayLike
 
 
 def _as_places(op: str, places: Any, shape: tuple[int, ...]) -> jax.Array:
-    places = jnp.asarray(places)
+    places = as_array(op, "places", places)
     if not jnp.issubdtype(places.dtype, jnp.integer):
         raise TypeError(f"{op}: places have dtype {places.dtype}, but must be integers: row and segment, from 0.")
     if places.ndim != 2 or places.shape[1] != 2:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.losses import _checks
 from liger_jax.losses._sequences import Sequences, sequences_of
-from liger_jax.ops.checks import ArrayLike, check_shape
+from liger_jax.ops.checks import ArrayLike, as_array, check_shape
 
 _NO_TOKEN = "leave such sequences out, or look whether truncation cut their completions off"
 
@@ -78,7 +78,7 @@ def sequence_log_probs(
     if ld_alpha is not None:
         _checks.check_python_numbers(op, ld_alpha=ld_alpha)
         _checks.check_number(op, "ld_alpha", ld_alpha, 0 <= ld_alpha <= 1, "in [0, 1]; None weights all tokens equally")
-        shared_tokens = jnp.asarray(shared_tokens)
+        shared_tokens = as_array(op, "shared_tokens", shared_tokens)
         shape = log_probs.shape[:-1] if sequences.ids is None else (*log_probs.shape[:-1], sequences.count)
         check_shape(op, "shared_tokens", shared_tokens, shape, "one count for each sequence")
         shared_tokens = (shared_tokens[..., None] if sequences.ids is None else shared_tokens).astype(jnp.int32)

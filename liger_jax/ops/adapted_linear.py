@@ -114,7 +114,9 @@ def adapted_linear(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch F"]:
-    """x·kernel + (x·a)·b in x.dtype. a and b are rounded to x.dtype; the kernels do not round their gradients."""
+    """x·kernel + (x·a)·b in x.dtype, to which all are rounded; the kernels do not round a's and b's gradients."""
+    (x,) = checks.floating("adapted_linear", x=x)
+    kernel, a, b = _checked("adapted_linear", x, "", kernel, a, b)
     choice = KERNELS.choose(implementation, x, jax.ShapeDtypeStruct(kernel.shape, x.dtype), place=place_of(x))
     if choice.name == "xla":
         return _plain(x, kernel, a, b)
@@ -122,6 +124,27 @@ def adapted_linear(
     a, b = _placed(a, 1, 0, rank), _placed(b, 0, 0, rank)
     arrays = meshes.align_varying(x, kernel, a, b)
     return _linear(*arrays, _options(choice))
+
+
+def _checked(op: str, x: jax.Array, of: str, kernel: Any, a: Any, b: Any, width: int | None = None) -> list[jax.Array]:
+    """A projection's arrays as JAX's arrays that fit x, the kernel in x.dtype.
+
+    `of`: its name in messages. `width`: of its input, if that is not x.
+    """
+    names = [f"{of}{name}" for name in ("kernel", "a", "b")]
+    kernel, a, b = arrays = list(checks.floating(op, **dict(zip(names, (kernel, a, b), strict=True))))
+    for name, array, axes in zip(names, arrays, ("(D, F)", "(D, rank)", "(rank, F)"), strict=True):
+        if array.ndim != 2:
+            raise ValueError(f"{op}: {name} has shape {array.shape}, but must be {axes}; reshape it.")
+    if x.ndim == 0 or kernel.shape[0] != (x.shape[-1] if width is None else width):
+        of_x = f"x has shape {x.shape}" if width is None else f"its input has {width} columns"
+        raise ValueError(
+            f"{op}: {of_x} and {names[0]} has shape {kernel.shape}, but they must be (..., D) and (D, F); transpose a "
+            "kernel that is (F, D)."
+        )
+    checks.check_shape(op, names[1], a, (kernel.shape[0], a.shape[1]), f"it is (D, rank), as {names[0]} is (D, F)")
+    checks.check_shape(op, names[2], b, (a.shape[1], kernel.shape[1]), f"it is (rank, F), with {names[1]}'s rank")
+    return [kernel.astype(x.dtype), a, b]
 
 
 def _plain(x, kernel, a, b):
@@ -217,6 +240,12 @@ def adapted_gated_mlp(
 
     `kernels`: of gate, up and down. `adapters`: their pairs of A and B, whose scales are in B.
     """
+    op = "adapted_gated_mlp"
+    (x,) = checks.floating(op, x=x)
+    gate, up = (_checked(op, x, of, kernels[i], *adapters[i]) for i, of in enumerate(("gate_", "up_")))
+    checks.check_shape(op, "up_kernel", up[0], gate[0].shape, "it is (D, F), as gate_kernel is")
+    down = _checked(op, x, "down_", kernels[2], *adapters[2], width=gate[0].shape[1])
+    kernels, adapters = zip(*((own, pair) for own, *pair in (gate, up, down)), strict=True)
     kernel = jax.ShapeDtypeStruct(kernels[1].shape, x.dtype)
     choice = _GATED.choose(implementation, x, kernel, place=place_of(x), activation=activation)
     if choice.name == "xla":

@@ -134,10 +134,12 @@ def causal_attention(
     if sinks is not None:
         (sinks,) = checks.floating(_OP, sinks=sinks)
     segments = segment_ids if isinstance(segment_ids, Segments) else None
-    ids = checks.as_array(segment_ids) if segments is None else segments.ids
+    ids: Any = segment_ids if segments is None else segments.ids
+    if segments is None and ids is not None:
+        segment_ids = ids = checks.as_array(_OP, "segment_ids", ids)
     if ids is not None and jnp.issubdtype(ids.dtype, jnp.floating):
         raise TypeError(f"{_OP}: segment_ids have dtype {ids.dtype}, but must be integers, one for each segment; cast.")
-    if ids is not None:
+    if ids is not None and ids.ndim:
         check_segment_ids(ids, f"{_OP}: ")
     options = dict(window=window, softcap=softcap, scale=scale)
     if sequence_axis is not None:
@@ -205,7 +207,7 @@ def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **opt
             "both must have the same even number, equal chunks of a row. Order and pad rows by layout.in_chunks."
         )
     if segments is not None and not isinstance(segments, Segments):
-        segments = Segments.of(checks.as_array(segments))
+        segments = Segments.of(jnp.asarray(segments))
     v, segments = _refusing(v, segments)
     k, v = (layout.from_chunks(layout.gathered(x, P(None, axis)), 1, jax.lax.axis_size(axis)) for x in (k, v))
     return in_chunks(q, k, v, segments, layout.chunk_starts(axis, q.shape[1]), window=window, **options)

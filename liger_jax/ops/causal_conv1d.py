@@ -48,7 +48,7 @@ def causal_conv1d(
         >>> y.ravel().tolist(), state.item()
         ([1.0, 12.0, 23.0, 34.0], 4.0)
     """
-    x, weight, bias, state = checks.floating(_OP, x=x, weight=weight, bias=bias, state=state)
+    x, weight, bias, state = checks.floating(_OP, "bias", "state", x=x, weight=weight, bias=bias, state=state)
     if x.ndim != 3 or 0 in x.shape[1:] or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
         raise ValueError(
             f"{_OP}: x has shape {x.shape} and weight {weight.shape}, but they must be (B, T, D) and (D, W), of which "

@@ -29,25 +29,35 @@ HEAD = (
 ArrayLike = jax.Array | np.ndarray | HoldsArray  # types that public functions accept as arrays
 
 
-def as_array(x: Any) -> Any:
-    """x as JAX's array; None stays None."""
-    return x if x is None else jnp.asarray(x)
-
-
-def check_array(op: str, name: str, x: Any, wanted: str) -> None:
-    """Raises a TypeError that says what is `wanted` unless x is an array, or something that JAX takes for one."""
+def as_array(op: str, name: str, x: Any, wanted: str = "an array of numbers, of JAX or NumPy") -> jax.Array:
+    """x as JAX's array. Raises a TypeError that says what is `wanted` unless JAX takes it for one."""
+    reason = None
     try:
-        is_array = x is not None and jnp.asarray(x) is not None
-    except (TypeError, ValueError):
-        is_array = False
-    if not is_array:
-        given = "None" if x is None else f"a {type(x).__name__}"
-        raise TypeError(f"{op}: {name} is {given}, but must be {wanted}.")
+        if x is not None:
+            return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = error
+    given = "None" if x is None else f"a {type(x).__name__}"
+    raise TypeError(f"{op}: {name} is {given}, but must be {wanted}.") from reason
 
 
-def floating(op: str, **arrays: Any) -> Iterator[jax.Array]:
-    """The arguments as JAX's arrays; None stays None. Raises a TypeError for the first that is not floating point."""
-    converted = {name: as_array(x) for name, x in arrays.items()}
+def as_real(op: str, name: str, x: Any) -> jax.Array:
+    """x as JAX's array of real numbers or of bools, or a TypeError."""
+    x = as_array(op, name, x)
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but must be real numbers; cast it.")
+    return x
+
+
+def floating(op: str, *optional: str, **arrays: Any) -> Iterator[jax.Array]:
+    """The arguments as JAX's arrays. Raises a TypeError for the first that is not floating point.
+
+    Those whose names are among `optional` may be None, which stays None.
+    """
+    may_be_none = lambda name, x: x is None and name in optional
+    converted: dict[str, Any] = {
+        name: None if may_be_none(name, x) else as_array(op, name, x) for name, x in arrays.items()
+    }
     for name, x in converted.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
@@ -77,7 +87,7 @@ def check_bool(op: str, name: str, mask: jax.Array | None) -> None:
 
 def broadcast_mask(op: str, where: Any, shape: tuple[int, ...]) -> jax.Array:
     """A bool mask, broadcast to `shape`, or an error."""
-    where = jnp.asarray(where)
+    where = as_array(op, "where", where)
     check_bool(op, "where", where)
     fits = where.ndim <= len(shape) and all(
         here in (1, there) for here, there in zip(where.shape[::-1], shape[::-1], strict=False)
@@ -148,10 +158,10 @@ def linear_head(
     The arguments' names begin with `prefix`. With a `HeadSplit`, the weight is this device's shard. Raises a TypeError
     or ValueError unless they fit.
     """
-    check_array(op, f"{prefix}hidden", hidden, HIDDEN)
-    check_array(op, f"{prefix}weight", weight, HEAD)
+    as_array(op, f"{prefix}hidden", hidden, HIDDEN)
+    as_array(op, f"{prefix}weight", weight, HEAD)
     arrays = {"hidden": hidden, "weight": weight, "bias": bias}
-    hidden, weight, bias = floating(op, **{f"{prefix}{name}": x for name, x in arrays.items()})
+    hidden, weight, bias = floating(op, f"{prefix}bias", **{f"{prefix}{name}": x for name, x in arrays.items()})
     check_layout(op, weight_layout, prefix)
     if hidden.ndim == 0:
         raise ValueError(f"{op}: {prefix}hidden has shape (), but must be (..., D).")

@@ -156,7 +156,9 @@ def cross_entropy(
     loss_options = loss_terms.LossOptions(
         op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction, token_scaling
     )
-    labels, where, token_weights, class_weights = loss_terms.as_arrays(labels, where, token_weights, class_weights)
+    labels, where, token_weights, class_weights = loss_terms.as_arrays(
+        op, labels, where=where, token_weights=token_weights, class_weights=class_weights
+    )
     loss_terms.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
     if vocab_axis is None:
         loss_terms.check_label_range(op, labels, where, ignore_index, vocab_size)

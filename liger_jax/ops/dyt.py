@@ -58,7 +58,7 @@ def dyt(
     References:
         Zhu et al., "Transformers without Normalization", 2025 (arXiv:2503.10622).
     """
-    x, alpha, scale, bias = checks.floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
+    x, alpha, scale, bias = checks.floating(_OP, "scale", "bias", x=x, alpha=alpha, scale=scale, bias=bias)
     checks.check_rows(_OP, x, scale=scale, bias=bias)
     checks.check_shape(_OP, "alpha", alpha, (), "one number scales all of x")
     _KERNELS.choose(implementation, x, alpha, scale, bias)

@@ -71,7 +71,7 @@ def fused_add_rms_norm(
     References:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
     """
-    x, residual, scale = checks.floating(_OP, x=x, residual=residual, scale=scale)
+    x, residual, scale = checks.floating(_OP, "residual", "scale", x=x, residual=residual, scale=scale)
     checks.check_eps(_OP, eps)
     checks.check_number(_OP, offset=offset)
     checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)

@@ -88,7 +88,7 @@ def gated_delta_rule(
         Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024
         (arXiv:2406.06484), section 3.
     """
-    q, k, v, gate, beta, state = checks.floating(_OP, q=q, k=k, v=v, gate=gate, beta=beta, state=state)
+    q, k, v, gate, beta, state = checks.floating(_OP, "state", q=q, k=k, v=v, gate=gate, beta=beta, state=state)
     _check_shapes(q, k, v, gate, beta, state)
     if scale is not None:
         checks.check_number(_OP, scale=scale)

@@ -56,7 +56,7 @@ def gated_rms_norm(
     References:
         Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024 (arXiv:2412.06464).
     """
-    x, gate, scale = checks.floating(_OP, x=x, gate=gate, scale=scale)
+    x, gate, scale = checks.floating(_OP, "scale", x=x, gate=gate, scale=scale)
     checks.check_eps(_OP, eps)
     checks.check_rows(_OP, x, scale=scale)
     checks.check_shape(_OP, "gate", gate, x.shape, "it multiplies the normalised x element by element")

@@ -106,7 +106,7 @@ def geglu(
 
 
 def _glu(op: str, gate: ArrayLike, up: ArrayLike | None, activation: str, implementation: Implementation) -> jax.Array:
-    gate, up = checks.floating(op, gate=gate, up=up)
+    gate, up = checks.floating(op, "up", gate=gate, up=up)
     checks.check_shape(op, "up", up, gate.shape, "gate and up are multiplied element by element")
     if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
         raise ValueError(

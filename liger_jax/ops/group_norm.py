@@ -70,7 +70,7 @@ def group_norm(
     References:
         Wu and He, "Group Normalization", 2018 (arXiv:1803.08494).
     """
-    x, scale, bias = checks.floating(_OP, x=x, scale=scale, bias=bias)
+    x, scale, bias = checks.floating(_OP, "scale", "bias", x=x, scale=scale, bias=bias)
     checks.check_eps(_OP, eps)
     if x.ndim < 2:
         raise ValueError(f"{_OP}: x has shape {x.shape}, but must be (B, C, …); add the missing axis.")

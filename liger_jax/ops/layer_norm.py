@@ -48,7 +48,7 @@ def layer_norm(
     References:
         Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
     """
-    x, scale, bias = checks.floating(_OP, x=x, scale=scale, bias=bias)
+    x, scale, bias = checks.floating(_OP, "scale", "bias", x=x, scale=scale, bias=bias)
     checks.check_eps(_OP, eps)
     checks.check_rows(_OP, x, scale=scale, bias=bias)
     if (spec := _explicit.norm_spec("layer_norm", x)) is not None:

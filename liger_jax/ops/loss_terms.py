@@ -115,9 +115,10 @@ class TokenTerms(NamedTuple):
     num_tokens: jax.Array  # ()
 
 
-def as_arrays(labels: Any, *others: Any) -> Iterator[jax.Array]:
-    """The labels and the other arguments as JAX's arrays; None stays None."""
-    return iter([as_labels(labels), *map(checks.as_array, others)])
+def as_arrays(op: str, labels: Any, **others: Any) -> Iterator[jax.Array]:
+    """The labels and the other arguments, by name, as JAX's arrays; of the others None stays None."""
+    arrays: Any = [None if x is None else checks.as_array(op, name, x) for name, x in others.items()]
+    return iter([as_labels(labels, op), *arrays])
 
 
 def check_tokens(
@@ -138,7 +139,7 @@ def check_tokens(
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{op}: labels have dtype {labels.dtype}, but must be integers; labels.astype(jnp.int32).")
     checks.check_bool(op, "where", where)
-    checks.floating(op, token_weights=token_weights, class_weights=class_weights)
+    checks.floating(op, "token_weights", "class_weights", token_weights=token_weights, class_weights=class_weights)
     rule = "one entry for each token"
     checks.check_shape(op, "labels", labels, tokens_shape, rule)
     checks.check_shape(op, "where", where, tokens_shape, rule)

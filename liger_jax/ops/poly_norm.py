@@ -56,7 +56,7 @@ def poly_norm(
     References:
         Zhuo et al., "Polynomial Composition Activations", 2024 (arXiv:2411.03884).
     """
-    x, weight, bias = checks.floating(_OP, x=x, weight=weight, bias=bias)
+    x, weight, bias = checks.floating(_OP, "bias", x=x, weight=weight, bias=bias)
     checks.check_eps(_OP, eps)
     checks.check_rows(_OP, x)
     checks.check_shape(_OP, "weight", weight, (3,), "one coefficient for each of x³, x² and x")

@@ -54,7 +54,7 @@ def rms_norm(
     References:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
     """
-    x, scale = checks.floating("rms_norm", x=x, scale=scale)
+    x, scale = checks.floating("rms_norm", "scale", x=x, scale=scale)
     checks.check_eps("rms_norm", eps)
     checks.check_number("rms_norm", offset=offset)
     checks.check_choice("rms_norm", "casting_mode", casting_mode, CASTING_MODES)

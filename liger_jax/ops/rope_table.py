@@ -294,7 +294,7 @@ def rope_table(
             f"{_OP}: scaling is a {type(scaling).__name__}, but must be None, LinearRope, DynamicRope, Llama3Rope, "
             "YarnRope, LongRope or ProportionalRope, such as LinearRope(factor=2.0)."
         )
-    positions = jnp.asarray(positions)
+    positions = checks.as_real(_OP, "positions", positions)
     if isinstance(scaling, LongRope):
         frequencies = _longrope_frequencies(positions, frequencies, scaling)
     frequencies = jnp.asarray(frequencies, jnp.float32)

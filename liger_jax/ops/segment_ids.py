@@ -32,7 +32,7 @@ def ids_of_rows(op: str, ids: Any, shape: tuple[int, ...]) -> Any:
     """An op's segment ids as JAX's array, after checking them; None stays None."""
     if ids is None:
         return None
-    ids = checks.as_array(ids)
+    ids = checks.as_array(op, "segment_ids", ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{op}: segment_ids has dtype {ids.dtype}, but must hold integers.")
     checks.check_shape(op, "segment_ids", ids, shape, "it is (B, T), as the tokens are")

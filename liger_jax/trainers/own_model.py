@@ -266,7 +266,6 @@ def _check_read(model: Any, length: int = 8) -> bool:
             f"Neither hidden_states nor head reads the adapters of {' and '.join(names)}, so that they would not be "
             "trained. Leave the layer out of add_lora's targets; or let head return its weight with the adapter."
         )
-
     for name in params:
         layer, _, kind = name.rpartition(".")
         if kind == "bias" and not is_read[name] and is_read.get(f"{layer}.kernel"):
@@ -336,15 +335,15 @@ def _check_states(model: Any, head: Any, length: int = 8) -> None:
     """Refuses hidden states that the head does not fit, and those that depend on what no step would keep."""
     ids = jnp.zeros((1, length), jnp.int32)
     given = {name: x for name, x in _alone(ids).items() if name in _parameters(model)}
-    kinds = nnx.Param, nnx.Intermediate, nnx.RngState, ...
-    graph, *state = nnx.split(model, *kinds)
+    graph, *state = nnx.split(model, *(kinds := (nnx.Param, nnx.Intermediate, nnx.RngState, ...)))
     changed: list[Any] = []  # what a call leaves otherwise, by where it is
 
-    def call(*before: Any) -> Any:
+    def call(*before: Any, evaluates: bool = False) -> Any:
         old = jax.tree.leaves_with_path(before[2:])  # Flax may change what it is given
         own = nnx.merge(graph, *before)
-        hidden = own.hidden_states(ids, **given)
-        _, *after = nnx.split(own, *kinds)
+        if evaluates:
+            own.eval()
+        hidden, (_, *after) = own.hidden_states(ids, **given), nnx.split(own, *kinds)
         now = dict(jax.tree.leaves_with_path(after[2:]))
         changed[:] = [path for path, x in old if now.get(path) is not x]
         return hidden, after
@@ -355,10 +354,10 @@ def _check_states(model: Any, head: Any, length: int = 8) -> None:
         return
     shape = getattr(hidden, "shape", None)
     if shape != (1, length, head.shape[1]):
-        returned = f"{shape or type(hidden).__name__} for input_ids of (1, {length})"
         raise UserError(
-            f"The model's hidden_states returns {returned}, and its head is {head.shape}. They must be (batch, length, "
-            "width), after the last norm and before the head, and (vocabulary, width)."
+            f"The model's hidden_states returns {shape or type(hidden).__name__} for input_ids of (1, {length}), and "
+            f"its head is {head.shape}. They must be (batch, length, width), after the last norm and before the head, "
+            "and (vocabulary, width)."
         )
     if not changed:
         return
@@ -366,11 +365,14 @@ def _check_states(model: Any, head: Any, length: int = 8) -> None:
     twice, _ = jax.jit(call)(*after)
     now = dict(jax.tree.leaves_with_path(after[3]))
     same = [np.array_equal(x, now[path], equal_nan=True) for path, x in jax.tree.leaves_with_path(state[3])]
-    if not (np.array_equal(once, twice, equal_nan=True) and all(same)):
-        raise UserError(
-            "The model's hidden_states changes its own state, such as dropout's random numbers or the averages of "
-            "nnx.BatchNorm, which a run does not keep from step to step. Call model.eval() before."
-        )
+    if np.array_equal(once, twice, equal_nan=True) and all(same):
+        return
+    jax.eval_shape(lambda *state: call(*state, evaluates=True), *state)
+    names = dict.fromkeys(jax.tree_util.keystr(path[1:-1], simple=True, separator=".") for path in changed)
+    what = "its own state, such as dropout's random numbers or the averages of nnx.BatchNorm. Call model.eval() before"
+    if names:
+        what = f"its {' and '.join(names)}, also after model.eval(). Change that outside of hidden_states"
+    raise UserError(f"A run keeps no state from step to step, and the model's hidden_states changes {what}.")
 
 
 def _alone(input_ids: jax.Array) -> dict[str, jax.Array]:

@@ -11,6 +11,7 @@ from flax import nnx
 from liger_jax.data import training_rows
 from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.core.config_fields import short
+from liger_jax.models.core.memory import values_in_forward
 from liger_jax.models.hugging_face.adapted_source import is_adapted
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.hugging_face.weights import quantized_as_in
@@ -63,9 +64,7 @@ class Teacher:
         """The memory that it takes on each device."""
         state = devices.typed(nnx.state(nnx.eval_shape(lambda: self.new(dtype, devices.layout))))
         held = sum(math.prod(_shape_on_a_device(x)) * x.dtype.itemsize for x in jax.tree.leaves(state))
-        config = self.architecture.config
-        # A layer's input and output, its normalised input, and the feed-forward's gate, up and product.
-        return held + jnp.dtype(dtype).itemsize * tokens * 3 * (config.hidden_size + config.feed_forward_width)
+        return held + jnp.dtype(dtype).itemsize * tokens * values_in_forward(self.config, devices.sizes["expert"])
 
     def made_of(self) -> dict[str, str]:
         """Texts that identify it."""

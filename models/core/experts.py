@@ -176,6 +176,15 @@ class ExpertsFeedForward(nnx.Module):
         return 2 * (rows * experts.width + experts.shared_width) if keeps_products(remat) else 0
 
     @staticmethod
+    def values_in_forward(config: Any, devices: int = 1) -> int:
+        """The values that a forward alone holds at once: gate, up, their product and rows of two arrays of a token's
+        experts, or of the shared one; and, where several devices share the experts, the tokens of all and their sums.
+        """
+        experts, width = config.experts, config.hidden_size
+        rows, of_tokens = (experts.per_token, 0) if devices == 1 else (AT_ONCE * experts.per_token, 2 * devices * width)
+        return max(3 * experts.shared_width, math.ceil(rows * (3 * experts.width + 2 * width)) + of_tokens)
+
+    @staticmethod
     def values_in_backward(
         config: Any, in_place: bool, *, adapted: bool = False, devices: int = 1, tensor: int = 1
     ) -> int:

@@ -83,6 +83,11 @@ class DenseFeedForward(nnx.Module):
         return 2 * config.feed_forward_width + (config.hidden_size if config.norms_results else 0)
 
     @staticmethod
+    def values_in_forward(config: Any) -> int:
+        """The values that a forward alone holds at once: gate, up and their product."""
+        return 3 * config.feed_forward_width
+
+    @staticmethod
     def values_in_backward(config: Any, in_place: bool) -> int:
         """The values that the backward holds at once: gate, up, their product and two gradients.
 

@@ -121,7 +121,7 @@ class LayerMemory:
             held = self._bytes(one.values_in_backward(c, in_place, **where) - kept["feed-forward"])
             return held + self._edge_rows() + self._sums_of_parts()
 
-        feed_forward = max(bytes_of(one) for one in self._feed_forwards())
+        feed_forward = max(bytes_of(one) for one in _feed_forwards(c))
         if at_once < tokens:  # a loop over tiles writes its results beside what it reads; and RoPE's tables are long
             values += c.hidden_size
             feed_forward += 2 * 4 * c.rotary_width * self.seq
@@ -203,13 +203,8 @@ class LayerMemory:
             "none": (d, projected + d + result),
         }[mode_of_first(self.remat)]
         where = lambda one: dict(devices=self.expert) if one is FEED_FORWARDS[EXPERTS] else {}
-        of_feed_forward = max(one.values_kept(c, self.remat, **where(one)) for one in self._feed_forwards())
+        of_feed_forward = max(one.values_kept(c, self.remat, **where(one)) for one in _feed_forwards(c))
         return {"layer inputs": inputs, "attention": of_attention, "feed-forward": of_feed_forward}
-
-    def _feed_forwards(self) -> list[Any]:
-        """The feed-forwards of the layers; where they differ, a layer is taken as one that needs most."""
-        kinds = {self.config.feed_forward_of(i) for i in range(self.config.num_hidden_layers)}
-        return [FEED_FORWARDS[kind] for kind in sorted(kinds)]
 
     def _edge_rows(self) -> int:
         """Bytes of the rows that the gradient of experts' weights takes copies of; 0 for one that takes none."""
@@ -290,6 +285,21 @@ class LayerMemory:
         ids = jax.ShapeDtypeStruct((self.rows, row), jnp.int32)
         options |= dict(has_sinks=c.has_sinks, is_part=self.sequence > 1)
         return attention.choose(q, k, k, ids, Place(self.device), **options, implementation=self.kernels.attention).name
+
+
+def _feed_forwards(config: Any) -> list[Any]:
+    """The feed-forwards of a model's layers; where they differ, a layer is taken as one that needs most."""
+    return [
+        FEED_FORWARDS[kind] for kind in sorted({config.feed_forward_of(i) for i in range(config.num_hidden_layers)})
+    ]
+
+
+def values_in_forward(config: Any, expert: int = 1) -> int:
+    """The values for each token that a forward without a backward holds at once in a layer: its input, its output, its
+    normalised input and those of its feed-forward. `expert`: the devices that share a mixture's experts.
+    """
+    where = lambda one: dict(devices=expert) if one is FEED_FORWARDS[EXPERTS] else {}
+    return 3 * config.hidden_size + max(one.values_in_forward(config, **where(one)) for one in _feed_forwards(config))
 
 
 @dataclasses.dataclass(frozen=True)

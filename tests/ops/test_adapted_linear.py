@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -75,6 +76,37 @@ def test_a_frozen_array_takes_no_product(wrt, hopper, rng):
     assert program.count("preferred_element_type=float32") >= ("a" in chosen) + ("b" in chosen)
     assert program.count("dot_general") <= narrow + 2  # and no more than one in each of two kernels
     assert jax.tree.map(lambda x: x.dtype, jax.grad(loss)(chosen)) == {k: v.dtype for k, v in chosen.items()}
+
+
+def test_the_result_has_the_input_s_dtype_whatever_the_kernel_s_is(rng):
+    x, kernel, a, b = draw(rng, 128, 192, 5)
+    y = op.adapted_linear(x, kernel.astype("float32"), a, b, implementation="xla")
+    assert y.dtype == x.dtype
+    np.testing.assert_array_equal(y, op.adapted_linear(x, kernel, a, b, implementation="xla"))
+
+
+def test_arrays_of_a_projection_that_do_not_fit_are_refused(rng, unchecked_types):
+    """A (rank, 1) would be added to each column without a word."""
+    good = dict(zip(("x", "kernel", "a", "b"), draw(rng, 128, 192, 5), strict=True))
+    for name, wrong, error, message in (
+        ("b", good["b"][:, :1], ValueError, r"b has shape \(5, 1\), but must have shape \(5, 192\): it is \(rank, F\)"),
+        ("b", good["b"][0], ValueError, r"b has shape \(192,\), but must be \(rank, F\)"),
+        ("a", good["a"].T, ValueError, r"a has shape \(5, 128\), but must have shape \(128, 128\): it is \(D, rank\)"),
+        ("kernel", good["kernel"].T, ValueError, r"x has shape \(2, 148, 128\) and kernel has shape \(192, 128\), but"),
+        ("x", good["x"].astype(int), TypeError, "x has dtype int32, but must be floating point"),
+        ("kernel", None, TypeError, "kernel is None, but must be an array"),
+    ):
+        with pytest.raises(error, match=f"^adapted_linear: {message}"):
+            op.adapted_linear(**good | {name: wrong})
+    x, *kernels_and_adapters = draw_gated(rng)
+    kernels, adapters = kernels_and_adapters[:3], [kernels_and_adapters[i : i + 2] for i in (3, 5, 7)]
+    adapters[2][1] = adapters[2][1][:, :1]
+    with pytest.raises(
+        ValueError, match=r"^adapted_gated_mlp: down_b has shape \(16, 1\), but must have shape \(16, 128"
+    ):
+        op.adapted_gated_mlp(x, kernels, adapters, activation="silu")
+    with pytest.raises(ValueError, match="^adapted_gated_mlp: its input has 192 columns and down_kernel has shape"):
+        op.adapted_gated_mlp(x, [*kernels[:2], kernels[2].T], adapters, activation="silu")
 
 
 def test_only_a_hopper_that_holds_the_whole_arrays_adds_them(rng):

@@ -6,9 +6,11 @@ import time
 import jax
 import pytest
 
+from liger_jax.models.auto import FAMILIES
 from liger_jax.planner import plan
 from liger_jax.planner.architectures import MODELS, architecture
 from liger_jax.planner.model_names import VARIANTS
+from tests.models._hugging_face import COMMITTED, EXPERTS, GOLDEN
 
 PUBLISHED = {  # parameters as the models' publishers count them, in billions; of Gemma 3 from 4b on the language part
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98,
@@ -204,6 +206,12 @@ def test_config_json_is_read(tmp_path):
     text = dict(model_type="gemma3_text", hidden_size=64, num_hidden_layers=2, vocab_size=512)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     assert architecture(tmp_path).config.vocab_size == 512  # the language part of a model that also sees
+
+
+def test_every_family_is_planned_from_its_config_json():
+    """By the tiny checkpoints that transformers wrote."""
+    planned = {plan(GOLDEN / case, batch=2, seq=8, device="h200").run.model.family for case in (*COMMITTED, *EXPERTS)}
+    assert planned == set(FAMILIES.values())
 
 
 def test_what_lies_in_a_folder_goes_before_a_name(tmp_path, monkeypatch):

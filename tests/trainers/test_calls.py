@@ -417,9 +417,12 @@ class Small(nnx.Module):
         self.noise = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
         self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(2))
         self.wrong = wrong
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def hidden_states(self, input_ids):
         x = self.embed(input_ids)
+        if self.wrong == "counter":
+            self.calls[...] += 1
         if self.wrong in ("noise", "norm"):
             return getattr(self, self.wrong)(x)
         return x @ self.embed.embedding[...].T if self.wrong == "logits" else (x, None) if self.wrong == "pair" else x
@@ -439,15 +442,18 @@ class Masked(nnx.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Small("noise"), "The model's hidden_states changes its own state, such as dropout's"),
-        (Small("norm"), "The model's hidden_states changes its own state, such as dropout's"),
+        *[(Small(name), "A run keeps no state from step to step, and the model's hidden_states changes its own state, "
+           "such as dropout's random numbers or the averages of nnx.BatchNorm. Call model.eval() before.")
+          for name in ("noise", "norm")],
+        (Small("counter"), "A run keeps no state from step to step, and the model's hidden_states changes its calls, "
+         "also after model.eval(). Change that outside of hidden_states."),
         (Small("logits"), "The model's hidden_states returns (1, 8, 320) for input_ids of (1, 8), and its head is "
          "(320, 8). They must be (batch, length, width), after the last norm and before the head, and "),
         (Small("pair"), "The model's hidden_states returns tuple for input_ids of (1, 8), and its head is (320, 8)."),
         (Small("module"), "The model's head is Embed, and must be an array of (vocabulary, width)"),
         (Masked(), "The model's hidden_states needs mask, and is called with input_ids, segment_ids and positions"),
     ],
-    ids=["noise", "norm", "logits", "pair", "module", "masked"],
+    ids=["noise", "norm", "counter", "logits", "pair", "module", "masked"],
 )  # fmt: skip
 def test_a_model_of_the_users_own_that_no_run_could_train_is_refused(model, words, source, rows):
     with pytest.raises(ValueError) as raised:

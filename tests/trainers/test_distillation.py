@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from liger_jax import losses
@@ -19,6 +20,8 @@ from liger_jax.commands import main
 from liger_jax.data.tokenizer import Tokenizer
 from liger_jax.data.training_rows import prepared
 from liger_jax.models import AutoModelForCausalLM, KernelOptions
+from liger_jax.models.auto import FAMILIES
+from liger_jax.models.core.memory import values_in_forward
 from liger_jax.models.hugging_face.source import find
 from liger_jax.planner.architectures import architecture_of
 from liger_jax.planner.devices import GIB
@@ -27,7 +30,9 @@ from liger_jax.trainers.distill_options import DistillOptions
 from liger_jax.trainers.memory import TeacherMemory
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.task import TEACHER
+from liger_jax.trainers.teacher import Teacher
 from liger_jax.trainers.teacher import found as find_teacher
+from liger_jax.training.meshes import Devices
 from liger_jax.training.rows import INPUTS, batched
 from tests import _tiny
 from tests.trainers._runs import figures_of
@@ -408,6 +413,35 @@ def test_a_device_s_part_of_the_teacher_s_tokens_is_counted():
     task, devices = types.SimpleNamespace(teacher=teacher, sampling=None), types.SimpleNamespace(sizes=sizes)
     inspect.unwrap(decided_run._teacher_memory)(settings, task, "float32", devices).num_bytes(2)
     assert seen == [32 * 64 // (2 * 4) // 2]
+
+
+@pytest.mark.parametrize("experts", [{}, dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)])
+def test_what_a_teacher_holds_for_its_tokens_is_what_its_compiled_program_does(experts, tmp_path):
+    """In float32, as a CPU's products are, and on short rows, of which attention holds little."""
+    family = FAMILIES["qwen3_moe" if experts else "qwen3"]
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)
+    config = family.config_type(vocab_size=512, num_key_value_heads=2, head_dim=16, **sizes, **experts)
+    family(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    teacher = Teacher(source := find(tmp_path), architecture_of(source), None, vocab_size=512, stays=True)
+    graph, state = nnx.split(nnx.eval_shape(lambda: teacher.new("float32", None)))
+    states = jax.jit(lambda state, ids: nnx.merge(graph, state).hidden_states(ids))
+
+    def held(tokens):
+        compiled = states.lower(state, jax.ShapeDtypeStruct((tokens // 8, 8), jnp.int32)).compile()
+        sizes = compiled.memory_analysis()
+        return sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+
+    planned = lambda tokens: teacher.num_bytes("float32", Devices(), tokens)
+    more = lambda held: held(2**15) - held(2**14)
+    assert 1 <= more(planned) / more(held) < 1.2
+
+
+def test_a_teacher_s_experts_are_counted_as_devices_share_them():
+    """Rows of half more than an even share, the tokens of all devices and their sums."""
+    config = FAMILIES["qwen3_moe"].config_type(hidden_size=64, num_experts_per_tok=4, moe_intermediate_size=32)
+    rows = 4 * (3 * 32 + 2 * 64)
+    assert values_in_forward(config) == 3 * 64 + rows
+    assert values_in_forward(config, expert=8) == 3 * 64 + 1.5 * rows + 2 * 8 * 64
 
 
 # --- several devices, and transformers --------------------------------------------------------------------------------

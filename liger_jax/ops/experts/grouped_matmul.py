@@ -142,7 +142,7 @@ def usable_sizes(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 def _checked(x: Any, w: Any, group_sizes: Any, transpose_w: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The arguments as JAX's arrays, checked."""
     x, w = checks.floating(_OP, x=x, w=w)
-    group_sizes = jnp.asarray(group_sizes)
+    group_sizes = checks.as_array(_OP, "group_sizes", group_sizes)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(
             f"{_OP}: group_sizes has dtype {group_sizes.dtype}, but must be of integers, numbers of rows; cast it, for "

@@ -202,11 +202,11 @@ def _choose(x, weights, gate_up, down, *_, implementation) -> tuple[Kernel, Prod
 def _checked(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation) -> tuple[Any, ...]:
     """The arguments as JAX's arrays, checked, in the order of the op's rules."""
     checks.check_choice(_OP, "activation", activation, ACTIVATIONS)
-    x, weights, *kernels = checks.floating(
-        _OP, x=x, weights=weights, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
+    biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+    x, weights, gate_up, down, gate_up_bias, down_bias = checks.floating(
+        _OP, *biases, x=x, weights=weights, gate_up=gate_up, down=down, **biases
     )
-    gate_up, down, gate_up_bias, down_bias = kernels
-    experts = jnp.asarray(experts)
+    experts = checks.as_array(_OP, "experts", experts)
     if not jnp.issubdtype(experts.dtype, jnp.integer):
         raise TypeError(
             f"{_OP}: experts has dtype {experts.dtype}, but must be of integers, the experts' numbers; pass what a "

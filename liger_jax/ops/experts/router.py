@@ -6,9 +6,11 @@ losses are formed of the total.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from liger_jax.ops import checks
@@ -112,10 +114,14 @@ def router_sums(
     """
     op = "router_sums"
     (logits,) = checks.floating(op, logits=logits)
-    experts = jnp.asarray(experts)
+    experts = checks.as_array(op, "experts", experts)
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise TypeError(f"{op}: experts has dtype {experts.dtype}, but must be integers; pass those of a Routing.")
+    if logits.ndim == 0:
+        raise ValueError(f"{op}: logits has shape (), but must be (..., E), a number for each expert.")
     batch, num_experts = logits.shape[:-1], logits.shape[-1]
     checks.check_shape(op, "experts", experts, (*batch, *experts.shape[-1:]), "k experts for each row of logits")
-    counts = jnp.ones(batch, jnp.float32) if where is None else jnp.asarray(where).astype(jnp.float32)
+    counts = jnp.ones(batch, jnp.float32) if where is None else checks.as_real(op, "where", where).astype(jnp.float32)
     checks.check_shape(op, "where", counts, batch, "one entry for each row of logits")
     counts, logits = counts.reshape(-1), logits.astype(jnp.float32).reshape(-1, num_experts)
     does_count = counts[:, None] != 0
@@ -154,6 +160,7 @@ def balancing_loss(sums: RouterSums, *, per_layer: bool = False) -> Float[Array,
     References:
         Fedus et al., "Switch Transformers", 2021 (arXiv:2101.03961), equation 4.
     """
+    sums = _checked_sums("balancing_loss", sums)
     if not per_layer:
         sums = _over_layers(sums)
     count = _divisor(sums.count)[..., None]
@@ -177,7 +184,7 @@ def router_z_loss(sums: RouterSums) -> Float[Array, ""]:
     References:
         Zoph et al., "ST-MoE", 2022 (arXiv:2202.08906), equation 5.
     """
-    sums = _over_layers(sums)
+    sums = _over_layers(_checked_sums("router_z_loss", sums))
     return sums.squared_normalizer / _divisor(sums.count)
 
 
@@ -194,7 +201,17 @@ def expert_load(sums: RouterSums) -> Float[Array, "*layers E"]:
         >>> expert_load(router_sums(jnp.zeros((4, 2)), jnp.array([[0], [0], [1], [0]]))).tolist()
         [0.75, 0.25]
     """
+    sums = _checked_sums("expert_load", sums)
     return sums.chosen / _divisor(sums.chosen.sum(axis=-1, keepdims=True))
+
+
+def _checked_sums(op: str, sums: Any) -> RouterSums:
+    if not isinstance(sums, RouterSums):
+        raise TypeError(
+            f"{op}: sums is a {type(sums).__name__}, but must be RouterSums; pass router_sums(logits, experts), or the "
+            "sum of those of several layers."
+        )
+    return sums
 
 
 def _divisor(count: jax.Array) -> jax.Array:
@@ -209,6 +226,8 @@ def _over_layers(sums: RouterSums) -> RouterSums:
 
 def _checked(op: str, logits: ArrayLike, k: int) -> jax.Array:
     (logits,) = checks.floating(op, logits=logits)
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+        raise TypeError(f"{op}: k is a {type(k).__name__}, but must be a Python int, the number of a token's experts.")
     if logits.ndim == 0 or not 1 <= k <= logits.shape[-1]:
         raise ValueError(
             f"{op}: k={k} and logits have shape {logits.shape}, but a token goes to between 1 and E experts, the last "

@@ -151,7 +151,9 @@ def check_tokens(
         raise ValueError(f"{op}: hard_weight={hard_weight} must be in [0, 1]; 0.0 leaves the labels' loss out.")
     if hard_weight and labels is None:
         raise ValueError(f"{op}: hard_weight={hard_weight} weighs the cross-entropy of labels, and none are given.")
-    labels_or_zeros, where = loss_terms.as_arrays(jnp.zeros(shape, jnp.int32) if labels is None else labels, where)
+    labels_or_zeros, where = loss_terms.as_arrays(
+        op, jnp.zeros(shape, jnp.int32) if labels is None else labels, where=where
+    )
     loss_terms.check_tokens(op, labels_or_zeros, where, None, None, shape, vocab_size)
     return None if labels is None else labels_or_zeros, where
 

@@ -172,7 +172,9 @@ def named_loss(
     loss_options = loss_terms.LossOptions(
         op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction, token_scaling
     )
-    labels, where, token_weights, class_weights = loss_terms.as_arrays(labels, where, token_weights, class_weights)
+    labels, where, token_weights, class_weights = loss_terms.as_arrays(
+        op, labels, where=where, token_weights=token_weights, class_weights=class_weights
+    )
     loss_terms.check_tokens(op, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
 
     static = dict(

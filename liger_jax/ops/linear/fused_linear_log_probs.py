@@ -123,7 +123,7 @@ def fused_linear_log_probs(
     loss_terms.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
     loss_options = loss_terms.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="none")
-    labels, where = loss_terms.as_arrays(labels, where)
+    labels, where = loss_terms.as_arrays(OP, labels, where=where)
     loss_terms.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
 
     logit_options = dataclasses.replace(loss_options.logit_options(metrics), entropy=entropy)

@@ -119,7 +119,7 @@ def fused_linear_token_loss(
     loss_terms.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
     loss_options = loss_terms.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="sum")
-    labels, where = loss_terms.as_arrays(labels, where)
+    labels, where = loss_terms.as_arrays(OP, labels, where=where)
     loss_terms.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
     per_token = tuple(broadcast_to_tokens(OP, as_tuple(OP, per_token), labels.shape))
     if vocab_axis is not None:
@@ -159,8 +159,8 @@ def as_tuple(op: str, per_token: Any) -> tuple[jax.Array, ...]:
     """The arrays that a loss reads beside the log-probability."""
     if not isinstance(per_token, tuple):
         raise TypeError(f"{op}: per_token is a {type(per_token).__name__}, but must be a tuple of arrays: (x,).")
-    as_float32 = lambda x: jnp.asarray(x, jnp.float32) if isinstance(x, float) else jnp.asarray(x)
-    return tuple(map(as_float32, per_token))
+    as_float32 = lambda x: jnp.asarray(x, jnp.float32) if isinstance(x, float) else x
+    return tuple(checks.as_array(op, f"per_token[{i}]", as_float32(x)) for i, x in enumerate(per_token))
 
 
 def broadcast_to_tokens(op: str, arrays: tuple[jax.Array, ...], shape: tuple[int, ...]) -> list[jax.Array]:
@@ -278,7 +278,7 @@ _token_loss = made_once(_TokenLoss)
 
 
 def _as_denominator(denominator: Any) -> jax.Array:
-    denominator = jnp.asarray(denominator)
+    denominator = checks.as_array(OP, "denominator", denominator, "one number for all tokens")
     checks.check_shape(OP, "denominator", denominator, (), "one number for all tokens")
     return denominator.astype(jnp.float32)
 

@@ -88,7 +88,7 @@ def fused_linear_topk_distillation(
     *student, vocab_size = checks.linear_head(OP, hidden, weight, bias, weight_layout)
     student = Head(*student)
     (log_probs,) = checks.floating(OP, log_probs=log_probs)
-    token_ids = loss_terms.as_labels(token_ids)
+    token_ids = loss_terms.as_labels(token_ids, OP, "token_ids")
     if not jnp.issubdtype(token_ids.dtype, jnp.integer):
         raise TypeError(f"{OP}: token_ids have dtype {token_ids.dtype}, but must be integers.")
     checks.check_choice(OP, "tail", tail, TAILS)

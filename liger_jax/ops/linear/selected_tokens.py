@@ -27,7 +27,7 @@ def as_selected(op: str, ids: Any, vocab_size: int) -> jax.Array | None:
     """
     if ids is None:
         return None
-    ids = as_labels(ids)
+    ids = as_labels(ids, op, "selected_token_ids")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{op}: selected_token_ids have dtype {ids.dtype}, but must be integers.")
     if ids.ndim != 1 or not ids.size:
