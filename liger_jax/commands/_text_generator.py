@@ -23,7 +23,7 @@ from liger_jax.models.hugging_face.config_json import loads
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.lora import load_adapters
 from liger_jax.planner import defaults
-from liger_jax.trainers.result import ADAPTERS, CHECKPOINTS, MODEL
+from liger_jax.trainers.result import CHECKPOINTS, places
 from liger_jax.training.waiting import telling
 from liger_jax.user_errors import UserError, counted, of_option, quantizing, user_errors
 
@@ -163,7 +163,7 @@ def _result(name: str) -> Source | str:
     folder = Path(name)
     if not folder.is_dir():
         return name
-    for place in (folder, folder / MODEL, folder / ADAPTERS):
+    for place in (folder, *places(folder)):
         if (place / _ADAPTER_CONFIG).is_file() or (place / CONFIG).is_file():
             return Source(place)
     if (folder / CHECKPOINTS).is_dir():

@@ -116,7 +116,7 @@ def chosen(
             own += _with_products(dataclasses.replace(run, micro_batches=count), roomy, seconds)
         fitting += own
         # More micro-batches only leave room for more products.
-        if fitting and _depends_on_cuts(run) or any(way.remat in ("dots", "none") for way in own):
+        if fitting and depends_on_cuts(run) or any(way.remat in ("dots", "none") for way in own):
             break
     if not fitting:
         return None
@@ -199,14 +199,14 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _depends_on_cuts(run: Run) -> bool:
+def depends_on_cuts(run: Run) -> bool:
     """Whether the loss depends on the number of micro-batches: the losses of routers are of a micro-batch's tokens."""
     config: Any = run.model.config
     return config.experts is not None and bool(config.output_router_logits or config.router_z_loss_coef)
 
 
 def _reason(best: Run, plain: Run | None, share: float | None) -> str:
-    changes = " (their number changes the routers' losses)" if _depends_on_cuts(best) and best.micro_batches > 1 else ""
+    changes = " (their number changes the routers' losses)" if depends_on_cuts(best) and best.micro_batches > 1 else ""
     if plain is None:
         return f"the fastest that fits, where full does not fit{changes}"
     if share is None:

@@ -103,6 +103,11 @@ def add(model: Any, options: AdapterOptions, seed: int) -> None:
             rngs=nnx.Rngs(_key(np.uint32(seed))),
         )
     except ValueError as error:
+        if (text := str(error)).startswith("add_lora: parameters="):
+            goes = "needs a mixture of experts, which --model is not"
+            if not text.endswith("They are []."):
+                goes = "goes with neither --dora nor --lora-dropout"
+            raise UserError(f"--lora-experts {goes}. Leave it out.") from error
         if not (match := re.match(r"add_lora: targets=(\[.*?\]|'.*?')(:? .*)", str(error))):
             raise
         raise UserError(f"--lora-targets={options.lora_targets}{match[2]}") from error

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ def fitted(
     device = devices.here()
     recipe, placement = settings.recipe, settings.placement
     given = _given(settings)
+    before = (began or {}).get("micro_batches")
     began = None if placement.remat == AUTO else began
     kept = {**(began or {}), **given}
     if device is None:
@@ -112,7 +113,7 @@ def fitted(
     if device.platform != "cpu" and "remat" not in given:
         why = "as when the run began" if began is not None else choice.reason if choice else "which needs least"
         print(f"remat: {choosing.in_words(run)}; {why}")
-    for line in places(of_step):
+    for line in (*places(of_step), *_changed_cuts(settings, run, before)):
         print(line)
     return _chosen(settings, run)
 
@@ -171,6 +172,16 @@ def _check(
 def _chosen(settings: Settings, run: Run) -> Settings:
     """The settings with the run's decisions."""
     return settings.changed(remat=run.remat, micro_batches=run.micro_batches)
+
+
+def _changed_cuts(settings: Settings, run: Run, before: int | None) -> Iterator[str]:
+    """A line about another number of micro-batches than the run began with, where that changes the loss."""
+    is_asked = settings.recipe.micro_batches is not None or before in (None, run.micro_batches)
+    if not is_asked and settings.method.command == "finetune" and choosing.depends_on_cuts(run):
+        yield (
+            f"micro-batches: {run.micro_batches}, where the run began with {before}, so that the routers' losses "
+            f"change; --micro-batches {before} keeps them, on devices that divide its rows"
+        )
 
 
 def left_open(settings: Settings, kept: Mapping[str, Any] | None = None) -> dict[str, bool]:

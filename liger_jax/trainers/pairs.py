@@ -15,7 +15,7 @@ from liger_jax.trainers import kto, reference_log_probs
 from liger_jax.trainers.dpo_options import PairOptions
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.preference_losses import Pairs, Preference, flag
-from liger_jax.trainers.reference_log_probs import responses, sides
+from liger_jax.trainers.reference_log_probs import Responses, responses, sides
 from liger_jax.trainers.scored_answers import ScoredAnswers
 from liger_jax.user_errors import UserError
 
@@ -30,27 +30,42 @@ def loss_of(preference: Preference, num_segments: int) -> Callable[..., Any]:
     `normalizer_of`'s denominators, `None` for the batch's own. Each odd segment of a row is a chosen answer, and the
     next one its rejected answer. Loss and figures add up over micro-batches.
     """
-    normalizer, ld_alpha = normalizer_of(preference), preference.ld_alpha
+    normalizer = normalizer_of(preference)
 
     def loss(model: Any, batch: Mapping[str, Any], denominators: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         counts = normalizer(batch) if denominators is None else denominators
-        answers = responses(model, batch, num_segments, ld_alpha=ld_alpha, prompts=preference.reads_prompts)
-        references = jnp.zeros_like(answers.log_probs)
-        if preference.needs_reference:
-            references = reference_log_probs.of_batch(model, batch, num_segments, ld_alpha=ld_alpha)
-            references = jax.lax.stop_gradient(jnp.where(answers.tokens > 0, references, 0.0))
-        (chosen, rejected), (chosen_tokens, rejected_tokens) = sides(answers.log_probs), sides(answers.tokens)
-        exist = (chosen_tokens > 0) & (rejected_tokens > 0)
-        nll = sides(answers.nll)[0] * counts["pairs"] / counts["tokens"]
-        pairs = Pairs(chosen, rejected, chosen_tokens, rejected_tokens, exist, nll, sides(references))
-        out = preference.losses(pairs, counts["tokens"] / counts["pairs"])
-        mean = lambda x: jnp.sum(jnp.where(exist, x, 0.0)) / counts["pairs"]
-        first = jnp.arange(exist.size) < jnp.sum(exist) if preference.sorts else exist  # others are sorted last
-        values = out.chosen_rewards, out.rejected_rewards, out.margins, out.margins > 0, chosen, rejected, nll
-        figures = {name: jax.lax.stop_gradient(mean(x)) for name, x in zip(_FIGURES, values, strict=True)}
-        return jnp.sum(jnp.where(first, out.losses, 0.0)) / counts["pairs"], figures
+        return _loss(preference, counts, *_scored(preference, num_segments, model, batch))
 
     return loss
+
+
+def _scored(
+    preference: Preference, num_segments: int, model: Any, batch: Mapping[str, Any]
+) -> tuple[Responses, jax.Array]:
+    """The answers' numbers, and their log-probabilities under the reference."""
+    ld_alpha = preference.ld_alpha
+    answers = responses(model, batch, num_segments, ld_alpha=ld_alpha, prompts=preference.reads_prompts)
+    references = jnp.zeros_like(answers.log_probs)
+    if preference.needs_reference:
+        references = reference_log_probs.of_batch(model, batch, num_segments, ld_alpha=ld_alpha)
+        references = jax.lax.stop_gradient(jnp.where(answers.tokens > 0, references, 0.0))
+    return answers, references
+
+
+def _loss(
+    preference: Preference, counts: Mapping[str, Any], answers: Responses, references: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss and its figures, with these denominators."""
+    (chosen, rejected), (chosen_tokens, rejected_tokens) = sides(answers.log_probs), sides(answers.tokens)
+    exist = (chosen_tokens > 0) & (rejected_tokens > 0)
+    nll = sides(answers.nll)[0] * counts["pairs"] / counts["tokens"]
+    pairs = Pairs(chosen, rejected, chosen_tokens, rejected_tokens, exist, nll, sides(references))
+    out = preference.losses(pairs, counts["tokens"] / counts["pairs"])
+    mean = lambda x: jnp.sum(jnp.where(exist, x, 0.0)) / counts["pairs"]
+    first = jnp.arange(exist.size) < jnp.sum(exist) if preference.sorts else exist  # others are sorted last
+    values = out.chosen_rewards, out.rejected_rewards, out.margins, out.margins > 0, chosen, rejected, nll
+    figures = {name: jax.lax.stop_gradient(mean(x)) for name, x in zip(_FIGURES, values, strict=True)}
+    return jnp.sum(jnp.where(first, out.losses, 0.0)) / counts["pairs"], figures
 
 
 def normalizer_of(preference: Preference) -> Callable[[Mapping[str, Any]], dict[str, jax.Array]]:
@@ -97,15 +112,20 @@ class OfPairs:
         return normalizer_of(self.preference)
 
     def sums(self, model: Any, batch: Mapping[str, Any], num_segments: int) -> jax.Array:
-        """Loss and figures, each times the number of pairs, and that number."""
-        value, figures = loss_of(self.preference, num_segments)(model, batch)
-        pairs = normalizer_of(self.preference)(batch)["pairs"]
-        return pairs * jnp.stack([value, *(figures[name] for name in _FIGURES), jnp.ones(())])
+        """The loss without the likelihood of chosen and what that adds, the figures, and the numbers of pairs and of
+        tokens, all of them sums: the likelihood is a mean over tokens, whichever batches they are in.
+        """
+        scored, counts = _scored(self.preference, num_segments, model, batch), normalizer_of(self.preference)(batch)
+        of = lambda tokens: _loss(self.preference, dict(pairs=jnp.float32(1), tokens=jnp.float32(tokens)), *scored)
+        (without, _), (value, figures) = of(jnp.inf), of(1)
+        return jnp.stack([without, value - without, *figures.values(), *counts.values()])
 
     def scores(self, totals: Sequence[float]) -> dict[str, float]:
-        """The means of the loss and its figures."""
-        names = "eval_loss", *(f"eval_{name}" for name in _FIGURES)
-        return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
+        """The means of the loss and its figures, over pairs or over the tokens of chosen."""
+        without, of_tokens, *figures, pairs, tokens = totals
+        means = {name: total / pairs for name, total in zip(_FIGURES, figures, strict=True)}
+        means["nll_loss"] *= pairs / tokens
+        return {"eval_loss": without / pairs + of_tokens / tokens} | {f"eval_{name}": x for name, x in means.items()}
 
 
 def of_run(settings: Settings[PairOptions], *model: Any) -> ScoredAnswers:

@@ -22,6 +22,8 @@ from liger_jax.models.lora import merge_lora, save_adapters
 from liger_jax.trainers import log, options_file
 from liger_jax.trainers.options import Settings
 from liger_jax.training import disk
+from liger_jax.training.checkpoints import FINISHED
+from liger_jax.training.files import read_json
 from liger_jax.training.steps import holds_a_run
 from liger_jax.user_errors import UserError
 
@@ -180,6 +182,12 @@ def folder(settings: Settings) -> Path:
     """
     name, step = ADAPTERS if only_adapters(settings) else MODEL, settings.folder.result_of
     return Path(settings.folder.out) / (name if step is None else f"{name}-{step}")
+
+
+def places(out: Path) -> list[Path]:
+    """Where a run's results may be, those of its last step before those of an earlier one."""
+    newest = read_json(out / CHECKPOINTS / FINISHED).get("results") or {}
+    return [out / name for name in sorted((MODEL, ADAPTERS), key=lambda name: name not in newest)]
 
 
 def only_adapters(settings: Settings) -> bool:

@@ -15,7 +15,7 @@ from liger_jax.training.files import check_writable, read_json, write_json
 from liger_jax.training.identity import check_same
 from liger_jax.training.steps import ABOUT, LOG, STATE
 
-_REPLACED, _FINISHED = "earlier.json", "finished.json"
+_REPLACED, FINISHED = "earlier.json", "finished.json"  # the second one holds the results of the newest checkpoint
 
 
 class Checkpoints:
@@ -236,7 +236,7 @@ class Checkpoints:
     @property
     def finished(self) -> dict[str, Any]:
         """The descriptions passed to `finish` for the newest checkpoint, by the names of the results."""
-        record = read_json(self._folder / _FINISHED)
+        record = read_json(self._folder / FINISHED)
         results = record.get("results") if record.get("step") == self.latest_step is not None else None
         return results if isinstance(results, dict) else {}
 
@@ -247,7 +247,7 @@ class Checkpoints:
             name: the name of the result.
             how: a description that `finished` returns, a JSON value.
         """
-        write_json(self._folder / _FINISHED, {"step": self.latest_step, "results": self.finished | {name: how}})
+        write_json(self._folder / FINISHED, {"step": self.latest_step, "results": self.finished | {name: how}})
 
     # --- steps ---
 
@@ -271,7 +271,7 @@ class Checkpoints:
     def _make_way(self, path: Path) -> None:
         """Marks all existing steps as those of the earlier run, so that a single rename puts the new one in place."""
         steps.move_aside(path)
-        (self._folder / _FINISHED).unlink(missing_ok=True)
+        (self._folder / FINISHED).unlink(missing_ok=True)
         names = [each.name for each in steps.all_of(self._folder)]
         write_json(self._folder / _REPLACED, {"left": self._earlier, "steps": names})
 

@@ -191,6 +191,8 @@ def chosen(
             try:
                 found.append((sizes := parse_mesh(named), _checked(named, sizes, devices, rows, model, words)))
             except ValueError as error:
+                if number == 1:  # no mesh is the cause
+                    raise
                 why = why or str(error)
         if choose and experts and experts % number == 0 and found and found[0][0]["fsdp"] == number > 1:
             with contextlib.suppress(ValueError):

@@ -135,6 +135,24 @@ def test_the_losses_of_micro_batches_add_up(batch, name):
     np.testing.assert_allclose(sum(parts), loss(policy, batch)[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "sft", "orpo"])
+def test_scores_do_not_depend_on_how_pairs_are_divided_into_batches(batch, name):
+    """The likelihood of chosen is a mean over the tokens of all held-out pairs, in the loss too."""
+    rng = np.random.default_rng(1)
+    policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
+    objective = pairs.OfPairs(Preference(loss_type=name))
+    batch = {**batch, reference_log_probs.NAME: np.asarray(responses_of(reference, batch))}
+    sums = jax.jit(lambda policy, batch: objective.sums(Model(policy), batch, 8))
+    halves = [slice(0, 1), slice(1, None)]
+    totals = np.sum([sums(policy[half], {key: x[half] for key, x in batch.items()}) for half in halves], axis=0)
+    loss, figures = loss_of(objective.preference)(policy, batch)
+    whole = {"eval_loss": loss} | {f"eval_{figure}": value for figure, value in figures.items()}
+    scores = objective.scores(totals.tolist())
+    assert scores.keys() == whole.keys()
+    for figure, expected in whole.items():
+        np.testing.assert_allclose(scores[figure], expected, rtol=1e-5, err_msg=figure)
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,10 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax.commands import main
-from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoeConfig, OlmoeForCausalLM
 from liger_jax.models.lora import add_lora
 from liger_jax.trainers.adapters import AdapterOptions, loss_of, numbered
+from liger_jax.trainers.adapters import add as add_adapters
 from liger_jax.trainers.adapters import found as found_adapters
 from liger_jax.user_errors import UserError
 from tests import _tiny
@@ -120,6 +121,24 @@ def test_options_of_new_adapters_are_refused_with_a_folder_of_them(tuned):
         options = {name: value}
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is for new adapters, and .* holds adapters"):
             found_adapters(str(tuned / "adapters"), AdapterOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ["experts", "options", "told"],
+    [
+        (4, {"dora": True}, "goes with neither --dora nor --lora-dropout"),
+        (4, {"lora_dropout": 0.1}, "goes with neither --dora nor --lora-dropout"),
+        (0, {}, "needs a mixture of experts, which --model is not"),
+    ],
+)
+def test_adapters_of_experts_that_cannot_be_are_told_by_the_option(experts, options, told):
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    family, config = LlamaForCausalLM, LlamaConfig(**sizes)
+    if experts:
+        family, config = OlmoeForCausalLM, OlmoeConfig(**sizes, num_experts=experts, num_experts_per_tok=2)
+    adapted = AdapterOptions(lora=2, lora_experts=True, **options)
+    with pytest.raises(UserError, match=f"^--lora-experts {told}. Leave it out."):
+        nnx.eval_shape(lambda: add_adapters(family(config, rngs=nnx.Rngs(0)), adapted, 0))
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,23 @@ def test_a_mixture_whose_routers_have_losses_takes_one_micro_batch(monkeypatch, 
         assert (found.recipe.micro_batches > 1) == (cuts > 1), found
 
 
+def test_a_mixture_that_is_resumed_says_that_other_micro_batches_change_its_loss(monkeypatch, capsys):
+    """Three rows cannot be cut into the two micro-batches of the run's begin, as on more devices."""
+    mixtral = architecture("mixtral-8x7b-v0.1")
+    balanced = dataclasses.replace(mixtral, config=dataclasses.replace(mixtral.config, output_router_logits=True))
+    told = "micro-batches: 1, where the run began with 2, so that the routers' losses change; --micro-batches 2 keeps"
+    for model, batch, options, is_told in (
+        (balanced, 3, {}, True),
+        (balanced, 8, dict(remat="auto"), True),
+        (balanced, 8, {}, False),
+        (balanced, 3, dict(micro_batches=1), False),
+        (mixtral, 3, {}, False),
+    ):
+        settings = Settings.of(FinetuneOptions, **QLORA, length=512, batch=batch, **options)
+        fitted(monkeypatch, settings, 75, model=model, began=dict(remat="full", micro_batches=2))
+        assert (told in capsys.readouterr().out) == is_told, (batch, options)
+
+
 def test_options_that_are_given_stay(monkeypatch):
     with pytest.raises(UserError, match="It fits with --remat offload --micro-batches 4"):
         fitted(monkeypatch, Settings.of(FinetuneOptions, **QLORA, length=262_144, remat="full", micro_batches=1), 75)

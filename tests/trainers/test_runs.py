@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from liger_jax.commands import main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face import source
-from liger_jax.trainers import resume
+from liger_jax.trainers import result, resume
 from liger_jax.training import cosine_schedule_with_warmup, lock, waiting
 from tests import _tiny
 from tests.models._hugging_face import GOLDEN
@@ -127,6 +127,19 @@ def test_more_steps_or_epochs_go_on_from_a_finished_run(command, finished, capsy
     assert then == pytest.approx(float(cosine_schedule_with_warmup(0.03, 4)(2))) and log()[:3] == two
     assert command(finished, "--steps=4") == 0 and "finished: " in capsys.readouterr().out
     assert "steps=4 became 3. Pass --fresh to start over" in command.error(capsys, finished, "--steps=3")
+
+
+def test_a_longer_run_says_which_result_it_has_left_as_it_was(command, finished, capsys):
+    assert command(finished, "--merge") == 0
+    capsys.readouterr()
+    older = "is of an earlier step: the same command with"
+    assert command(finished, "--steps=4") == 0
+    assert f"{finished / 'model'} {older} --merge writes that of step 4 there" in capsys.readouterr().out
+    assert [place.name for place in result.places(finished)] == ["adapters", "model"]  # for `liger-jax chat`
+    assert command(finished, "--steps=4", "--merge") == 0 and older not in capsys.readouterr().out
+    assert [place.name for place in result.places(finished)] == ["model", "adapters"]
+    assert command(finished, "--steps=5", "--merge") == 0
+    assert f"{finished / 'adapters'} {older} --no-merge writes that of step 5 there" in capsys.readouterr().out
 
 
 def test_a_run_of_part_of_an_epoch_says_which_rows_its_longer_run_leaves_out():

@@ -72,6 +72,15 @@ def test_one_device_is_no_mesh_and_says_nothing():
     assert devices.place(tree) is tree and devices.placed(tree) is tree and devices.shardings(tree) is None
 
 
+@pytest.mark.parametrize("text", [None, "fsdp=2"])
+def test_a_model_that_cannot_be_made_is_no_fault_of_the_mesh(text):
+    def model(layout):
+        raise ValueError("No weight is called 'q'.")
+
+    with pytest.raises(ValueError, match=r"^No weight is called 'q'\.$"):
+        meshes.chosen(text, jax.devices("cpu")[:4], 4, model, lambda found: (0, ""))
+
+
 def test_a_mesh_has_all_axes_and_its_layout_names_those_with_devices():
     found = meshes.chosen("data=2, fsdp=2", jax.devices("cpu")[:4], 4, OF(4))
     assert dict(found.mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1, "sequence": 1, "expert": 1}
