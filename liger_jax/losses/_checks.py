@@ -33,7 +33,13 @@ def check_positive(op: str, **numbers: Any) -> None:
 
 
 def check_denominator(op: str, **values: Any) -> None:
-    """Raises a ValueError for the first Python number that is not above 0. Arrays pass: they may be traced."""
+    """Raises a ValueError for the first Python number that is not above 0, and a TypeError for what is no number.
+
+    Arrays of one number pass, since they may be traced; None passes.
+    """
+    for name, value in values.items():
+        if value is not None and not isinstance(value, (int, float)):
+            checks.check_shape(op, name, checks.as_real(op, name, value), (), "one number")
     check_positive(op, **{name: value for name, value in values.items() if isinstance(value, (int, float))})
 
 

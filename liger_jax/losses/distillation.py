@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from liger_jax.losses import _checks
-from liger_jax.ops.checks import ArrayLike, broadcast_mask, check_choice, floating
+from liger_jax.ops.checks import ArrayLike, as_real, broadcast_mask, check_axes, check_choice, check_shape, floating
 
 REDUCTIONS = ("mean", "sum", "none")
 _IMPOSSIBLE = -1e30  # a log-probability whose exponential is 0, and finite
@@ -41,6 +41,7 @@ def kl_divergence(
     """
     arrays = dict(log_predictions=log_predictions, targets=targets)
     (log_predictions, targets), where, dtype = _elementwise("kl_divergence", arrays, where)
+    check_axes("kl_divergence", axis, targets.ndim)
     is_impossible = (targets == 0) & (log_predictions == -jnp.inf)
     log_predictions = jnp.where(is_impossible, 0.0, log_predictions)
     # entr's derivative at 0 is inf, as it is, where a stand-in for log 0 would make it a finite number.
@@ -256,7 +257,11 @@ def cosine_distance(
         >>> cosine_distance(jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 0.0]]))
         Array([0.4], dtype=float32)
     """
-    (x, y), where, dtype = _elementwise("cosine_distance", dict(predictions=predictions, targets=targets), where)
+    op = "cosine_distance"
+    (x, y), where, dtype = _elementwise(op, dict(predictions=predictions, targets=targets), where)
+    check_axes(op, axis, x.ndim)
+    epsilon = as_real(op, "epsilon", epsilon)
+    check_shape(op, "epsilon", epsilon, (), "one number")
     x, y = _unit(x, axis, epsilon), _unit(y, axis, epsilon)
     return (1.0 - jnp.sum(x * y, axis=axis, where=where)).astype(dtype)
 
@@ -308,7 +313,7 @@ def _unit(x: jax.Array, axis: Any, epsilon: Any) -> jax.Array:
     x = x / largest
     square = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
     length = jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))  # no derivative of √0
-    length = jnp.maximum(length, jnp.sqrt(jnp.asarray(epsilon, jnp.float32)) / largest)
+    length = jnp.maximum(length, jnp.sqrt(epsilon.astype(jnp.float32)) / largest)
     return x / jnp.where(length == 0, jnp.inf, length)
 
 

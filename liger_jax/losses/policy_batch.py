@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from liger_jax.losses import _checks
 from liger_jax.losses._policy_formulas import LOSS_TYPES
 from liger_jax.losses._sequences import Sequences, sequences_of
-from liger_jax.ops.checks import ArrayLike, as_array, check_choice, check_shape
+from liger_jax.ops.checks import ArrayLike, as_array, check_choice, check_flag, check_shape
 
 ADVANTAGE_METHODS = ("grpo", "dr_grpo", "rloo")
 _LARGEST_REWARD = 1e15  # whose square, summed over a batch, is far below float32's end
@@ -185,6 +185,7 @@ def reinforce_advantages(
         Hu et al., REINFORCE++, arXiv:2501.03262.
     """
     op = "reinforce_advantages"
+    check_flag(op, group_baseline=group_baseline)
     (rewards,) = jax.lax.stop_gradient(_checks.as_float32(op, rewards=rewards))
     if rewards.size < 2 or (group_baseline and rewards.shape[-1] < 2):
         raise ValueError(

@@ -128,7 +128,10 @@ def dpo_loss(
         2411.15124, several of them 2411.10442. Divergences: Wang et al., arXiv:2309.16240.
     """
     op = "dpo_loss"
-    types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
+    types = (loss_type,) if isinstance(loss_type, str) else loss_type
+    if not isinstance(types, (tuple, list)):
+        raise TypeError(f"{op}: loss_type is a {type(types).__name__}, but must be a name or a tuple of names.")
+    types = tuple(types)
     _check_dpo_options(op, types, beta, label_smoothing, f_divergence, f_alpha, discopop_tau)
     for name, is_set in dict(
         chosen_tokens=chosen_tokens is not None,
@@ -209,6 +212,8 @@ def _check_dpo_options(
 def _loss_weights(op: str, types: tuple[str, ...], weights: Any) -> tuple[float, ...]:
     if weights is None:
         return (1.0,) * len(types)
+    if not isinstance(weights, (tuple, list)):
+        raise TypeError(f"{op}: loss_weights is a {type(weights).__name__}, but must be a tuple of Python numbers.")
     weights = tuple(weights)
     _checks.check_python_numbers(op, **{f"loss_weights[{i}]": weight for i, weight in enumerate(weights)})
     if len(weights) != len(types):

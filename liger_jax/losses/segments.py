@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax.losses import _checks
 from liger_jax.losses._sequences import sequences_of
-from liger_jax.ops.checks import ArrayLike, as_array
+from liger_jax.ops.checks import ArrayLike, as_array, check_int
 
 
 def take_segments(values: Float[Array, "R S"], places: Integer[ArrayLike, "P 2"]) -> Float[Array, "P"]:
@@ -65,6 +65,9 @@ def place_segments(
     """
     op = "place_segments"
     (values,) = _checks.as_sequences(op, values=values)
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+        raise TypeError(f"{op}: shape={shape!r} must be two Python ints, the numbers of rows and of segments.")
+    check_int(op, **{f"shape[{i}]": size for i, size in enumerate(shape)})
     places = _as_places(op, places, shape)
     if len(places) != len(values):
         raise ValueError(f"{op}: there are {len(values)} values and {len(places)} places; pass one for each.")

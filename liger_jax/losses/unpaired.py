@@ -145,6 +145,8 @@ def running_baseline(
     _checks.check_number(op, "decay", decay, 0 <= decay <= 1, "in [0, 1]; 0.0 keeps nothing of earlier batches")
     (log_ratios,) = jax.lax.stop_gradient(_checks.as_float32(op, log_ratios=log_ratios))
     where = _checks.as_where(op, where, log_ratios.shape)
+    if state is not None and not isinstance(state, RunningBaseline):
+        raise TypeError(f"{op}: state is a {type(state).__name__}, but must be what the last call returned, or None.")
     zero = jnp.zeros((), jnp.float32)
     mean, weight = (zero, zero) if state is None else jax.lax.stop_gradient((state.mean, state.weight))
     weight = decay * weight + jnp.sum(where).astype(jnp.float32)

@@ -29,6 +29,8 @@ def check_axis(op: str, axis: str, shards: dict[str, Any], same: dict[str, Any])
     Both are arrays by their arguments' names; `None` entries pass. What varies over an axis is known where
     `jax.shard_map` follows it (`check_vma=True`, its default); elsewhere only the axis itself is checked.
     """
+    if not isinstance(axis, str):
+        raise TypeError(f"{op}: vocab_axis is a {type(axis).__name__}, but must be the name of a mesh axis, or None.")
     try:
         size = jax.lax.axis_size(axis)
     except NameError:

@@ -257,7 +257,7 @@ def adapted_gated_mlp(
     a = _placed(gate_a, 1, 0, rank) + _placed(up_a, 1, first, rank)
     gate_b, up_b = _placed(gate_b, 0, 0, rank), _placed(up_b, 0, first, rank)
     down_a, down_b = _placed(down_a, 1, 0, down_rank), _placed(down_b, 0, 0, down_rank)
-    static: dict[str, Any] = dict(activation=activation, precision=checks.current_precision(None))
+    static: dict[str, Any] = dict(activation=activation, precision=checks.current_precision(op, None))
     options = _options(
         KERNELS.named(choice.name),
         up=choice.kernel("up_and_product", **static),

@@ -259,7 +259,8 @@ def _checked_offset(q, k, q_offset):
     """The position of the first query, as an array; None for 0 where each key has a query."""
     if q_offset is None:
         return None
-    if isinstance(q_offset, bool) or jnp.ndim(q_offset) or not jnp.issubdtype(jnp.result_type(q_offset), jnp.integer):
+    q_offset = q_offset if isinstance(q_offset, bool) else checks.as_array(_OP, "q_offset", q_offset, "one integer")
+    if isinstance(q_offset, bool) or q_offset.ndim or not jnp.issubdtype(q_offset.dtype, jnp.integer):
         raise TypeError(f"{_OP}: q_offset={q_offset!r} must be one integer, the position of the first query.")
     if not isinstance(q_offset, Tracer) and not 0 <= int(q_offset) <= k.shape[1] - q.shape[1]:
         raise ValueError(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from liger_jax.ops.checks import check_choice, floating
+from liger_jax.ops.checks import check_choice, check_int, floating
 from liger_jax.ops.layout import is_explicit
 
 KINDS = ("nf4", "int8")
@@ -128,8 +128,7 @@ def block_quantized(
             f"block_quantized: weight has shape {weight.shape}, but must have values along axis {axis}; a vector has "
             "axis=-1 alone."
         )
-    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)):
-        raise TypeError(f"block_quantized: block_size is a {type(block_size).__name__}, but must be a Python int.")
+    check_int("block_quantized", block_size=block_size)
     width = weight.shape[axis]
     if block_size < 2 or block_size % 2 or width % block_size:
         fitting = max((size for size in (2, 4, 8, 16, 32, 64, 128) if width % size == 0), default=None)

@@ -1,5 +1,6 @@
 """The checks that several ops share. Each message names argument, value, rule and cure."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator
@@ -75,8 +76,32 @@ def check_shape(op: str, name: str, x: jax.Array | None, shape: tuple[int, ...],
 
 def check_choice(op: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raises a ValueError unless `value` is among `choices`."""
-    if value not in choices:
+    if isinstance(value, (jax.Array, np.ndarray)) or value not in choices:
         raise ValueError(f"{op}: {name}={value!r} is unknown; pass one of {choices}.")
+
+
+def check_flag(op: str, **flags: Any) -> None:
+    """Raises a TypeError for the first option that is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{op}: {name} is a {type(value).__name__}, but must be True or False.")
+
+
+def check_int(op: str, **numbers: Any) -> None:
+    """Raises a TypeError for the first option that is not a Python int."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{op}: {name} is a {type(value).__name__}, but must be a Python int.")
+
+
+def check_axes(op: str, axis: Any, ndim: int) -> None:
+    """Raises a TypeError or ValueError unless `axis` is None, or names axes of an array, each once."""
+    if axis is None:
+        return
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    check_int(op, **{"axis" if axis is not axes else f"axis[{i}]": each for i, each in enumerate(axes)})
+    if not all(-ndim <= each < ndim for each in axes) or len({each % ndim for each in axes}) < len(axes):
+        raise ValueError(f"{op}: axis={axis!r} must name different axes of the arrays, which have {ndim}.")
 
 
 def check_bool(op: str, name: str, mask: jax.Array | None) -> None:
@@ -143,8 +168,10 @@ def check_layout(op: str, weight_layout: str, prefix: str = "") -> None:
     check_choice(op, f"{prefix}weight_layout", weight_layout, ("vd", "dv"))
 
 
-def check_mode(op: str, mode: str, chunk_size: int | None) -> None:
-    """Raises a ValueError unless a linear loss has this mode, and chunks of this size."""
+def check_mode(op: str, mode: str, chunk_size: int | None, memory_budget_bytes: Any) -> None:
+    """Raises a TypeError or ValueError unless a linear loss has this mode, chunks of this size and such a budget."""
+    if memory_budget_bytes is not None:
+        check_number(op, memory_budget_bytes=memory_budget_bytes)
     check_choice(op, "mode", mode, ("auto", "fast", "lean"))
     if chunk_size is not None and (type(chunk_size) is bool or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"{op}: chunk_size={chunk_size!r} must be a Python int of at least 1; None chooses one.")
@@ -182,14 +209,22 @@ def linear_head(
     return hidden, weight, bias, vocab_size
 
 
-def current_precision(precision: Any) -> Any:
+def current_precision(op: str, precision: Any) -> Any:
     """The precision of an op's products, fixed now: the backward is traced after a user's context manager is left.
 
     `precision`: as `jax.lax.dot_general` takes it; None for `jax.default_matmul_precision`.
     """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # run time
-    try:
-        return jax.lax.Precision(precision) if isinstance(precision, str) else precision
-    except ValueError:
-        return jax.lax.DotAlgorithmPreset[precision]
+    kinds = jax.lax.Precision, jax.lax.DotAlgorithmPreset, jax.lax.DotAlgorithm
+    if precision is None or isinstance(precision, kinds):
+        return precision
+    if isinstance(precision, tuple) and len(precision) == 2:
+        return tuple(current_precision(op, each) for each in precision)
+    for made in (jax.lax.Precision, jax.lax.DotAlgorithmPreset.__getitem__) if isinstance(precision, str) else ():
+        with contextlib.suppress(ValueError, KeyError):
+            return made(precision)
+    raise ValueError(
+        f"{op}: precision={precision!r} is unknown; pass None, a jax.lax.Precision or its name, such as 'highest', or "
+        "a jax.lax.DotAlgorithmPreset."
+    )

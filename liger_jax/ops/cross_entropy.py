@@ -152,6 +152,7 @@ def cross_entropy(
     (logits,) = checks.floating(op, logits=logits)
     if logits.ndim == 0:
         raise ValueError(f"{op}: logits has shape (), but must be (..., V); the last axis holds the classes.")
+    checks.check_flag(op, return_metrics=return_metrics)
     vocab_size = logits.shape[-1]
     loss_options = loss_terms.LossOptions(
         op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction, token_scaling

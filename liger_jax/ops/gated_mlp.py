@@ -190,6 +190,7 @@ def gated_mlp(
     References:
         Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
     """
+    checks.check_flag(_OP, recomputed=recomputed)
     arrays = x, gate_kernel, up_kernel, down_kernel = _checked(activation, x, gate_kernel, up_kernel, down_kernel)
     if any(map(layout.is_explicit, arrays)):
         dot = functools.partial(jnp.matmul, precision=precision)
@@ -203,7 +204,7 @@ def gated_mlp(
             )
         return dot(gated, down_kernel)
     forward, backward = _choose(x, up_kernel, activation, recomputed, implementation)
-    precision = checks.current_precision(precision)
+    precision = checks.current_precision(_OP, precision)
     static = {"activation": activation, "precision": precision}
     options = _Options(
         forward.kernel("up_and_product", **static),

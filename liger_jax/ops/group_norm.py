@@ -74,6 +74,7 @@ def group_norm(
     checks.check_eps(_OP, eps)
     if x.ndim < 2:
         raise ValueError(f"{_OP}: x has shape {x.shape}, but must be (B, C, …); add the missing axis.")
+    checks.check_int(_OP, channel_axis=channel_axis)
     checks.check_choice(_OP, "channel_axis", channel_axis, (*range(1, x.ndim), *range(1 - x.ndim, 0)))
     channels = x.shape[channel_axis]
     for name, column in (("scale", scale), ("bias", bias)):

@@ -83,8 +83,7 @@ class LossOptions:
     def __post_init__(self) -> None:
         op = self.op
         checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
-        if self.ignore_index is not None and not isinstance(self.ignore_index, int):
-            raise TypeError(f"{op}: ignore_index={self.ignore_index!r} must be a Python int; None ignores no label.")
+        check_ignore_index(op, self.ignore_index)
         checks.check_choice(op, "reduction", self.reduction, REDUCTIONS)
         if not isinstance(self.token_scaling, bool):
             raise TypeError(f"{op}: token_scaling={self.token_scaling!r} must be True or False.")
@@ -103,6 +102,12 @@ class LossOptions:
         """The options that the kernels need."""
         softcap = None if self.logit_softcap is None else float(self.logit_softcap)
         return LogitOptions(float(self.logit_scale), softcap, logit_sum=self.label_smoothing > 0, metrics=metrics)
+
+
+def check_ignore_index(op: str, ignore_index: Any) -> None:
+    """Raises a TypeError unless it is a label, or None."""
+    if ignore_index is not None and not isinstance(ignore_index, int):
+        raise TypeError(f"{op}: ignore_index={ignore_index!r} must be a Python int; None ignores no label.")
 
 
 class TokenTerms(NamedTuple):

@@ -145,6 +145,9 @@ def apply_mrope(
             "width; make them by rope_table from positions (3, B, T)."
         )
     checks.check_shape(op, "sin", sin, cos.shape, "the shape of cos")
+    if not isinstance(sections, (tuple, list)):
+        raise TypeError(f"{op}: sections is a {type(sections).__name__}, but must be three Python ints, R/2 in sum.")
+    checks.check_int(op, **{f"sections[{i}]": size for i, size in enumerate(sections)})
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != half:
         raise ValueError(
             f"{op}: sections={tuple(sections)} must be three numbers of pairs, R/2={half} in sum; pass the config's "

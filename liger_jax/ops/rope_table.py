@@ -269,6 +269,7 @@ def rope_table(
     References:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864).
     """
+    checks.check_int(_OP, width=width)
     least = 4 if isinstance(scaling, DynamicRope) else 0  # dynamic: R − 2 is a divisor
     if width < least or width % 2:
         raise ValueError(f"{_OP}: width={width} must be even and at least {least}: columns are rotated in pairs.")

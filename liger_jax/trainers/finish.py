@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.trainers import result
+from liger_jax.trainers import adapters, result
 from liger_jax.trainers.decided_run import Run
 from liger_jax.trainers.options import Settings
 from liger_jax.trainers.task import Task
@@ -81,7 +81,8 @@ def print_result(run: Run, log: Mapping[str, Any], done: int, target: Path, chec
             f"with {figure(best[1])}, whose checkpoint stays in {there}; the same command{without} with "
             f"--result-of {best[0]} makes {target.name}-{best[0]} of it"
         )
+    tuned = adapters.tuned(run.settings.adapters, run.source)
     for other in result.places(run.out) if is_kept else ():
-        if other.is_dir() and other.name not in checkpoints.finished and not other.samefile(run.source.folder):
+        if other.is_dir() and other.name not in checkpoints.finished and not any(map(other.samefile, tuned)):
             option = "--merge" if other.name == result.MODEL else "--no-merge"
             print(f"{other} is of an earlier step: the same command with {option} writes that of step {done} there")

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -30,7 +31,7 @@ from liger_jax.ops.place import jax_service
 from liger_jax.training.relay import Relay
 
 BEAT_SECONDS, SILENT_SECONDS = 2.0, 30.0
-_PLACE = re.compile(r"(.+:\d+),(\d+)/(\d+)")  # HOST:PORT,INDEX/NUMBER
+_PLACE = re.compile(r"(.+:(\d+)),(\d+)/(\d+)")  # HOST:PORT,INDEX/NUMBER
 _ENDED = "ended"
 _NAMED = 3  # differences that a message names
 _barriers = itertools.count()
@@ -45,12 +46,13 @@ def begin(place: str) -> None:
     """
     options: dict[str, Any] = dict(heartbeat_timeout_seconds=100, shutdown_timeout_seconds=20)
     if place:
-        if (match := _PLACE.fullmatch(place)) is None or int(match[2]) >= int(match[3]):
+        match = _PLACE.fullmatch(place)
+        if match is None or int(match[3]) >= int(match[4]) or not 0 < int(match[2]) < 2**16:
             raise ValueError(
-                f"distributed={place!r} must be HOST:PORT,INDEX/NUMBER, where process 0 listens, this process's index "
-                "from 0 and how many there are, as in 'host0:1234,0/2'."
+                f"distributed={place!r} must be HOST:PORT,INDEX/NUMBER, where process 0 listens, with a port from 1 to "
+                "65535, this process's index from 0 and how many there are, as in 'host0:1234,0/2'."
             )
-        options |= dict(coordinator_address=match[1], process_id=int(match[2]), num_processes=int(match[3]))
+        options |= dict(coordinator_address=match[1], process_id=int(match[3]), num_processes=int(match[4]))
         options |= dict(cluster_detection_method="deactivate")
     if jax.distributed.is_initialized():
         raise ValueError(
@@ -59,6 +61,8 @@ def begin(place: str) -> None:
         )
     if _has_devices():
         raise ValueError("JAX has initialised its devices for this process only. Call processes.begin first.")
+    if options.get("process_id") == 0:
+        _check_port(place, int(options["coordinator_address"].rpartition(":")[2]))
     jax.config.update("jax_enable_recoverability", True)  # the service must not end processes when one has died
     relay = None
     try:
@@ -79,6 +83,17 @@ def begin(place: str) -> None:
     if jax.process_count() > 1:
         _watching.append(threading.Thread(target=_watch, args=(jax_service(),), name="watching processes", daemon=True))
         _watching[0].start()
+
+
+def _check_port(place: str, port: int) -> None:
+    """Checks that process 0 can listen there: JAX's service may crash if it cannot."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise ValueError(
+            f"distributed={place!r}: process 0 cannot listen at port {port}: {why}. Pass another port to all processes."
+        ) from error
 
 
 def are_several() -> bool:

@@ -156,6 +156,16 @@ def test_the_tables_of_options_are_whole_and_have_no_others(name, parsers):
     assert not lost, f"{table} lacks {sorted(lost)}"
 
 
+def test_every_option_is_on_a_page(parsers):
+    """Those of commands without a table of options, too."""
+    text = "\n".join(TEXTS.values())
+    actions = [
+        (name, action) for name, parser in parsers.items() for action in parser._actions if action.option_strings
+    ]
+    is_there = lambda action: any(re.search(rf"{re.escape(o)}(?![\w-])", text) for o in action.option_strings)
+    assert not [(name, action.option_strings) for name, action in actions if not is_there(action)]
+
+
 def test_every_type_of_a_loss_is_explained():
     """In the table of its function's docstring, or in its option's row in the page of its command."""
     row = lambda page, option: re.search(rf"^\| `{option}` \|.*", TEXTS[page], re.MULTILINE)[0]

@@ -145,7 +145,7 @@ def test_processes_of_separate_folders_are_refused_before_they_train(source, tmp
     assert not list(tmp_path.glob("*/run/.shared-*"))
 
 
-@pytest.mark.parametrize("place", ["host:1,2/2", "host/2", "host:1234"])
+@pytest.mark.parametrize("place", ["host:1,2/2", "host/2", "host:1234", "host:0,0/2", "host:65536,0/2"])
 def test_a_place_that_cannot_be_read_is_refused(place, source, tmp_path, capsys):
     options = ["finetune", f"--model={source}", "--data=none", f"--out={tmp_path}", f"--distributed={place}"]
     assert main(options) == 2

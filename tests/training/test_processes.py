@@ -1,6 +1,7 @@
 """Processes of one run end together, whichever of them dies, and however they were joined."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -120,6 +121,17 @@ def test_ctrl_c_ends_a_process_that_waits_for_the_others(victim, started):
     assert both[victim].communicate(timeout=20)[0] == "interrupted\n" and both[victim].returncode == 130
     how, seconds = lost(both[1 - victim], victim, 2)
     assert how == "has ended" and seconds < 20
+
+
+def test_a_port_at_which_another_program_listens_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        path = os.pathsep.join(path for path in (os.getcwd(), *sys.path) if path)
+        command = [sys.executable, "-c", PROGRAM, f"{place},0/2", "waits"]
+        own = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=path)
+        ended = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
+    told = rf"process 0 cannot listen at port {place.partition(':')[2]}: Address already in use\. Pass another port"
+    assert ended.returncode == 1 and re.search(told, ended.stderr), ended.stderr
 
 
 def test_processes_are_joined_once_and_before_there_are_devices():

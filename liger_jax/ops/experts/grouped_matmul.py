@@ -118,7 +118,7 @@ def grouped_matmul(
         return jnp.zeros((m, n), x.dtype)
     choice = KERNELS.choose(implementation, x, w)
     products = Products.of(
-        choice, transpose_w=transpose_w, weight_dtype=w.dtype, precision=checks.current_precision(None)
+        choice, transpose_w=transpose_w, weight_dtype=w.dtype, precision=checks.current_precision(_OP, None)
     )
     sizes, fill = usable_sizes(group_sizes, m)
     return _grouped_matmul(*meshes.align_varying(x, w, sizes, fill), transpose_w, products)
@@ -141,6 +141,7 @@ def usable_sizes(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 
 def _checked(x: Any, w: Any, group_sizes: Any, transpose_w: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The arguments as JAX's arrays, checked."""
+    checks.check_flag(_OP, transpose_w=transpose_w)
     x, w = checks.floating(_OP, x=x, w=w)
     group_sizes = checks.as_array(_OP, "group_sizes", group_sizes)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):

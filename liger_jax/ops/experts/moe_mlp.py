@@ -187,7 +187,7 @@ def moe_mlp(
 def _choose(x, weights, gate_up, down, *_, implementation) -> tuple[Kernel, Products, Products]:
     """The copies of tokens, the products of `gate_up`, and those of `down`."""
     place = place_of(x, gate_up, down)
-    precision = checks.current_precision(None)
+    precision = checks.current_precision(_OP, None)
 
     def choice(w):
         rows = jax.ShapeDtypeStruct((weights.size, w.shape[1]), x.dtype)

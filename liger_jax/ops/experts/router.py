@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from liger_jax.ops import checks
@@ -66,6 +65,7 @@ def softmax_top_k(logits: Float[ArrayLike, "*batch E"], k: int, *, normalized: b
         >>> routing.experts.tolist(), routing.weights.round(3).tolist()
         ([0, 2], [0.5, 0.30000001192092896])
     """
+    checks.check_flag("softmax_top_k", normalized=normalized)
     logits = _checked("softmax_top_k", logits, k)
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), k)
     if normalized:
@@ -161,6 +161,7 @@ def balancing_loss(sums: RouterSums, *, per_layer: bool = False) -> Float[Array,
         Fedus et al., "Switch Transformers", 2021 (arXiv:2101.03961), equation 4.
     """
     sums = _checked_sums("balancing_loss", sums)
+    checks.check_flag("balancing_loss", per_layer=per_layer)
     if not per_layer:
         sums = _over_layers(sums)
     count = _divisor(sums.count)[..., None]
@@ -226,8 +227,7 @@ def _over_layers(sums: RouterSums) -> RouterSums:
 
 def _checked(op: str, logits: ArrayLike, k: int) -> jax.Array:
     (logits,) = checks.floating(op, logits=logits)
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
-        raise TypeError(f"{op}: k is a {type(k).__name__}, but must be a Python int, the number of a token's experts.")
+    checks.check_int(op, k=k)
     if logits.ndim == 0 or not 1 <= k <= logits.shape[-1]:
         raise ValueError(
             f"{op}: k={k} and logits have shape {logits.shape}, but a token goes to between 1 and E experts, the last "

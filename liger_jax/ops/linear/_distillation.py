@@ -43,7 +43,8 @@ class Static:
 
     def __post_init__(self) -> None:
         checks.check_choice(self.op, "reduction", self.reduction, loss_terms.REDUCTIONS)
-        checks.check_mode(self.op, self.mode, self.chunk_size)
+        checks.check_mode(self.op, self.mode, self.chunk_size, self.memory_budget_bytes)
+        loss_terms.check_ignore_index(self.op, self.ignore_index)
 
 
 # --- lean: each token's loss; dX is made in the forward, and dW in the backward ---------------------------------
@@ -183,7 +184,9 @@ def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | Non
         raise ValueError(
             f"{op}: denominator is given with reduction={reduction!r}, which divides by nothing; pass reduction='mean'."
         )
-    return jax.lax.stop_gradient(jnp.asarray(denominator, jnp.float32))
+    denominator = checks.as_real(op, "denominator", denominator)
+    checks.check_shape(op, "denominator", denominator, (), "one number for all tokens")
+    return jax.lax.stop_gradient(denominator.astype(jnp.float32))
 
 
 # --- chunks -----------------------------------------------------------------------------------------------

@@ -68,20 +68,37 @@ def plan_fused_linear_cross_entropy(
         >>> plan.implementation, plan.mode, plan.chunk_size, plan.extra_bytes // 2**20
         ('mosaic_gpu', 'fast', 8192, 2115)
     """
+    op = f"plan_{OP}"
     for name, size in dict(n=n, d=d, v=v).items():
+        checks.check_int(op, **{name: size})
         if size < 1:
-            raise ValueError(f"plan_{OP}: {name}={size} must be at least 1.")
+            raise ValueError(f"{op}: {name}={size} must be at least 1.")
+    if not isinstance(differentiated, tuple):
+        raise TypeError(f"{op}: differentiated={differentiated!r} must be a tuple of names, such as ('hidden',).")
     for name in differentiated:
-        checks.check_choice(f"plan_{OP}", "differentiated", name, ("hidden", "weight"))
-    checks.check_layout(f"plan_{OP}", weight_layout)
-    checks.check_mode(f"plan_{OP}", mode, chunk_size)
-    check_logit_options(f"plan_{OP}", logit_scale, logit_softcap)
+        checks.check_choice(op, "differentiated", name, ("hidden", "weight"))
+    checks.check_layout(op, weight_layout)
+    checks.check_mode(op, mode, chunk_size, memory_budget_bytes)
+    checks.check_flag(op, weight_is_split=weight_is_split)
+    check_logit_options(op, logit_scale, logit_softcap)
+    if device_memory_bytes is not None:
+        checks.check_number(op, device_memory_bytes=device_memory_bytes)
+    if device is not None and not hasattr(device, "device_kind"):
+        raise TypeError(f"{op}: device is a {type(device).__name__}, but must be a jax.Device or an AbstractDevice.")
+    for name, kind in dict(dtype=dtype, weight_dtype=dtype if weight_dtype is None else weight_dtype).items():
+        try:
+            is_dtype = kind is not None and not isinstance(kind, jax.Array)
+            is_floating = is_dtype and jnp.issubdtype(jnp.dtype(kind), jnp.floating)
+        except (TypeError, ValueError):
+            is_floating = False
+        if not is_floating:
+            raise TypeError(f"{op}: {name}={kind!r} must be a floating-point dtype, such as jnp.bfloat16.")
     problem = problem_of_sizes(
         n,
         d,
         v,
         dtype=dtype,
-        weight_dtype=weight_dtype or dtype,
+        weight_dtype=dtype if weight_dtype is None else weight_dtype,
         weight_layout=weight_layout,
         weight_is_split=weight_is_split,
         reduction=reduction,

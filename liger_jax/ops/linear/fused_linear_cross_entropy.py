@@ -168,7 +168,8 @@ def named_loss(
     """`fused_linear_cross_entropy` for a public function of another name, with which messages begin."""
     weight, split = taken_apart(weight)
     hidden, weight, bias, vocab_size = checks.linear_head(op, hidden, weight, bias, weight_layout, split=split)
-    checks.check_mode(op, mode, chunk_size)
+    checks.check_mode(op, mode, chunk_size, memory_budget_bytes)
+    checks.check_flag(op, return_metrics=return_metrics)
     loss_options = loss_terms.LossOptions(
         op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction, token_scaling
     )
@@ -183,7 +184,7 @@ def named_loss(
         mode=mode,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
-        precision=checks.current_precision(precision),
+        precision=checks.current_precision(op, precision),
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights

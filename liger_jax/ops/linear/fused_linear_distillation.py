@@ -122,9 +122,10 @@ def fused_linear_distillation(
     )
     student, teacher = Head(*student), Head(*teacher)
     _check_divergence(divergence, beta, temperature)
-    precision = checks.current_precision(precision)
+    precision = checks.current_precision(OP, precision)
     of_student = student_logit_scale, student_logit_softcap, student_weight_layout, precision
     of_teacher = teacher_logit_scale, teacher_logit_softcap, teacher_weight_layout, precision
+    checks.check_number(OP, hard_weight=hard_weight)
     static = Static(OP, ignore_index, reduction, mode, chunk_size, memory_budget_bytes, implementation)
     options = DivergenceOptions(
         student=head_options(OP, "student_", *of_student, temperature),

@@ -118,7 +118,8 @@ def fused_linear_log_probs(
     """
     weight, split = taken_apart(weight)
     hidden, weight, bias, vocab_size = checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
-    checks.check_mode(OP, "lean", chunk_size)
+    checks.check_mode(OP, "lean", chunk_size, memory_budget_bytes)
+    checks.check_flag(OP, entropy=entropy, metrics=metrics)
     loss_terms.check_temperature(OP, temperature)
     loss_terms.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
@@ -129,12 +130,14 @@ def fused_linear_log_probs(
     logit_options = dataclasses.replace(loss_options.logit_options(metrics), entropy=entropy)
     static = dict(
         options=loss_options,
-        linear=LinearOptions(logit_options, weight_layout, checks.current_precision(precision), "lean", 0),
+        linear=LinearOptions(logit_options, weight_layout, checks.current_precision(OP, precision), "lean", 0),
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
         implementation=implementation,
     )
-    shards, selected = 1, None if selected_token_ids is None else as_labels(selected_token_ids)
+    shards, selected = 1, selected_token_ids
+    if selected is not None:
+        selected = as_labels(selected, OP, "selected_token_ids")
     if vocab_axis is not None:
         same = dict(hidden=hidden, labels=labels, where=where, selected_token_ids=selected)
         _vocab_shards.check_axis(OP, vocab_axis, dict(weight=weight, bias=bias), same)

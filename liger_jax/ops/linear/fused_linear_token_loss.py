@@ -114,7 +114,10 @@ def fused_linear_token_loss(
     """
     weight, split = taken_apart(weight)
     hidden, weight, bias, vocab_size = checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
-    checks.check_mode(OP, mode, chunk_size)
+    checks.check_mode(OP, mode, chunk_size, memory_budget_bytes)
+    checks.check_flag(OP, entropy=entropy)
+    if not callable(loss_fn):
+        raise TypeError(f"{OP}: loss_fn is a {type(loss_fn).__name__}, but must be a function of one token.")
     loss_terms.check_temperature(OP, temperature)
     loss_terms.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
@@ -139,7 +142,7 @@ def fused_linear_token_loss(
     logit_options = dataclasses.replace(loss_options.logit_options(metrics=False), entropy=entropy)
     static = dict(
         options=loss_options,
-        linear=LinearOptions(logit_options, weight_layout, checks.current_precision(precision), mode, 0),
+        linear=LinearOptions(logit_options, weight_layout, checks.current_precision(OP, precision), mode, 0),
         token_loss=token_loss,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
@@ -278,7 +281,7 @@ _token_loss = made_once(_TokenLoss)
 
 
 def _as_denominator(denominator: Any) -> jax.Array:
-    denominator = checks.as_array(OP, "denominator", denominator, "one number for all tokens")
+    denominator = checks.as_real(OP, "denominator", denominator)
     checks.check_shape(OP, "denominator", denominator, (), "one number for all tokens")
     return denominator.astype(jnp.float32)
 

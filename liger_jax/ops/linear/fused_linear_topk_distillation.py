@@ -92,8 +92,9 @@ def fused_linear_topk_distillation(
     if not jnp.issubdtype(token_ids.dtype, jnp.integer):
         raise TypeError(f"{OP}: token_ids have dtype {token_ids.dtype}, but must be integers.")
     checks.check_choice(OP, "tail", tail, TAILS)
+    checks.check_number(OP, hard_weight=hard_weight)
     static = Static(OP, ignore_index, reduction, mode, chunk_size, memory_budget_bytes, implementation)
-    of_student = logit_scale, logit_softcap, weight_layout, checks.current_precision(precision)
+    of_student = logit_scale, logit_softcap, weight_layout, checks.current_precision(OP, precision)
     options = TopKOptions(
         student=head_options(OP, "", *of_student, temperature),
         hard=head_options(OP, "", *of_student).logit,

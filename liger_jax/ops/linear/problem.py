@@ -196,7 +196,7 @@ def problem_of_sizes(
         OP,
         jax.ShapeDtypeStruct((n, d), dtype),
         jax.ShapeDtypeStruct((v, d) if weight_layout == "vd" else (d, v), weight_dtype),
-        options=LinearOptions(logit, weight_layout, current_precision(None), mode, chunk_size=0),
+        options=LinearOptions(logit, weight_layout, current_precision(OP, None), mode, chunk_size=0),
         not_fast_because=why_not_fast(reduction, False, jnp.dtype(dtype), jnp.dtype(weight_dtype)),
         place=Place(device, device_memory_bytes),
         split=HeadSplit(((), ()), (1, 1)) if weight_is_split else None,  # of whole sizes

@@ -51,7 +51,7 @@ def quantized_log_probs(
     """
     options = loss_terms.LossOptions(OP, ignore_index, 0.0, 0.0, logit_scale / temperature, logit_softcap, "none")
     logit_options = dataclasses.replace(options.logit_options(metrics), entropy=entropy)
-    linear = LinearOptions(logit_options, "vd", checks.current_precision(None), "lean", 0)
+    linear = LinearOptions(logit_options, "vd", checks.current_precision(OP, None), "lean", 0)
     flat, vocab_size, dtype = labels.reshape(-1), head.shape[0], hidden.dtype
     terms, labels_here = _vocab_shards.token_terms(flat, None, None, None, options, vocab_size, vocab_axis)
     # The slices' gradients of the hidden states are summed in float32.
