@@ -81,8 +81,9 @@ def print_result(run: Run, log: Mapping[str, Any], done: int, target: Path, chec
             f"with {figure(best[1])}, whose checkpoint stays in {there}; the same command{without} with "
             f"--result-of {best[0]} makes {target.name}-{best[0]} of it"
         )
-    tuned = adapters.tuned(run.settings.adapters, run.source)
-    for other in result.places(run.out) if is_kept else ():
-        if other.is_dir() and other.name not in checkpoints.finished and not any(map(other.samefile, tuned)):
+    others = [place for place in result.places(run.out) if place.is_dir()] if is_kept else []
+    for other in others:
+        tuned = adapters.tuned(run.settings.adapters, run.source)
+        if other.name not in checkpoints.finished and not any(map(other.samefile, tuned)):
             option = "--merge" if other.name == result.MODEL else "--no-merge"
             print(f"{other} is of an earlier step: the same command with {option} writes that of step {done} there")

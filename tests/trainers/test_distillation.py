@@ -416,8 +416,8 @@ def test_a_device_s_part_of_the_teacher_s_tokens_is_counted():
 
 
 @pytest.mark.parametrize("experts", [{}, dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)])
-def test_what_a_teacher_holds_for_its_tokens_is_what_its_compiled_program_does(experts, tmp_path):
-    """In float32, as a CPU's products are, and on short rows, of which attention holds little."""
+def test_what_a_teacher_holds_for_its_tokens_is_what_its_compiled_program_does(experts, tmp_path, platform):
+    """In float32, as a CPU's products are, and on short rows, of which attention holds little. A GPU may hold less."""
     family = FAMILIES["qwen3_moe" if experts else "qwen3"]
     sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)
     config = family.config_type(vocab_size=512, num_key_value_heads=2, head_dim=16, **sizes, **experts)
@@ -433,7 +433,7 @@ def test_what_a_teacher_holds_for_its_tokens_is_what_its_compiled_program_does(e
 
     planned = lambda tokens: teacher.num_bytes("float32", Devices(), tokens)
     more = lambda held: held(2**15) - held(2**14)
-    assert 1 <= more(planned) / more(held) < 1.2
+    assert 1 <= more(planned) / more(held) < (1.2 if platform == "cpu" else 1.5)
 
 
 def test_a_teacher_s_experts_are_counted_as_devices_share_them():
