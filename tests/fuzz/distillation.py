@@ -93,9 +93,9 @@ def fused_linear_distillation(draw: Draw) -> Case:
             logits[head.prefix] = scaled(u, **own)
         z, teacher_z = logits["student_"], logits["teacher_"]
         t = options.get("temperature", 1.0)
-        of_logits = (lambda z: z) if kinds["divergence"] == "cosine" else lambda z: log_softmax(z / t)
-        log_p, log_q = (_flat(of_logits(x)) for x in (z, teacher_z))
-        soft = distillation.divergence(log_p, log_q, kind=kinds["divergence"], beta=kinds.get("beta", 0.5))
+        compared = _flat(z / t), _flat(teacher_z / t)
+        kind = {"kind": kinds["divergence"], "beta": kinds.get("beta", 0.5)}
+        soft = distillation.divergence(*compared, **kind, log_softmax=log_softmax)
         rest = {"reduction": options.get("reduction", "mean"), "normalizer": options.get("denominator")}
         return _mixed(soft.reshape(dead.shape), z, labels, dead, options.get("hard_weight", 0.0), **rest)
 
@@ -113,13 +113,13 @@ def fused_linear_distillation(draw: Draw) -> Case:
 
 def topk_divergence(student, token_ids, log_probs, *, tail):
     """The formula's divergence, with a bucket of what is outside and not of 1 less what is stored: that cancels."""
-    divergence = distillation.topk_divergence(student, token_ids, log_probs, tail="ignore")
+    divergence = distillation.topk_divergence(student, token_ids, log_probs, tail="ignore", log_softmax=log_softmax)
     if tail == "ignore":
         return divergence
     used = log_probs > -jnp.inf
     stored = jnp.zeros(student.shape, bool).at[jnp.arange(len(student))[:, None], token_ids].set(used)
     rest, outside = 1.0 - jnp.sum(jnp.exp(log_probs), axis=1), ~jnp.all(stored, axis=1)
-    log_p = jnp.where(stored, -jnp.inf, jax.nn.log_softmax(student)).at[:, 0].max(jnp.where(outside, -jnp.inf, 0.0))
+    log_p = jnp.where(stored, -jnp.inf, log_softmax(student)).at[:, 0].max(jnp.where(outside, -jnp.inf, 0.0))
     counts = outside & (rest > 0)
     log_rest = jnp.log(jnp.where(counts, rest, 1.0))
     return divergence + jnp.where(counts, rest * (log_rest - jax.scipy.special.logsumexp(log_p, axis=1)), 0.0)
@@ -149,7 +149,7 @@ def fused_linear_topk_distillation(draw: Draw) -> Case:
     def truth(hidden, weight, token_ids, log_probs, dead, labels=None, where=None, bias=None):
         z = scaled(head.logits(living(hidden, dead), weight, bias), **of_head)
         tail, t = options.get("tail", "ignore"), options.get("temperature", 1.0)
-        soft = topk_divergence(_flat(log_softmax(z / t)), _flat(token_ids), _flat(log_probs), tail=tail)
+        soft = topk_divergence(_flat(z / t), _flat(token_ids), _flat(log_probs), tail=tail)
         rest = {"reduction": options.get("reduction", "mean"), "normalizer": options.get("denominator")}
         return _mixed(soft.reshape(dead.shape), z, labels, dead, options.get("hard_weight", 0.0), **rest)
 
