@@ -155,7 +155,7 @@ def _train(
     )  # fmt: skip
     checkpoints.check()
     data.keep()
-    options: dict[str, Any] = dict(normalizer=TASK.normalizer(settings, data), has_aux=True)
+    options: dict[str, Any] = dict(normalizer=TASK.normalizer(settings, data), has_aux=True, grad_norm=True)
     step_of = lambda size: make_step(
         graph, optimizer, TASK.loss(settings, data), micro_batches=size.micro_batches, **options
     )
