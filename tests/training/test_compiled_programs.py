@@ -104,5 +104,5 @@ def test_a_call_keeps_programs_and_leaves_the_settings_as_they_were(folder, monk
     ],
 )
 def test_each_system_has_its_own_folder_for_caches(platform, end):
-    found = compiled_programs.folder({}, platform)
-    assert found.is_absolute() and found.as_posix().endswith(end)
+    folder = compiled_programs.folder({}, platform)
+    assert folder.is_absolute() and folder.as_posix().endswith(end)
