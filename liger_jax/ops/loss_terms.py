@@ -85,8 +85,7 @@ class LossOptions:
         checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         check_ignore_index(op, self.ignore_index)
         checks.check_choice(op, "reduction", self.reduction, REDUCTIONS)
-        if not isinstance(self.token_scaling, bool):
-            raise TypeError(f"{op}: token_scaling={self.token_scaling!r} must be True or False.")
+        checks.check_flag(op, token_scaling=self.token_scaling)
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"{op}: label_smoothing={self.label_smoothing} must be in [0, 1]; 0.0 switches it off.")
         if not 0.0 <= self.z_loss < math.inf:
